@@ -1,0 +1,69 @@
+"""syncheck: are the replicas of my model really the same model?
+
+Importing this package imports neither torch nor numpy; the names below are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from syncheck.api import Options, compare
+    from syncheck.errors import CheckpointError, SyncheckError, UsageError
+    from syncheck.metadata_block import metadata
+    from syncheck.readers import read
+    from syncheck.records import (
+        Closure,
+        Counts,
+        DriftPoint,
+        Finding,
+        Group,
+        Replica,
+        Report,
+        Snapshot,
+        Tensor,
+        TensorDiff,
+    )
+
+__all__ = [
+    "CheckpointError",
+    "Closure",
+    "Counts",
+    "DriftPoint",
+    "Finding",
+    "Group",
+    "Options",
+    "Replica",
+    "Report",
+    "Snapshot",
+    "SyncheckError",
+    "Tensor",
+    "TensorDiff",
+    "UsageError",
+    "compare",
+    "metadata",
+    "read",
+]
+
+_HOME = {
+    "compare": "syncheck.api",
+    "Options": "syncheck.api",
+    "CheckpointError": "syncheck.errors",
+    "SyncheckError": "syncheck.errors",
+    "UsageError": "syncheck.errors",
+    "metadata": "syncheck.metadata_block",
+    "read": "syncheck.readers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'syncheck' has no attribute {name!r}")
+    value = getattr(import_module(_HOME.get(name, "syncheck.records")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

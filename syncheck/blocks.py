@@ -1,0 +1,172 @@
+"""Tensors' bytes, block by block: what is read at a time stays small whatever a tensor's size.
+
+A block is a range of elements in C order. Contiguous tensors are read into a buffer that is used again; tensors with
+other strides, another byte order or a pending conjugation are copied from a mapping of the file, a block at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import sys
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from syncheck.dtypes import DTYPES
+from syncheck.errors import MalformedFile, UnreadableFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from syncheck.records import Tensor
+
+# Bytes. Blocks of 1 MiB stay in a core's cache between reading and comparing; larger ones were slower.
+BLOCK = 1 << 20
+# All replicas' blocks of one tensor together: 1,024 replicas that all differ must not take 1 GiB.
+ALL_BLOCKS = 64 << 20
+# Files held open at a time; `ulimit -n` is often 1,024.
+OPEN_FILES = 400
+
+
+class Files:
+    """Open files by path, the least recently used closed first. A context manager."""
+
+    def __init__(self, limit: int = OPEN_FILES) -> None:
+        self._limit = limit
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._maps: dict[str, mmap.mmap] = {}
+        self._buffers: dict[int, bytearray] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+        self._maps.clear()
+
+    def descriptor(self, path: str) -> int:
+        """Return an open descriptor, valid until `limit` others were asked for. Raises UnreadableFile."""
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        if len(self._open) >= self._limit:
+            os.close(self._open.popitem(last=False)[1])
+        try:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnreadableFile(path, found=error.strerror or str(error)) from None
+        return self._open[path]
+
+    def read(self, tensor: Tensor, start: int, count: int, slot: int) -> bytes | bytearray:
+        """Return `count` elements from element `start` on, in C order, as little-endian bytes.
+
+        The result is valid until the next call with the same slot. Raises MalformedFile when the file has become
+        shorter since it was opened.
+        """
+        if is_plain(tensor):
+            size = DTYPES[tensor.dtype].size
+            return self._pread(tensor, tensor.offset + start * size, count * size, slot)
+        return self._copied(tensor, start, count)
+
+    def _pread(self, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
+        descriptor = self.descriptor(tensor.path)
+        if length < BLOCK // 4:
+            data: bytes | bytearray = os.pread(descriptor, length, offset)
+            got = len(data)
+        else:
+            # A buffer of exactly this length, so that two of them compare by memcmp.
+            if len(self._buffers.get(slot, b"")) != length:
+                self._buffers[slot] = bytearray(length)
+            data = self._buffers[slot]
+            got = os.preadv(descriptor, [data], offset)
+            while 0 < got < length:  # a signal or a network file system may give less than asked for
+                more = os.preadv(descriptor, [memoryview(data)[got:]], offset + got)
+                got = got + more if more else -1
+        if got != length:
+            raise MalformedFile(
+                tensor.path,
+                place=f"tensor '{tensor.name}'",
+                found=f"the file ends before byte {offset + length}",
+                next_step="it was changed while it was read: run again when nothing writes it",
+            )
+        return data
+
+    def _copied(self, tensor: Tensor, start: int, count: int) -> bytes:
+        import numpy as np
+
+        row = DTYPES[tensor.dtype]
+        axis = _axis(tensor.shape, row.size)
+        inner = math.prod(tensor.shape[axis + 1 :])
+        view: Any = np.ndarray(
+            tensor.shape,
+            f"V{row.size}",
+            self._map(tensor.path),
+            tensor.offset,
+            [s * row.size for s in tensor.strides],
+        )
+        if tensor.shape:
+            *outer, first = np.unravel_index(start // inner, tensor.shape[: axis + 1])
+            view = view[tuple(outer)][first : first + count // inner]
+        values = np.ascontiguousarray(view).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))
+        if "conj" in tensor.lazy:
+            values = np.conjugate(values)
+        if "neg" in tensor.lazy:
+            values = np.negative(values)
+        return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
+
+    def _map(self, path: str) -> mmap.mmap:
+        if path not in self._maps:
+            # A mapping costs address space only; few tensors need one.
+            self._maps[path] = mmap.mmap(self.descriptor(path), 0, access=mmap.ACCESS_READ)
+        return self._maps[path]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's bytes lie in the file as they are to be compared."""
+    return (
+        not tensor.lazy
+        and tensor.big_endian == (sys.byteorder == "big")
+        and is_contiguous(tensor.shape, tensor.strides)
+    )
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie in C order without gaps; strides of dimensions of size 1 mean nothing."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def ranges(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Cut tensors of one shape and dtype into (start, count) of elements that can be read at a time from each."""
+    first = tensors[0]
+    size = DTYPES[first.dtype].size
+    block = max(4096, min(BLOCK, ALL_BLOCKS // len(tensors)))
+    if all(is_plain(tensor) for tensor in tensors):
+        step = block // size
+        for start in range(0, first.numel, step):
+            yield start, min(step, first.numel - start)
+        return
+    axis = _axis(first.shape, size)
+    inner = math.prod(first.shape[axis + 1 :])
+    length = first.shape[axis] if first.shape else 1
+    rows = max(1, block // (inner * size or 1))
+    for outer in range(math.prod(first.shape[:axis])):
+        for row in range(0, length, rows):
+            yield (outer * length + row) * inner, min(rows, length - row) * inner
+
+
+def _axis(shape: tuple[int, ...], size: int) -> int:
+    """Return the first axis along which a slice of one holds at most a block."""
+    return next((i for i in range(len(shape)) if math.prod(shape[i + 1 :]) * size <= BLOCK), 0)

@@ -1,0 +1,49 @@
+"""The command line: arguments and printing only."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+CRASH = 3
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 in sync, 1 out of sync, 2 could not tell, 3 a crash of ours."""
+    from syncheck.cli.parser import build
+    from syncheck.errors import SyncheckError
+
+    arguments = build().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except SyncheckError as error:
+        print(f"syncheck: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell reports for SIGPIPE
+    except KeyboardInterrupt:
+        print("syncheck: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:
+        _report_crash(sys.argv[1:] if argv is None else argv)
+        return CRASH
+
+
+def _report_crash(argv: list[str]) -> None:
+    import platform
+    import traceback
+
+    from syncheck.cli.parser import version
+
+    traceback.print_exc()
+    print(
+        "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
+        f"  syncheck {version()}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"  arguments: {argv}",
+        file=sys.stderr,
+    )

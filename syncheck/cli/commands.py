@@ -1,0 +1,111 @@
+"""What each command does: call the library, print, return the exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from syncheck.cli import output
+from syncheck.errors import UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from syncheck.records import Report
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """`syncheck compare`."""
+    return _answer(arguments, "comparison")
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """`syncheck report`."""
+    from pathlib import Path
+
+    if arguments.paths == ["ckpts"] and not Path("ckpts").exists():
+        raise UsageError(
+            "ckpts: no such folder here, and no path was given. Train with --save-per-rank, or name the checkpoints."
+        )
+    return _answer(arguments, "overview")
+
+
+def _answer(arguments: argparse.Namespace, layout: str) -> int:
+    from syncheck import api
+
+    options = api.Options(
+        only=tuple(arguments.only or ()),
+        include=tuple(arguments.include),
+        exclude=tuple(arguments.exclude),
+        buffers=tuple(arguments.buffers),
+        rtol=arguments.rtol,
+        atol=arguments.atol,
+        ulp=arguments.ulp,
+        allow=tuple(arguments.allow),
+        group_by=arguments.group_by,
+    )
+    output.check_endings(arguments.output)
+    options.selection()  # a wrong tolerance is told before files are read
+    found = api.compare(*arguments.paths, options=options)
+    for file in found.unreadable:
+        print(f"syncheck: error: {output.one_line(f'{file.path}: {file.reason}')}", file=sys.stderr)
+    for path in arguments.output:
+        output.write_file(path, found)
+    if not arguments.quiet:
+        _print(arguments, found, layout)
+    return 0 if arguments.exit_zero and found.exit_code == 1 else found.exit_code
+
+
+def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
+    if arguments.format == "json":
+        from syncheck.cli.parser import version
+        from syncheck.report import json_document
+
+        sys.stdout.write(json_document.render(found, version()))
+    elif found.groups:
+        from syncheck.report import text
+
+        boxed = output.terminal_width() is not None
+        output.write(getattr(text, layout)(found, arguments.limit, boxed), arguments.color)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """`syncheck show`."""
+    from syncheck import contents
+
+    listed = contents.describe(arguments.path)
+    if arguments.format == "json":
+        import json
+
+        sys.stdout.write(json.dumps(listed, indent=1, allow_nan=False) + "\n")
+    else:
+        from syncheck.report import listing
+
+        output.write(listing.contents(listed, output.terminal_width() is not None), arguments.color)
+    return 0
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """`syncheck explain`."""
+    from syncheck.diagnose import RULES
+    from syncheck.report import listing
+
+    rules = {rule.CODE: rule for rule in sorted(RULES, key=lambda rule: rule.CODE)}
+    if arguments.code is None:
+        output.write(listing.rules(list(rules.values()), output.terminal_width() is not None), arguments.color)
+        return 0
+    found: Any = next(
+        (r for r in rules.values() if arguments.code.lower() in (r.CODE.lower(), r.SLUG, r.CODE.lower()[3:])),
+        None,
+    )
+    if found is None:
+        raise UsageError(f"{arguments.code}: no such finding; needs one of {', '.join(rules)}, or none to list them")
+    output.write(listing.rule(found), arguments.color)
+    return 0
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """`syncheck demo`."""
+    from syncheck.cli import demo as steps
+
+    return steps.run(arguments.color)

@@ -1,0 +1,188 @@
+"""The arguments of every command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
+3 a crash of syncheck, 130 interrupted"""
+
+
+def version() -> str:
+    """Return the installed version of syncheck."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("syncheck")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class _Version(argparse.Action):
+    """Look the version up only when it is asked for: that costs as much as all the rest of the start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        parser.exit(message=f"syncheck {version()}\n")
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Colour help with rich, imported when help or a usage error is printed and not before."""
+    from rich_argparse import RawDescriptionRichHelpFormatter
+
+    return RawDescriptionRichHelpFormatter(prog, max_help_position=28)
+
+
+def build() -> argparse.ArgumentParser:
+    """Return the parser; each command's `run` is a function of the parsed arguments."""
+    from syncheck.cli import commands
+
+    parser = argparse.ArgumentParser(
+        prog="syncheck",
+        formatter_class=_formatter,
+        description="Are the replicas of my model really the same model?\n"
+        "If not: which tensors, which ranks, why, and what to change.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    add = parser.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = add(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=EPILOG,
+            formatter_class=_formatter,
+        )
+        made.set_defaults(run=run)
+        return made
+
+    compare = command(
+        "compare", commands.compare, "compare the replicas in each group of files and diagnose what differs"
+    )
+    compare.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint files, folders or globs")
+    _comparing(compare)
+    report = command("report", commands.report, "look at all runs and steps: matrix, drift, what SyncBatchNorm closed")
+    report.add_argument(
+        "paths", nargs="*", metavar="PATH", default=["ckpts"], help="files, folders or globs (default: ckpts)"
+    )
+    _comparing(report)
+    show = command("show", commands.show, "list what is in a checkpoint: name, kind, dtype, shape, bytes, statistics")
+    show.add_argument("path", metavar="PATH", help="a checkpoint file")
+    show.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
+    _color(show)
+    explain = command(
+        "explain", commands.explain, "tell what a finding means: its signature, cause, fix and real incidents"
+    )
+    explain.add_argument("code", nargs="?", metavar="CODE", help="as in SYN201; without one, all findings are listed")
+    _color(explain)
+    demo = command(
+        "demo",
+        commands.demo,
+        "train DDP without and with SyncBatchNorm on two processes here, compare and report",
+    )
+    _color(demo)
+    return parser
+
+
+def _comparing(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to compare")
+    for kind, text in (
+        ("params", "parameters"),
+        ("buffers", "buffers, BatchNorm's included"),
+        ("optimizer", "optimizer state"),
+        ("rng", "random number states, which differ by design"),
+    ):
+        what.add_argument(
+            f"--only-{kind}",
+            dest="only",
+            action="append_const",
+            const=kind,
+            help=f"only {text}; several --only are added up",
+        )
+    what.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="only tensors whose name matches; repeatable",
+    )
+    what.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="leave out tensors whose name matches; repeatable",
+    )
+    what.add_argument(
+        "--buffers",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="names that are buffers, where the files do not say",
+    )
+    what.add_argument("--group-by", metavar="REGEX", help="files whose path gives equal captured groups are replicas")
+    how = parser.add_argument_group("what to excuse (default: nothing, replicas are bitwise equal)")
+    how.add_argument(
+        "--rtol", type=_number, metavar="R", help="|a-b| <= atol + rtol * max(|a|,|b|) is close; with --atol"
+    )
+    how.add_argument("--atol", type=_number, metavar="A", help="see --rtol")
+    how.add_argument("--ulp", type=int, metavar="N", help="floats within N steps of their dtype are close")
+    how.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="a finding that does not fail the run; repeatable",
+    )
+    how.add_argument("--exit-zero", action="store_true", help="exit 0 where it would be 1")
+    out = parser.add_argument_group("output")
+    out.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
+    out.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also write .html, .json or .txt; repeatable",
+    )
+    out.add_argument(
+        "-n",
+        "--limit",
+        type=_count,
+        default=10,
+        metavar="ROWS",
+        help="tensors to print a group, 0 for all (default: 10)",
+    )
+    out.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors; the exit code tells")
+    _color(out)
+
+
+def _color(parser: Any) -> None:
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="default: auto; NO_COLOR and FORCE_COLOR count",
+    )
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if value != value:
+        raise ValueError
+    return value
+
+
+_number.__name__ = "number"
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError
+    return int(text)
+
+
+_count.__name__ = "number of rows"

@@ -1,0 +1,84 @@
+"""What is in one checkpoint: every tensor with its kind, place and statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncheck import readers
+from syncheck.blocks import Files, ranges
+from syncheck.dtypes import DTYPES
+from syncheck.kinds import kinds_of
+
+if TYPE_CHECKING:
+    from syncheck.records import Tensor
+
+
+def describe(path: str) -> dict[str, Any]:
+    """List a checkpoint's tensors with kind, dtype, shape, bytes, min, max, mean, std and nonfinite count.
+
+    Statistics are over finite elements, in float64, None where there are none; complex tensors have none.
+    Returns JSON values. Raises CheckpointError for a file that cannot be read.
+    """
+    snapshot = readers.read(path)
+    kinds, guessed = kinds_of({name: t.shape for name, t in snapshot.tensors.items()}, snapshot.metadata)
+    rows = []
+    with Files() as files:
+        for name, tensor in snapshot.tensors.items():
+            row: dict[str, Any] = {
+                "name": name,
+                "kind": kinds[name],
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+            }
+            size = None if tensor.refused else tensor.numel * DTYPES[tensor.dtype].size
+            rows.append(row | {"bytes": size, "refused": tensor.refused or None} | _statistics(tensor, files))
+    values = {name: value if _is_json(value) else f"{value!r:.200}" for name, value in snapshot.values.items()}
+    return {
+        "path": path,
+        "format": snapshot.format,
+        "bytes": snapshot.bytes,
+        "kinds_guessed": guessed,
+        "tensors": rows,
+        "values": values,
+        "stubs": list(snapshot.stubs),
+        "metadata": None if snapshot.metadata is None else _metadata(snapshot.metadata),
+    }
+
+
+def _is_json(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _metadata(metadata: Any) -> dict[str, Any]:
+    """Keep what identifies the file; the lists of names are in the tensors' kinds."""
+    wanted = ("run", "run_id", "step", "epoch", "rank", "world_size", "host", "buffers_synced")
+    return {name: getattr(metadata, name) for name in wanted}
+
+
+def _statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
+    empty: dict[str, Any] = {"min": None, "max": None, "mean": None, "std": None, "nonfinite": None}
+    if tensor.refused or DTYPES[tensor.dtype].family == "complex":
+        return empty
+    count, mean, square, nonfinite = 0, 0.0, 0.0, 0
+    low, high = math.inf, -math.inf
+    with np.errstate(all="ignore"):
+        for start, length in ranges([tensor]):
+            block = np.frombuffer(files.read(tensor, start, length, slot=0), DTYPES[tensor.dtype].dtype()).astype(
+                np.float64
+            )
+            finite = block[np.isfinite(block)]
+            nonfinite += block.size - finite.size
+            if not finite.size:
+                continue
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+            # Chan, Golub, LeVeque 1979: merge the block's mean and sum of squared deviations into the total's.
+            delta, total = float(finite.mean()) - mean, count + finite.size
+            square += float(finite.var()) * finite.size + delta * delta * count * finite.size / total
+            mean, count = mean + delta * finite.size / total, total
+    if not count:
+        return empty | {"nonfinite": nonfinite}
+    found = {"min": low, "max": high, "mean": mean, "std": math.sqrt(square / count)}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()} | {"nonfinite": nonfinite}

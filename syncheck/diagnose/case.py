@@ -1,0 +1,119 @@
+"""What a rule sees, and what the rules have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncheck.records import Group, Severity, TensorDiff
+
+PROGRESS_VALUES = ("step", "epoch", "global_step", "iteration", "iter", "epochs_run", "steps_run")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One group with the differences that no earlier rule covers, and the same run's groups by step.
+
+    series: in the order of their steps, this group among them; a single one where there is no history.
+    """
+
+    group: Group
+    tensors: tuple[TensorDiff, ...]
+    values: tuple[str, ...]
+    series: tuple[Group, ...]
+
+    def of_kind(self, *kinds: str) -> tuple[TensorDiff, ...]:
+        """Return the uncovered differences of these kinds."""
+        return tuple(diff for diff in self.tensors if diff.kind in kinds)
+
+    def agrees(self, *kinds: str) -> bool:
+        """Whether no tensor of these kinds is out of sync in the group, covered or not."""
+        return not any(diff.out_of_sync and diff.kind in kinds for diff in self.group.tensors)
+
+    def compared(self, *kinds: str) -> int:
+        """How many tensors of these kinds were compared."""
+        return sum(counts.compared for kind, counts in self.group.kinds.items() if kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a rule found: the tensors and values it covers, its suspects, and the evidence in numbers."""
+
+    tensors: tuple[TensorDiff, ...]
+    ranks: tuple[int, ...]
+    evidence: str
+    values: tuple[str, ...] = ()
+
+
+class Rule(Protocol):
+    """A module of this package. Its docstring is what `syncheck explain` prints.
+
+    CAUSE and FIX are one or two sentences each, put into every finding.
+    """
+
+    CODE: str
+    SLUG: str
+    SEVERITY: Severity
+    CAUSE: str
+    FIX: str
+    __doc__: str | None
+
+    def apply(self, case: Case) -> Match | None:
+        """Return what the rule covers, or None where it does not fit."""
+
+
+def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
+    """Return the ranks outside the majority of these tensors, all of the group where no majority stands."""
+    odd = {rank for diff in tensors for rank in diff.minority}
+    return tuple(sorted(odd)) if odd and len(odd) < len(group.replicas) else group.ranks
+
+
+def worst(tensors: Iterable[TensorDiff]) -> TensorDiff | None:
+    """Return the tensor with the largest absolute gap."""
+    measured = [diff for diff in tensors if diff.max_abs is not None]
+    return max(measured, key=lambda diff: diff.max_abs or 0, default=None)
+
+
+def gap_text(diff: TensorDiff | None) -> str:
+    """Name a tensor's largest gap: 'largest gap 0.092 in bn1.running_mean[17]'."""
+    if diff is None or diff.max_abs is None:
+        return "no finite gap"
+    where = f"[{', '.join(map(str, diff.index))}]" if diff.index else ""
+    return f"largest gap {diff.max_abs:.3g} in {diff.name}{where}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """'rank 1', 'ranks 0, 2, 3', or the first and the number where there are many."""
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
+    """Say who agrees with whom: '; ranks 0, 2, 3 agree; rank 1 apart', or that there is no majority.
+
+    Empty for two replicas: that they differ has been said.
+    """
+    if len(group.replicas) < 3:
+        return ""
+    common, times = (
+        Counter(diff.clusters for diff in tensors if diff.clusters).most_common(1)[0] if tensors else ((), 0)
+    )
+    together = [found for found in common if len(found) > 1]
+    apart = sorted(rank for found in common for rank in found if len(found) == 1)
+    if not times or not together:
+        return f"; no two of {ranks_text(group.ranks)} agree, so there is no majority"
+    text = "; " + "; ".join(f"{ranks_text(found)} agree" for found in together)
+    if apart:
+        text += f"; {ranks_text(apart)} apart"
+    return text if len(common[0]) > len(common[1]) else f"{text}; there is no majority"
+
+
+def names_text(names: Sequence[str], most: int = 3) -> str:
+    """Return the first few names and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

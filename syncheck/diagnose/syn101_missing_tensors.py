@@ -1,0 +1,50 @@
+"""Key sets differ: some tensors are not in every replica's file.
+
+Signature: a tensor name is present in some files of the group and absent from others.
+
+Cause: the ranks did not build or save the same model. A layer was added or an adapter attached on some ranks only, a
+state dict was filtered on one rank, a file is of another version of the code, or `load_state_dict(strict=False)`
+swept a mismatch under the carpet.
+
+Fix: build the model from one configuration on all ranks before wrapping it, and save the same state dict everywhere;
+load with `strict=True` once to see what is missing where.
+
+Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao-ai-lab/FastVideo#1666 (the same).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Match, names_text, ranks_text
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.records import Severity
+
+CODE = "SYN101"
+SLUG = "missing-tensors"
+SEVERITY: Severity = "error"
+CAUSE = "The ranks did not build or save the same model: some tensors are in some files only."
+FIX = (
+    "Build the model from one configuration on all ranks before wrapping it, save the same state dict "
+    "everywhere, and load with strict=True."
+)
+
+
+def apply(case: Case) -> Match | None:
+    """Fit every tensor that some replica lacks."""
+    lacking = tuple(diff for diff in case.tensors if diff.reason == "missing")
+    if not lacking:
+        return None
+    everyone = set(case.group.ranks)
+    without = {rank for diff in lacking for rank in everyone - {r for found in diff.clusters for r in found}}
+    having = everyone - without
+    # The fewer are the suspects, whether they lack something or have it alone.
+    odd = without if len(without) < len(having) else having if len(having) < len(without) else everyone
+    names = names_text([diff.name for diff in lacking])
+    return Match(
+        lacking,
+        tuple(sorted(odd or everyone)),
+        f"{len(lacking)} tensors are not on {ranks_text(sorted(without))}: {names}",
+    )

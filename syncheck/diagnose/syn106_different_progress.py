@@ -1,0 +1,65 @@
+"""The files are from different moments of the run.
+
+Signature: a step or epoch counter of the checkpoint is not equal on all ranks; or, where none is stored, the
+optimizer's step counter is not. Everything else may differ because of that.
+
+Cause: a rank did not save at the last step, an older file was left in the folder, the ranks resumed from checkpoints
+of different steps, or one rank stopped earlier than the others.
+
+Fix: compare files of one step. If all files are of the last save, make every rank agree on the step before it saves
+or resumes: all-reduce MIN and MAX of the step and stop if they differ.
+
+Incidents: mosaicml/composer#2146 (ranks resumed from different checkpoints), hiyouga/LLaMA-Factory#655,
+huggingface/transformers#28270; Megatron-LM warns and takes the larger step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import PROGRESS_VALUES, Match, suspects
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.records import Severity
+
+CODE = "SYN106"
+SLUG = "different-progress"
+SEVERITY: Severity = "error"
+CAUSE = "The files are from different moments: a rank saved, resumed or stopped at another step."
+FIX = (
+    "Compare files of one step. Before saving or resuming, all-reduce MIN and MAX of the step over the ranks "
+    "and stop if they differ."
+)
+
+
+def apply(case: Case) -> Match | None:
+    """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
+    stored = [diff for diff in case.group.values if diff.name.rpartition(".")[2] in PROGRESS_VALUES]
+    differing = [diff for diff in stored if diff.counts and diff.name in case.values]
+    if differing:
+        first = differing[0]
+        by_value: dict[str, list[int]] = {}
+        for rank, value in first.by_rank.items():
+            by_value.setdefault(str(value), []).append(rank)
+        sets = sorted(by_value.values(), key=len, reverse=True)
+        tied = len(sets[0]) == len(sets[1])
+        odd = case.group.ranks if tied else tuple(sorted(rank for found in sets[1:] for rank in found))
+        texts = "; ".join(
+            f"{first.name} {value} on rank {', '.join(map(str, found))}" for value, found in by_value.items()
+        )
+        return Match(case.tensors, odd, texts, case.values)
+    steps = case.of_kind("optimizer_step")
+    if steps and not _stores_progress(case):
+        return Match(
+            case.tensors,
+            suspects(steps, case.group),
+            f"{len(steps)} optimizer step counters differ",
+            case.values,
+        )
+    return None
+
+
+def _stores_progress(case: Case) -> bool:
+    """Whether the files say at which step they were written; then the optimizer's counters are another matter."""
+    return case.group.metadata is not None and case.group.metadata.step is not None

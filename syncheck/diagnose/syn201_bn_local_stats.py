@@ -1,0 +1,60 @@
+"""BatchNorm's running statistics differ between the ranks, and nothing else does.
+
+Signature: only `running_mean` and `running_var` differ; parameters and `num_batches_tracked` agree. In training mode
+each rank normalizes with the statistics of its own batch and folds them into its own running averages. Plain DDP
+copies rank 0's buffers to the others at the start of each forward, so at the end of a step every rank is one update
+away from rank 0: momentum x (its batch's statistics - rank 0's). Gradients and parameters are not touched.
+
+This is the normal state of default DDP, and it fails by default because the replicas do differ. It matters when a
+rank's own file is evaluated, resumed from or exported: ranks then give different predictions, and rank 0's statistics
+come from its share of the data alone. It does not matter when only rank 0's file is ever used and its share is like
+the others'; then `--allow SYN201` accepts it. With small or unlike per-rank batches the gap is large.
+
+From one snapshot, this one-step lag and freely running statistics (SYN202) cannot be told apart by size: both are
+flat after about 1/momentum steps. Save at two early steps, or record the metadata, to know.
+
+Fix, best first: convert to SyncBatchNorm before wrapping, which uses the statistics of the global batch on every rank
+(`model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`); or broadcast or average the buffers before saving
+and evaluating (`for b in model.buffers(): dist.broadcast(b, 0)`); or use a normalization without running statistics.
+
+An evaluation through the DDP wrapper also copies rank 0's buffers and hides the gap from files saved afterwards.
+
+Incidents: pytorch/pytorch#13711, pytorch/pytorch#30718, open-mmlab/mmpose#998, rwightman/pytorch-image-models#110.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.bn import evidence, statistics_alone
+from syncheck.diagnose.case import Match, suspects
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.records import Severity
+
+CODE = "SYN201"
+SLUG = "bn-local-stats"
+SEVERITY: Severity = "warning"
+CAUSE = (
+    "Each rank normalized with its own batches. This is normal for default DDP, which copies rank 0's buffers "
+    "only at the start of each forward; it matters when a rank's own file is evaluated or resumed from, and "
+    "not when only rank 0's is used."
+)
+FIX = (
+    "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or, before "
+    "saving: for b in model.buffers(): dist.broadcast(b, 0). To accept it: --allow SYN201."
+)
+
+
+def apply(case: Case) -> Match | None:
+    """Fit running statistics that differ alone."""
+    statistics = statistics_alone(case)
+    if not statistics:
+        return None
+    text = evidence(case, statistics)
+    if len(case.series) == 1 and (case.group.metadata is None or case.group.metadata.buffers_synced is None):
+        text += (
+            "; one step's lag and freely running statistics look alike here: save at two early steps to tell them apart"
+        )
+    return Match(statistics, suspects(statistics, case.group), text)

@@ -1,0 +1,62 @@
+"""The dtypes of a checkpoint: one table, by torch's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Family = Literal["float", "int", "uint", "bool", "complex"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One row of the table.
+
+    size: bytes per element. numpy: the numpy or ml_dtypes name that reads it. storage: torch's typed storage class,
+    empty where torch saves the dtype through `_rebuild_tensor_v3`. safetensors: its code in that format's header.
+    """
+
+    name: str
+    family: Family
+    size: int
+    numpy: str
+    storage: str = ""
+    safetensors: str = ""
+
+    def dtype(self) -> Any:
+        """Return the numpy dtype; ml_dtypes is imported only for the types that numpy lacks."""
+        import numpy as np
+
+        if self.numpy.startswith(("bfloat", "float8")):
+            import ml_dtypes
+
+            return np.dtype(getattr(ml_dtypes, self.numpy))
+        return np.dtype(self.numpy)
+
+
+_ROWS = (
+    DType("float64", "float", 8, "float64", "DoubleStorage", "F64"),
+    DType("float32", "float", 4, "float32", "FloatStorage", "F32"),
+    DType("float16", "float", 2, "float16", "HalfStorage", "F16"),
+    DType("bfloat16", "float", 2, "bfloat16", "BFloat16Storage", "BF16"),
+    DType("float8_e4m3fn", "float", 1, "float8_e4m3fn", "", "F8_E4M3"),
+    DType("float8_e5m2", "float", 1, "float8_e5m2", "", "F8_E5M2"),
+    DType("float8_e4m3fnuz", "float", 1, "float8_e4m3fnuz"),
+    DType("float8_e5m2fnuz", "float", 1, "float8_e5m2fnuz"),
+    DType("complex64", "complex", 8, "complex64", "ComplexFloatStorage", "C64"),
+    DType("complex128", "complex", 16, "complex128", "ComplexDoubleStorage"),
+    DType("int64", "int", 8, "int64", "LongStorage", "I64"),
+    DType("int32", "int", 4, "int32", "IntStorage", "I32"),
+    DType("int16", "int", 2, "int16", "ShortStorage", "I16"),
+    DType("int8", "int", 1, "int8", "CharStorage", "I8"),
+    DType("uint8", "uint", 1, "uint8", "ByteStorage", "U8"),
+    DType("uint16", "uint", 2, "uint16", "", "U16"),
+    DType("uint32", "uint", 4, "uint32", "", "U32"),
+    DType("uint64", "uint", 8, "uint64", "", "U64"),
+    # A bool byte other than 0 and 1 can only be damage, so bools are read as bytes.
+    DType("bool", "bool", 1, "uint8", "BoolStorage", "BOOL"),
+)
+
+DTYPES = {row.name: row for row in _ROWS}
+BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
+BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors}

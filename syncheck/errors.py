@@ -1,0 +1,75 @@
+"""Every error that syncheck raises on purpose, and the exit code each stands for.
+
+    SyncheckError                exit 2
+    +-- UsageError               options, globs or paths that cannot be used
+    +-- CheckpointError          one file: path, place, found, needed, next step
+    |   +-- UnreadableFile       the operating system would not give the bytes
+    |   +-- NotACheckpoint       no known format
+    |   +-- UnsupportedFormat    a known format that is not read
+    |   +-- MalformedFile        a known format, broken
+    |   +-- RefusedFile          it wants to run something when it is loaded
+    +-- DemoFailed               the demo did not show what it promises
+
+An error's text is one line. Being out of sync is a verdict, not an error.
+"""
+
+from __future__ import annotations
+
+
+def one_line(text: str) -> str:
+    r"""Escape what would break a line or steer a terminal: names in a file are not to be trusted."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class SyncheckError(Exception):
+    """Base of all; `exit_code` is what the command line returns for it."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+class UsageError(SyncheckError):
+    """The call cannot be carried out as it stands."""
+
+
+class DemoFailed(SyncheckError):
+    """A step of `syncheck demo` failed, or its result is not what the demo promises."""
+
+
+class CheckpointError(SyncheckError):
+    """A file that cannot be compared.
+
+    path: the file. place: the record, header or tensor. found, needed: what is there and what would be right.
+    next_step: what the user can do.
+    """
+
+    def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
+        self.path = path
+        self.reason = f"{place}: {found}" if place else found
+        if needed:
+            self.reason += f"; needed {needed}"
+        if next_step:
+            self.reason += f". {next_step[0].upper()}{next_step[1:]}."
+        super().__init__(f"{path}: {self.reason}")
+
+
+class UnreadableFile(CheckpointError):
+    """The file is missing, a folder, or may not be read."""
+
+
+class NotACheckpoint(CheckpointError):
+    """The content is of no known format."""
+
+
+class UnsupportedFormat(CheckpointError):
+    """The format is known, but this version does not read it."""
+
+
+class MalformedFile(CheckpointError):
+    """The format is known and this file breaks it: cut short, out of bounds, inconsistent."""
+
+
+class RefusedFile(CheckpointError):
+    """Loading the file would run code; nothing of it was run."""

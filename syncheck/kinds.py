@@ -1,0 +1,95 @@
+"""What each tensor is: from the metadata block, from the optimizer, from well-known names; else it is guessed.
+
+A saved state dict does not tell parameters from buffers. The sources are asked in the order of how much they know:
+the buffer names a trainer recorded, the optimizer (whose states belong to parameters), the well-known names, and
+the globs a user gave.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from syncheck.names import bn_sibling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from syncheck.records import Metadata
+
+KINDS = (
+    "parameter", "buffer", "bn_mean", "bn_var", "bn_count",
+    "optimizer", "optimizer_step", "scaler", "ema", "rng", "other",
+)  # fmt: skip
+PARAMETERS = frozenset({"parameter"})
+BUFFERS = frozenset({"buffer", "bn_mean", "bn_var", "bn_count"})
+OPTIMIZER = frozenset({"optimizer", "optimizer_step"})
+BN_STATISTICS = frozenset({"bn_mean", "bn_var"})
+
+_BN = {"running_mean": "bn_mean", "running_var": "bn_var", "num_batches_tracked": "bn_count"}
+# Last parts of names that libraries register as buffers: rotary embeddings, causal masks, position ids, queues,
+# codebooks' counts, quantization observers, spectral norm vectors.
+BUFFER_NAMES = frozenset(
+    "inv_freq cos_cached sin_cached attn_mask causal_mask position_ids relative_position_index masked_bias "
+    "cluster_size embed_avg queue queue_ptr min_val max_val scale zero_point fake_quant_enabled observer_enabled "
+    "weight_u weight_v expert_bias pos_table anchors".split()
+)
+_RNG = ("rng", "random_state", "random_states")
+_EMA = ("ema", "model_ema", "ema_model", "swa", "swa_model", "n_averaged", "shadow", "ema_state_dict")
+
+
+def kinds_of(
+    shapes: Mapping[str, tuple[int, ...]], metadata: Metadata | None, buffer_globs: Iterable[str] = ()
+) -> tuple[dict[str, str], bool]:
+    """Name the kind of each tensor of one checkpoint.
+
+    shapes: by tensor name. Returns the kinds by name, and whether telling parameters from buffers was a guess: then no
+    metadata block said it and no optimizer state covers the parameters.
+    """
+    recorded = None if metadata is None or metadata.buffers is None else frozenset(metadata.buffers)
+    globs = tuple(buffer_globs)
+    kinds = {name: _kind(name, shapes, recorded, globs) for name in shapes}
+    if recorded is not None:
+        return kinds, False
+    trained = {name.removeprefix("optimizer.").rpartition(".")[0] for name, kind in kinds.items() if kind in OPTIMIZER}
+    parameters = [name for name, kind in kinds.items() if kind == "parameter"]
+    return kinds, any(name not in trained for name in parameters)
+
+
+def _kind(
+    name: str, shapes: Mapping[str, tuple[int, ...]], recorded: frozenset[str] | None, globs: tuple[str, ...]
+) -> str:
+    parts = name.split(".")
+    if parts[0] == "optimizer":
+        return "optimizer_step" if parts[-1] == "step" and shapes[name] in ((), (1,)) else "optimizer"
+    if any(part in _RNG or part.endswith("_rng_state") or part == "rng_state" for part in parts):
+        return "rng"
+    if parts[0] in ("scaler", "grad_scaler", "amp_scaler"):
+        return "scaler"
+    if any(part in _EMA for part in parts):
+        return "ema"
+    # Siblings are asked for, so that a parameter that happens to be called running_mean is not taken for one.
+    if parts[-1] in _BN and all(bn_sibling(name, of) in shapes for of in ("running_mean", "running_var")):
+        return _BN[parts[-1]]
+    if recorded is not None:
+        return "buffer" if name in recorded else "parameter"
+    if parts[-1] in BUFFER_NAMES or any(fnmatchcase(name, glob) for glob in globs):
+        return "buffer"
+    return "parameter"
+
+
+def selector(only: frozenset[str], include: Iterable[str], exclude: Iterable[str]) -> Callable[[str, str], bool]:
+    """Return a function of (name, kind) that says whether a tensor is asked for.
+
+    only: kinds, empty for all but `rng`, which differs between ranks by design. Globs match whole names.
+    """
+    included, excluded = tuple(include), tuple(exclude)
+
+    def wanted(name: str, kind: str) -> bool:
+        if only and kind not in only:
+            return False
+        if included and not any(fnmatchcase(name, glob) for glob in included):
+            return False
+        return not any(fnmatchcase(name, glob) for glob in excluded)
+
+    return wanted

@@ -1,0 +1,303 @@
+"""Which files are replicas of one another?
+
+In this order: the metadata blocks; folders that are copies of each other; ranks in known names; the only number that
+varies among otherwise equal names; else all files given are one group. What was decided is kept as a note, and printed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, TypeVar
+
+from syncheck.layout_names import PathNumbers, take_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from syncheck.records import Metadata, Snapshot
+
+    K = TypeVar("K")
+    V = TypeVar("V")
+
+Ranked = tuple[tuple[int, "Snapshot"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Snapshots that ought to be equal, in the order of their ranks.
+
+    run: a name for the group. step: of the run, where known. ranks: each member's rank, or its position where nothing
+    tells its rank. note: how the group was found.
+    """
+
+    run: str
+    step: int | None
+    ranks: Ranked
+    note: str
+    run_id: str | None = None
+
+
+def group(
+    snapshots: Sequence[Snapshot], group_by: str | None = None, roots: Mapping[str, str] | None = None
+) -> tuple[Replicas, ...]:
+    """Sort snapshots into groups of replicas, ordered by run and step.
+
+    group_by: a regular expression searched in each path; files with equal captured groups (or equal whole matches,
+    where it has none) are one group. roots: for files that were found in a folder given, that folder.
+    Every snapshot ends in exactly one group. Raises re.error for a bad expression.
+    """
+    ordered = sorted(snapshots, key=lambda s: _natural(s.path))
+    if group_by is not None:
+        groups = _by_expression(ordered, re.compile(group_by))
+    else:
+        described = [s for s in ordered if s.metadata is not None and s.metadata.rank is not None]
+        plain = [s for s in ordered if s.metadata is None or s.metadata.rank is None]
+        copies = _copies(plain, roots or {})
+        groups = _by_metadata(described) + (copies or _by_names(plain))
+    return tuple(sorted(_distinct(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts rank_10 after rank_9."""
+    parts = re.split(r"(\d+)", text)
+    return [(0, int(part), "") if i % 2 else (1, 0, part) for i, part in enumerate(parts)]
+
+
+def _classes(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    found: dict[K, list[V]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
+
+
+def _by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[Replicas]:
+    def key(snapshot: Snapshot) -> tuple[str, ...]:
+        match = pattern.search(snapshot.path)
+        return (match.groups("") or (match.group(),)) if match else ("no match", snapshot.path)
+
+    note = f"grouped by the expression {pattern.pattern!r}"
+    return [Replicas("-".join(k), None, _number(members), note) for k, members in _classes(snapshots, key).items()]
+
+
+def _number(members: Sequence[Snapshot]) -> Ranked:
+    """Number replicas by their metadata or names where that gives each its own rank, else by position."""
+    found = [_rank_of(member) for member in members]
+    ranks = [rank for rank in found if rank is not None]
+    if len(set(ranks)) < len(members):
+        return tuple(enumerate(members))
+    return tuple(sorted(zip(ranks, members, strict=True), key=lambda pair: pair[0]))
+
+
+def _rank_of(snapshot: Snapshot) -> int | None:
+    if snapshot.metadata is not None and snapshot.metadata.rank is not None:
+        return snapshot.metadata.rank
+    parts = take_apart(snapshot.path)
+    at = parts.find("rank")
+    return None if at is None else parts.numbers[at]
+
+
+# --- by metadata ---
+
+
+def _by_metadata(snapshots: Iterable[Snapshot]) -> list[Replicas]:
+    """Group by run_id, then by folder and name pattern; patterns whose ranks do not repeat may be one group.
+
+    A step inside a file does not split files that share a folder and a pattern: a stale replica is found that way.
+    Patterns are joined when their steps are equal or only a folder's number differs: one folder a node.
+    """
+    groups: list[Replicas] = []
+    for (run, run_id), members in _classes(snapshots, lambda s: (_meta(s).run, _meta(s).run_id)).items():
+        joined: list[tuple[str, list[Snapshot]]] = []
+        for pattern, same in _classes(members, _pattern).items():
+            for step, part in _unrepeated(same):
+                into = next((other for key, other in joined if _joins(key, other, pattern, part, step)), None)
+                if into is None:
+                    joined.append((pattern, list(part)))
+                else:
+                    into += part
+        for pattern, same in joined:
+            steps = [step for step in (_meta(s).step for s in same) if step is not None]
+            ranked = _number(same)
+            note = "grouped by the metadata in the files"
+            groups.append(Replicas(run or _title(pattern), max(steps, default=None), ranked, note, run_id))
+    return groups
+
+
+def _meta(snapshot: Snapshot) -> Metadata:
+    assert snapshot.metadata is not None
+    return snapshot.metadata
+
+
+def _pattern(snapshot: Snapshot) -> str:
+    """Return the path with the rank left open; without a rank in the name, the folder."""
+    parts = take_apart(snapshot.path)
+    at = parts.find("rank")
+    if at is None:
+        at = max(
+            (i for i, n in enumerate(parts.numbers) if n == _meta(snapshot).rank and parts.roles[i] == "plain"),
+            default=None,
+        )
+    return str(PurePath(snapshot.path).parent) if at is None else parts.without(at)
+
+
+def _unrepeated(same: list[Snapshot]) -> list[tuple[int | None, list[Snapshot]]]:
+    """Split one pattern's files by step where a rank stands twice, else leave them together."""
+    if len({_meta(s).rank for s in same}) == len(same):
+        steps = {_meta(s).step for s in same}
+        return [(steps.pop() if len(steps) == 1 else None, same)]
+    return list(_classes(same, lambda s: _meta(s).step).items())
+
+
+def _joins(key: str, members: list[Snapshot], other: str, part: list[Snapshot], step: int | None) -> bool:
+    if {_meta(s).rank for s in members} & {_meta(s).rank for s in part}:
+        return False
+    same_step = step is not None and all(_meta(s).step == step for s in members)
+    a, b = take_apart(key), take_apart(other)
+    nodes = a.texts == b.texts and all(
+        x == y or (role == "plain" and folder)
+        for x, y, role, folder in zip(a.numbers, b.numbers, a.roles, a.folders, strict=True)
+    )
+    return same_step or nodes
+
+
+# --- by names ---
+
+
+def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replicas]:
+    """Several folders that hold the same relative paths are copies, compared path by path."""
+    folders = _classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
+    inside = {frozenset(str(PurePath(s.path).relative_to(f)) for s in found) for f, found in folders.items()}
+    if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
+        return []
+    named = [take_apart(folder) for folder in folders]
+    if len({parts.texts for parts in named}) == 1 and _varying(named, ("step",)):
+        return []  # moments of one run
+    note = "grouped by path: the folders are copies of each other"
+    relative = _classes(snapshots, lambda s: str(PurePath(s.path).relative_to(roots[s.path])))
+    return [Replicas(_title(path), None, _number_folders(members, roots), note) for path, members in relative.items()]
+
+
+def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
+    parts = [take_apart(roots[s.path]) for s in members]
+    ranks = [part.numbers[at] for part in parts if (at := part.find("rank")) is not None]
+    return tuple(zip(ranks, members, strict=True)) if len(set(ranks)) == len(members) else tuple(enumerate(members))
+
+
+def _by_names(snapshots: list[Snapshot]) -> list[Replicas]:
+    apart = {s.path: take_apart(s.path) for s in snapshots}
+    groups: list[Replicas] = []
+    loose: list[Snapshot] = []
+    templates = _classes(snapshots, lambda s: apart[s.path].texts)
+    for members in templates.values():
+        at = _rank_position([apart[s.path] for s in members])
+        if at is None and len(members) == 1 and apart[members[0].path].find("step") is None:
+            loose += members
+        else:
+            groups += _template_groups(members, apart, at)
+    if len(loose) > 1 and not groups:
+        note = "no rank in the names: all files given are one group"
+        return [Replicas("files", None, tuple(enumerate(loose)), note)]
+    return groups + [Replicas(_title(s.path), None, ((0, s),), "its name matches no other file's") for s in loose]
+
+
+def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
+    """Which number of these otherwise equal paths is the rank?
+
+    One named so in the file's own name is; one in a folder's name is if it varies; else the last unnamed number that
+    varies; else one in a folder's name, though it does not vary.
+    """
+    named = [i for i, role in enumerate(parts[0].roles) if role == "rank"]
+    own = [i for i in named if not parts[0].folders[i]]
+    varying = [i for i in named if len({part.numbers[i] for part in parts}) > 1]
+    for found in (own, varying, _varying(parts, ("plain",)), named):
+        if found:
+            return found[-1]
+    return None
+
+
+def _varying(parts: Sequence[PathNumbers], roles: tuple[str, ...]) -> list[int]:
+    return [i for i, role in enumerate(parts[0].roles) if role in roles and len({p.numbers[i] for p in parts}) > 1]
+
+
+def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int | None) -> list[Replicas]:
+    """Group files whose paths are equal but for numbers. at: the position of the rank, None where there is none.
+
+    Groups that differ in one further number are steps of one run, unless their ranks do not repeat: then the number
+    is a node's, and all are one group.
+    """
+    parts = [apart[s.path] for s in members]
+    further = [i for i in _varying(parts, ("plain",)) if i != at]
+    if at is None:
+        note = "only the step differs: moments of one replica"
+        return [Replicas(_run(apart[s.path], None), _step(apart[s.path], further), ((0, s),), note) for s in members]
+    known = parts[0].roles[at] == "rank"
+    note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
+    if len(further) == 1:
+        open_at = (at, further[0])
+        if all(
+            _all_differ(apart[s.path].numbers[at] for s in same)
+            for same in _classes(members, lambda s: apart[s.path].without(*open_at)).values()
+        ):
+            note, further = f"{note}, the further number for the node", []
+            keys = _classes(members, lambda s: apart[s.path].without(*open_at))
+            return [_named(same, apart, at, further, note) for same in keys.values()]
+    return [
+        _named(same, apart, at, further, note)
+        for same in _classes(members, lambda s: apart[s.path].without(at)).values()
+    ]
+
+
+def _all_differ(numbers: Iterable[int]) -> bool:
+    listed = list(numbers)
+    return len(set(listed)) == len(listed)
+
+
+def _named(
+    members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int, further: list[int], note: str
+) -> Replicas:
+    first = apart[members[0].path]
+    ranked = sorted(((apart[s.path].numbers[at], s) for s in members), key=lambda pair: pair[0])
+    ranks: Ranked = tuple(ranked) if _all_differ(rank for rank, _ in ranked) else tuple(enumerate(members))
+    return Replicas(_run(first, at, further), _step(first, further), ranks, note)
+
+
+def _step(parts: PathNumbers, further: list[int]) -> int | None:
+    at = parts.find("step")
+    if at is None and len(further) == 1:
+        at = further[0]
+    return None if at is None else parts.numbers[at]
+
+
+def _run(parts: PathNumbers, at: int | None, further: Sequence[int] = ()) -> str:
+    steps = [i for i, role in enumerate(parts.roles) if role == "step"]
+    if not steps and len(further) == 1:
+        steps = list(further)
+    return _title(parts.without(*steps, *([] if at is None else [at])))
+
+
+# --- names of groups ---
+
+_FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint)[-_=]?\*|\*)")
+
+
+def _title(pattern: str) -> str:
+    """Return the last part of a path that says more than rank and step: ckpts/ddp_rank* gives ddp."""
+    for segment in reversed(PurePath(pattern).parts):
+        title = _FILLER.sub("", segment).strip("-_. /")
+        if title:
+            return title
+    return "files"
+
+
+def _distinct(groups: list[Replicas]) -> list[Replicas]:
+    """Put the folder in front of names that stand for two different groups of one step."""
+    taken = _classes(groups, lambda g: (g.run, g.step))
+    result = []
+    for (run, _), same in taken.items():
+        for g in same:
+            folder = str(PurePath(g.ranks[0][1].path).parent)
+            result.append(g if len(same) == 1 or folder == "." else replace(g, run=f"{folder}/{run}"))
+    return result

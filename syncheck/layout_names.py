@@ -1,0 +1,70 @@
+"""What the numbers in a file's path mean: rank, step, part of a snapshot, or not known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+Role = Literal["rank", "step", "part", "shard", "plain"]
+
+_NUMBER = re.compile(r"\d+")
+# What stands right before a number that is a moment of the run: never a rank.
+_STEP = re.compile(r"(?:^|[^a-z])(?:global_?step|step|epoch|ep|iter|iteration|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE)
+# rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0, _r3, -r3; Accelerate writes random_states_3.
+_RANK = re.compile(r"(?:(?:^|[^a-z]|pp_)rank[-_=]?|[-_.]r|random_states_)$", re.IGNORECASE)
+# DeepSpeed's and Megatron's model-parallel coordinates: files that differ here hold different parts of the model.
+_MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
+_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar))+$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class PathNumbers:
+    """A path taken apart at its numbers.
+
+    texts: what stands between them; equal texts are "otherwise equal names". numbers, roles: one each per number.
+    folders: for each number, whether it stands in a folder's name.
+    """
+
+    texts: tuple[str, ...]
+    numbers: tuple[int, ...]
+    roles: tuple[Role, ...]
+    folders: tuple[bool, ...]
+
+    def without(self, *positions: int) -> str:
+        """Return the path with the numbers at these positions left open: `*` stands for them."""
+        parts = [self.texts[0]]
+        for i, number in enumerate(self.numbers):
+            parts += ["*" if i in positions else str(number), self.texts[i + 1]]
+        return "".join(parts)
+
+    def find(self, role: Role) -> int | None:
+        """Return the last number of this role: the one nearest to the file's own name."""
+        return max((i for i, found in enumerate(self.roles) if found == role), default=None)
+
+
+def take_apart(path: str) -> PathNumbers:
+    """Split a path at its numbers and name their roles by what stands before them. The ending is no part of it."""
+    stem = _ENDINGS.sub("", PurePath(path).as_posix())
+    name_starts = stem.rfind("/") + 1
+    texts, numbers, roles, folders, last = [], [], [], [], 0
+    for match in _NUMBER.finditer(stem):
+        texts.append(stem[last : match.start()])
+        numbers.append(int(match.group()))
+        segment_starts = stem.rfind("/", 0, match.start()) + 1
+        roles.append(_role(stem[segment_starts : match.start()], stem[match.end() :]))
+        folders.append(match.start() < name_starts)
+        last = match.end()
+    texts.append(stem[last:])
+    return PathNumbers(tuple(texts), tuple(numbers), tuple(roles), tuple(folders))
+
+
+def _role(before: str, after: str) -> Role:
+    if after.startswith("-of-") or before.endswith("-of-"):
+        return "part"
+    if _MODEL_PARALLEL.search(before):
+        return "shard"
+    if _STEP.search(before):
+        return "step"
+    return "rank" if _RANK.search(before) else "plain"

@@ -1,0 +1,46 @@
+"""Names of tensors: what surrounds a state dict and what wrappers put in front."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Keys under which trainers keep the model's state dict; they are no part of a tensor's name.
+MODEL_CONTAINERS = frozenset(
+    "model state_dict model_state_dict model_state module net network weights params app module_state_dict".split()
+)
+# What DDP and DataParallel, torch.compile and FSDP put in front of, or into, the names.
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def normalize(names: Iterable[str]) -> dict[str, str]:
+    """Map each name to the one without wrapper prefixes.
+
+    `_orig_mod.` and `_fsdp_wrapped_module.` are taken out wherever they stand; no one names a module so. `module.` is
+    taken off only where every tensor of the model has it in front, for a model may well have a submodule of that name.
+    A name that would become equal to another one stays as it is.
+    """
+    plain = {name: _WRAPPER.sub("", name) for name in names}
+    while True:
+        model = [name for name, short in plain.items() if not short.startswith("optimizer.")]
+        if not model or not all(plain[name].startswith("module.") for name in model):
+            break
+        for name in model:
+            plain[name] = plain[name].removeprefix("module.")
+    for name, short in plain.items():
+        if short.startswith("optimizer."):
+            plain[name] = "optimizer." + short.removeprefix("optimizer.").removeprefix("module.")
+    taken: dict[str, int] = {}
+    for short in plain.values():
+        taken[short] = taken.get(short, 0) + 1
+    return {name: short if taken[short] == 1 else name for name, short in plain.items()}
+
+
+def bn_sibling(name: str, of: str) -> str:
+    """Name of the tensor `of` beside `name` in the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
+    prefix, dot, _ = name.rpartition(".")
+    return f"{prefix}{dot}{of}"

@@ -1,0 +1,50 @@
+"""Whose state is it? From an optimizer's integer ids to the names of its parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncheck.kinds import kinds_of
+from syncheck.readers.unpickle import TensorPlace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncheck.records import Metadata
+
+
+def parameter_names(
+    state: Mapping[str, Any], models: Mapping[str, tuple[int, ...]], metadata: Metadata | None
+) -> dict[Any, str]:
+    """Map the ids of an optimizer's state dict to parameter names; ids that cannot be resolved are left out.
+
+    models: shapes of the checkpoint's other tensors by name, in the order of the state dict. Sources, best first: names
+    used as keys already, `param_names` of newer torch, the metadata block, and the order of the parameters, provided
+    that there are as many and every state has its parameter's shape.
+    """
+    ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
+    if not ids or all(isinstance(key, str) for key in ids):
+        return {}
+    stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
+    if len(stored) == len(ids) and all(isinstance(name, str) for name in stored):
+        return dict(zip(ids, stored, strict=True))
+    if metadata is not None and len(metadata.optimizer_parameters) == len(ids) and all(metadata.optimizer_parameters):
+        return dict(zip(ids, metadata.optimizer_parameters, strict=True))
+    kinds, _ = kinds_of(models, metadata)
+    ordered = [name for name, kind in kinds.items() if kind == "parameter"]
+    by_id = dict(zip(ids, ordered, strict=False)) if len(ids) == len(ordered) else {}
+    fits = all(_fits(state["state"].get(key), models[name]) for key, name in by_id.items())
+    return by_id if fits else {}
+
+
+def _listed(group: Any, key: str) -> list[Any]:
+    value = group.get(key) if isinstance(group, dict) else None
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _fits(entries: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the states of one parameter have its shape; 0-d counters fit any."""
+    places = (
+        [value for value in entries.values() if isinstance(value, TensorPlace)] if isinstance(entries, dict) else []
+    )
+    return all(place.shape in (shape, ()) for place in places)

@@ -1,0 +1,126 @@
+"""safetensors files: 8 bytes of header length, a JSON header, then the tensors' bytes.
+
+The header is read here rather than by the safetensors package, whose numpy face cannot give bfloat16 and which reads
+bytes where places are needed. Rules: the format's README and safetensors/src/tensor.rs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from typing import Any
+
+from syncheck.dtypes import BY_SAFETENSORS, DType
+from syncheck.errors import MalformedFile
+from syncheck.metadata_block import KEY, parse
+from syncheck.records import Metadata, Snapshot, Tensor
+
+FORMAT = "safetensors"
+# The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
+MAX_HEADER = 100_000_000
+_AGAIN = "save or copy the file again"
+
+
+def matches(head: bytes) -> bool:
+    """Whether the first bytes are a length and the start of a JSON object."""
+    return len(head) >= 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] >= 2
+
+
+def read(path: str) -> Snapshot:
+    """Open a checkpoint: its tensors' names and places, string metadata as values, and the metadata block.
+
+    Raises MalformedFile for a header that is too long, no JSON, or whose tensors do not tile the file exactly.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(MAX_HEADER, size - 8):
+            raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
+        raw = file.read(length)
+    header = _json(raw, path)
+    strings = header.pop("__metadata__", {})
+    if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
+        raise _malformed(path, "__metadata__", "values that are no strings", "strings")
+    tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in header.items()}
+    _check_cover(path, header, size - 8 - length)
+    values = {name: _number(text) for name, text in strings.items() if name != KEY}
+    return Snapshot(path, FORMAT, size, tensors, values, (), _metadata(path, strings))
+
+
+def _json(raw: bytes, path: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name stands twice")
+        return result
+
+    try:
+        header = json.loads(raw, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, "header", f"no JSON: {error!s:.100}", "a JSON object") from None
+    if not isinstance(header, dict):
+        raise _malformed(path, "header", type(header).__name__, "a JSON object")
+    return header
+
+
+def _tensor(path: str, name: str, entry: Any, data: int) -> Tensor:
+    """Check one entry and return its tensor. data: where the tensors' bytes start in the file."""
+    place = f"tensor '{name}'"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        raise _malformed(path, place, f"{code!r:.20} {shape!r:.60} {offsets!r:.60}", "a dtype, sizes and two offsets")
+    dtype: DType | None = BY_SAFETENSORS.get(code)
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    if dtype is None:
+        return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code} is not read")
+    needed = math.prod(shape) * dtype.size
+    if offsets[1] - offsets[0] != needed:
+        found = f"{offsets[1] - offsets[0]} bytes"
+        raise _malformed(path, place, found, f"{needed} for {dtype.name} {shape}")
+    return Tensor(name, dtype.name, tuple(shape), strides, path, data + offsets[0])
+
+
+def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
+    """Tensors must tile the data without a hole or an overlap: that is how a cut or padded file shows."""
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if start != end:
+            raise _malformed(
+                path,
+                f"tensor '{name}'",
+                f"starts at byte {start} of the data",
+                f"{end}, where the one before ends",
+            )
+        end = stop
+    if end != size:
+        raise _malformed(path, "data", f"{size} bytes", f"{end}, where the last tensor ends")
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _number(text: str) -> Any:
+    """Metadata strings that are integers are compared as numbers, as in the other formats."""
+    return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else text
+
+
+def _metadata(path: str, strings: dict[str, str]) -> Metadata | None:
+    if KEY not in strings:
+        return None
+    try:
+        block = json.loads(strings[KEY])
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, f"__metadata__ '{KEY}'", f"no JSON: {error!s:.100}", "a JSON object") from None
+    return parse(block, path)
+
+
+def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path, place=place, found=found, needed=needed, next_step=f"it is cut short or damaged: {_AGAIN}"
+    )

@@ -1,0 +1,155 @@
+"""Files of torch.save since torch 1.6: a zip of stored records, `<stem>/data.pkl` and `<stem>/data/<key>`.
+
+Only the directory and the pickle are read here. A tensor's bytes are found from the local header of its record (whose
+extra field pads the data to 64 bytes, so its length differs from the directory's) and stay on disk.
+Layout: caffe2/serialize/inline_container.cc of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from typing import TYPE_CHECKING, BinaryIO
+
+from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.readers.tree import flatten
+from syncheck.readers.unpickle import unpickle
+from syncheck.records import Snapshot, Tensor
+
+if TYPE_CHECKING:
+    from syncheck.readers.unpickle import TensorPlace
+
+FORMAT = "torch-zip"
+MAGIC = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_AGAIN = "save or copy the file again"
+
+
+def matches(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of this format."""
+    return head.startswith(MAGIC)
+
+
+def read(path: str) -> Snapshot:
+    """Open a checkpoint: its tensors' names and places, its values and its metadata block.
+
+    Raises MalformedFile for a file that is cut short, compressed or inconsistent, RefusedFile for a pickle that wants
+    to run something, NotACheckpoint for another kind of zip.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        archive = _Archive(file, path, size)
+        pickled = archive.bytes_of("data.pkl")
+        tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl")
+        flat = flatten(tree, path)
+        big = archive.big_endian()
+        tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
+    return Snapshot(path, FORMAT, size, tensors, flat.values, stubs, flat.metadata)
+
+
+class _Archive:
+    def __init__(self, file: BinaryIO, path: str, size: int) -> None:
+        self.file, self.path, self.size = file, path, size
+        try:
+            infos = zipfile.ZipFile(file).infolist()
+        except (
+            zipfile.BadZipFile,
+            ValueError,
+            OSError,
+            NotImplementedError,
+            struct.error,
+            UnicodeDecodeError,
+        ) as error:
+            raise MalformedFile(
+                path, place="zip directory", found=str(error), needed="a directory at the end of the file",
+                next_step=f"it is cut short or damaged: {_AGAIN}",
+            ) from None  # fmt: skip
+        self.records = {info.filename: info for info in infos}
+        if len(self.records) != len(infos):
+            raise MalformedFile(path, place="zip directory", found="two records of one name", next_step=_AGAIN)
+        pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
+            raise NotACheckpoint(
+                path, found=f"{what} with {len(pickles)} records data.pkl", needed="one, as torch.save writes"
+            )
+        self.stem = pickles[0].removesuffix("data.pkl")
+        self.places: dict[str, tuple[int, int]] = {}
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Return (offset, size) in bytes of a record's data."""
+        if name in self.places:
+            return self.places[name]
+        info = self.records.get(self.stem + name)
+        if info is None:
+            raise self._malformed(name, "no such record", "", _AGAIN)
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise UnsupportedFormat(
+                self.path,
+                place=self.stem + name,
+                found="a compressed or encrypted record",
+                needed="a stored one, as torch.save writes",
+            )
+        self.file.seek(info.header_offset)
+        head = self.file.read(_LOCAL_HEADER.size)
+        if len(head) < _LOCAL_HEADER.size or not head.startswith(MAGIC):
+            raise self._malformed(name, "no record where the directory says", "a local header", _AGAIN)
+        *_, name_length, extra_length = _LOCAL_HEADER.unpack(head)
+        offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if self.file.read(name_length) != info.orig_filename.encode("utf-8"):
+            raise self._malformed(name, "the record bears another name than in the directory", "the same name", _AGAIN)
+        if offset + info.file_size > self.size:
+            raise self._malformed(
+                name,
+                f"ends at byte {offset + info.file_size}",
+                f"at most {self.size}, the file's size",
+                _AGAIN,
+            )
+        self.places[name] = offset, info.file_size
+        return self.places[name]
+
+    def bytes_of(self, name: str) -> bytes:
+        offset, size = self.place_of(name)
+        self.file.seek(offset)
+        return self.file.read(size)
+
+    def big_endian(self) -> bool:
+        """Return whether tensors are stored big-endian; files before torch 2.1 do not say and are little-endian."""
+        if self.stem + "byteorder" not in self.records:
+            return False
+        order = self.bytes_of("byteorder")
+        if order not in (b"little", b"big"):
+            raise self._malformed("byteorder", repr(order[:20]), "little or big", _AGAIN)
+        return order == b"big"
+
+    def tensor(self, name: str, place: TensorPlace, big_endian: bool) -> Tensor:
+        """Check that a tensor lies within its record and say where in the file it starts."""
+        if place.refused or place.dtype is None or place.storage is None:
+            reason = place.refused or "its storage has no dtype"
+            return Tensor(
+                name,
+                place.dtype.name if place.dtype else "unknown",
+                place.shape,
+                place.strides,
+                self.path,
+                0,
+                refused=reason,
+            )
+        start, size = self.place_of(f"data/{place.storage.key}")
+        last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
+        end = 0 if 0 in place.shape else (place.offset + last + 1) * place.dtype.size
+        if end > size:
+            raise self._malformed(
+                f"data/{place.storage.key}",
+                f"tensor '{name}' ends at byte {end} of a record of {size}",
+                f"{end} bytes for {place.dtype.name} {list(place.shape)}",
+                f"the file is cut short or damaged: {_AGAIN}",
+            )
+        return Tensor(
+            name, place.dtype.name, place.shape, place.strides, self.path,
+            start + place.offset * place.dtype.size, big_endian, place.lazy,
+        )  # fmt: skip
+
+    def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
+        return MalformedFile(self.path, place=self.stem + record, found=found, needed=needed, next_step=next_step)

@@ -1,0 +1,134 @@
+"""From the nested object that a checkpoint holds to flat names: tensors on one side, plain values on the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import MalformedFile
+from syncheck.metadata_block import KEY, parse
+from syncheck.names import MODEL_CONTAINERS
+from syncheck.readers.optimizer_names import parameter_names
+from syncheck.readers.unpickle import Inert, TensorPlace
+
+if TYPE_CHECKING:
+    from syncheck.records import Metadata
+
+# Containers that a pickle may hold. Shared references can unfold to far more places than the file has bytes.
+MAX_NODES = 20_000_000
+MAX_DEPTH = 200
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass
+class Flat:
+    """What a checkpoint holds, by dotted name."""
+
+    tensors: dict[str, TensorPlace] = field(default_factory=dict)
+    """In the order of the containers, which is the order of the parameters."""
+    values: dict[str, Any] = field(default_factory=dict)
+    metadata: Metadata | None = None
+    nodes: int = 0
+
+
+def flatten(tree: Any, path: str) -> Flat:
+    """Walk a checkpoint's object tree.
+
+    The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless that would
+    give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
+    `optimizer.<parameter>.<state>`. Raises MalformedFile for trees that do not end.
+    """
+    flat = Flat()
+    if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
+        flat.metadata = parse(tree[KEY], path)
+        tree = {key: value for key, value in tree.items() if key != KEY}
+    optimizers: list[tuple[str, Any]] = []
+    _walk(tree, flat, optimizers, path)
+    models = {name: place.shape for name, place in flat.tensors.items()}
+    for i, (_, state) in enumerate(optimizers):
+        prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
+        names = parameter_names(state, models, flat.metadata)
+        _add_optimizer(state, prefix, names, flat, path)
+    return flat
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is what torch's Optimizer.state_dict returns."""
+    return (
+        isinstance(value, dict) and isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    )
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """Return the named parts of a container, or None for a leaf."""
+    if isinstance(node, dict):
+        return [(str(key), value) for key, value in node.items()]
+    if isinstance(node, (list, tuple)):
+        return [(str(i), value) for i, value in enumerate(node)]
+    if isinstance(node, (set, frozenset)):
+        # Sets have no order of their own; by text they have the same one on every rank.
+        return [(str(i), value) for i, value in enumerate(sorted(node, key=repr))]
+    if isinstance(node, Inert):
+        parts: list[tuple[str, Any]] = [(str(key), value) for key, value in node.items.items()]
+        for i, given in enumerate(node.given):
+            parts += children(given) or [(str(i), given)] if isinstance(given, dict) else [(str(i), given)]
+        return parts
+    return None
+
+
+def _walk(tree: Any, flat: Flat, optimizers: list[tuple[str, Any]], path: str) -> None:
+    """Depth first, in the order of insertion, without recursion: the tree's depth is the file's to choose."""
+    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
+    while stack:
+        name, node, above = stack.pop()
+        flat.nodes += 1
+        if flat.nodes > MAX_NODES or len(above) > MAX_DEPTH or id(node) in above:
+            limit = "a container holds itself" if id(node) in above else "containers unfold without end"
+            raise MalformedFile(path, place=name or "top level", found=limit, needed=f"at most {MAX_DEPTH} levels")
+        if isinstance(node, TensorPlace):
+            flat.tensors[_free(name, flat.tensors)] = node
+        elif is_optimizer(node):
+            optimizers.append((name, node))
+        elif isinstance(node, _PLAIN):
+            flat.values[_free(name, flat.values)] = node
+        else:
+            parts = children(node)
+            if parts is None:  # a rebuild function or storage that nothing used
+                continue
+            short = _without_container(name, node)
+            below = (*above, id(node))
+            stack += [(f"{short}.{key}" if short else key, value, below) for key, value in reversed(parts)]
+
+
+def _without_container(name: str, node: Any) -> str:
+    """Drop a last key such as `model` in front of a state dict: {'model': {'fc.weight': ...}} gives fc.weight."""
+    head, _, last = name.rpartition(".")
+    if last in MODEL_CONTAINERS and isinstance(node, dict) and any(isinstance(v, TensorPlace) for v in node.values()):
+        return head
+    return name
+
+
+def _free(name: str, taken: dict[str, Any]) -> str:
+    """Keep both of two tensors that end at one name, as in {'model': sd, 'state_dict': sd}."""
+    free, i = name or "tensor", 2
+    while free in taken:
+        free, i = f"{name}#{i}", i + 1
+    return free
+
+
+def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
+    for key, entries in state["state"].items():
+        parameter = names.get(key, str(key))
+        for entry, value in children(entries) or []:
+            full = f"{prefix}.{parameter}.{entry}"
+            if isinstance(value, TensorPlace):
+                flat.tensors[_free(full, flat.tensors)] = value
+            elif isinstance(value, _PLAIN):
+                flat.values[_free(full, flat.values)] = value
+            else:
+                _walk({full: value}, flat, [], path)
+    for i, group in enumerate(state["param_groups"]):
+        for entry, value in children(group) or []:
+            # The ids and names of the parameters say nothing about the replica's state.
+            if entry not in ("params", "param_names") and isinstance(value, (*_PLAIN, list, tuple)):
+                flat.values[f"{prefix}.param_groups.{i}.{entry}"] = value if isinstance(value, _PLAIN) else repr(value)

@@ -1,0 +1,274 @@
+"""The records everything else passes around: frozen, without behaviour that reads a file.
+
+Field names are those of the JSON document (`syncheck/report/schema.json`), so that
+`report.groups[0].findings[0].code` in Python is `.groups[0].findings[0].code` in JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Status = Literal["identical", "equal", "close", "different", "not_compared"]
+Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
+Severity = Literal["info", "warning", "error"]
+Extent = Literal["one", "contiguous", "all", "scattered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What `syncheck.metadata()` wrote into a checkpoint, checked."""
+
+    run: str | None = None
+    run_id: str | None = None
+    step: int | None = None
+    epoch: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    host: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    buffers: tuple[str, ...] | None = None
+    """Names of the saved buffers, or None when no model was described."""
+    frozen: tuple[str, ...] = ()
+    bn_momentum: Mapping[str, float | None] = field(default_factory=dict)
+    optimizer_parameters: tuple[str, ...] = ()
+    """Parameter names in the order of the optimizer's integer ids."""
+    buffers_synced: bool | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of one checkpoint: what it is and where its bytes lie. The bytes stay on disk."""
+
+    name: str
+    """As stored, without its container; optimizer state is `optimizer.<parameter>.<state>`."""
+    dtype: str
+    """Torch's name without `torch.`: float32, bfloat16, int64, ..."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements, as torch counts them."""
+    path: str
+    offset: int
+    """Of the first element, in bytes from the start of the file."""
+    big_endian: bool = False
+    lazy: str = ""
+    """"conj" or "neg": the operation that torch left to be done on reading."""
+    refused: str = ""
+    """Why the bytes of this tensor cannot be compared, else empty."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One replica's checkpoint, opened: names and places, no data."""
+
+    path: str
+    format: str
+    bytes: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Python numbers, strings and None by dotted name: step, epoch, param_groups, ..."""
+    stubs: tuple[str, ...] = ()
+    """Globals of the pickle that became inert: not compared."""
+    metadata: Metadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A snapshot's place in its group."""
+
+    path: str
+    rank: int
+    """The rank where it is known, else the position among the sorted paths."""
+    format: str
+    tensors: int
+    bytes: int
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """How the replicas of one tensor compare.
+
+    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None where there is none;
+    max_rel is |a-b| / max(|a|, |b|). With a majority they are against it, without one between the two farthest.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    status: Status
+    reason: str | None = None
+    """Why not (fully) compared: missing, shape, dtype, refused; for `close` the tolerance that applied."""
+    detail: str | None = None
+    """The reason in words."""
+    replica_groups: tuple[tuple[int, ...], ...] = ()
+    """The sets of ranks that ought to hold the same bytes."""
+    clusters: tuple[tuple[int, ...], ...] = ()
+    """Ranks that hold equal bytes, largest set first."""
+    mismatched: int = 0
+    """Elements whose values are not equal on all replicas."""
+    numel: int = 0
+    max_abs: float | int | None = None
+    max_rel: float | None = None
+    max_ulp: int | None = None
+    index: tuple[int, ...] | None = None
+    """Where the gap is greatest, or where one side is not finite."""
+    nonfinite: Mapping[int, int] = field(default_factory=dict)
+    """Infinities and NaNs per rank."""
+    extent: Extent | None = None
+    minority: tuple[int, ...] = ()
+    """Ranks outside the majority; empty where there is no majority."""
+
+    @property
+    def out_of_sync(self) -> bool:
+        """Different, or missing on some replica, or of another shape or dtype."""
+        return self.status == "different" or (
+            self.status == "not_compared" and self.reason in ("missing", "shape", "dtype")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """A Python value that is not equal on all replicas."""
+
+    name: str
+    by_rank: Mapping[int, Any]
+    """None where a rank does not have it."""
+    counts: bool
+    """Whether it makes the group out of sync: step, epoch, param_groups and the scaler's state do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many tensors ended how. They add up to `tensors`."""
+
+    tensors: int = 0
+    identical: int = 0
+    equal: int = 0
+    close: int = 0
+    different: int = 0
+    not_compared: int = 0
+
+    @property
+    def compared(self) -> int:
+        """Tensors whose bytes were looked at."""
+        return self.tensors - self.not_compared
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A named cause for some differences, with what to do about it."""
+
+    code: str
+    slug: str
+    severity: Severity
+    ranks: tuple[int, ...]
+    """The suspects, or all ranks of the group where none stands out."""
+    tensors: tuple[str, ...]
+    evidence: str
+    cause: str
+    fix: str
+    values: tuple[str, ...] = ()
+    """Names of the Python values it covers."""
+    allowed: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether it makes the group out of sync."""
+        return self.severity != "info" and not self.allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Replicas of one another, compared."""
+
+    name: str
+    run: str
+    step: int | None
+    verdict: Verdict
+    replicas: tuple[Replica, ...]
+    counts: Counts
+    tensors: tuple[TensorDiff, ...] = ()
+    """Those that are not identical."""
+    findings: tuple[Finding, ...] = ()
+    values: tuple[ValueDiff, ...] = ()
+    kinds: Mapping[str, Counts] = field(default_factory=dict)
+    """The counts by kind of tensor."""
+    left_out: int = 0
+    """Tensors that the options leave out; they are in no count."""
+    normalized: Mapping[int, int] = field(default_factory=dict)
+    """How many names of a rank had a wrapper's prefix such as `module.` taken off."""
+    notes: tuple[str, ...] = ()
+    """What was decided, normalized, guessed or left out."""
+    metadata: Metadata | None = None
+    """Of the first replica that has it."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the group."""
+        return tuple(replica.rank for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file that was given and could not be compared."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriftPoint:
+    """The largest gap of any running statistic of a run at one step."""
+
+    run: str
+    step: int | None
+    max_abs: float
+    tensor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """Two runs that differ in SyncBatchNorm only: what it did to the drift of the running statistics."""
+
+    plain: DriftPoint
+    synced: DriftPoint
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole answer."""
+
+    verdict: Verdict
+    groups: tuple[Group, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+    skipped: int = 0
+    """Files in the folders given that are no checkpoints."""
+    drift: tuple[DriftPoint, ...] = ()
+    closures: tuple[Closure, ...] = ()
+
+    @property
+    def counts(self) -> Counts:
+        """Over all groups."""
+        return sum((group.counts for group in self.groups), Counts())
+
+    @property
+    def exit_code(self) -> int:
+        """0 in sync, 1 out of sync, 2 could not tell."""
+        return {"in_sync": 0, "out_of_sync": 1}.get(self.verdict, 2)

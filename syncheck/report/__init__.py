@@ -1,0 +1,1 @@
+"""One file per output format, each a pure function of the records."""

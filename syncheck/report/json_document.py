@@ -1,0 +1,65 @@
+"""The JSON document, schema 1. Its JSON Schema is `schema.json` beside this file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from syncheck.records import Group, Report, TensorDiff, ValueDiff
+
+SCHEMA = 1
+
+
+def document(report: Report, version: str) -> dict[str, Any]:
+    """Return the report as JSON values. version: of syncheck."""
+    return {
+        "schema": SCHEMA,
+        "tool": "syncheck",
+        "version": version,
+        "verdict": report.verdict,
+        "counts": asdict(report.counts),
+        "groups": [_group(group) for group in report.groups],
+        "unreadable": [asdict(file) for file in report.unreadable],
+        "skipped": report.skipped,
+        "drift": [asdict(point) for point in report.drift],
+        "closures": [asdict(closure) for closure in report.closures],
+    }
+
+
+def render(report: Report, version: str) -> str:
+    """Return the document as text, NaN and infinity nowhere in it."""
+    return json.dumps(document(report, version), indent=1, allow_nan=False) + "\n"
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "run": group.run,
+        "step": group.step,
+        "verdict": group.verdict,
+        "replicas": [asdict(replica) for replica in group.replicas],
+        "counts": asdict(group.counts),
+        "kinds": {kind: asdict(counts) for kind, counts in group.kinds.items()},
+        "left_out": group.left_out,
+        "tensors": [_tensor(diff) for diff in group.tensors],
+        "values": [_value(diff) for diff in group.values],
+        "findings": [asdict(finding) for finding in group.findings],
+        "notes": list(group.notes),
+    }
+
+
+def _tensor(diff: TensorDiff) -> dict[str, Any]:
+    # asdict would rebuild the clusters of 1,024 ranks element by element.
+    return {name: _plain(getattr(diff, name)) for name in diff.__slots__}
+
+
+def _plain(value: Any) -> Any:
+    return {str(rank): count for rank, count in value.items()} if isinstance(value, dict) else value
+
+
+def _value(diff: ValueDiff) -> dict[str, Any]:
+    """Write values as they print, for NaN, bytes and complex numbers have no place in JSON."""
+    by_rank = {str(rank): None if value is None else f"{value!r:.200}" for rank, value in diff.by_rank.items()}
+    return {"name": diff.name, "by_rank": by_rank, "counts": diff.counts}

@@ -1,0 +1,125 @@
+"""Sentences and cells that more than one format prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.errors import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.records import Counts, Finding, Group, Report, TensorDiff
+
+VERDICTS = {
+    "in_sync": "IN SYNC",
+    "out_of_sync": "OUT OF SYNC",
+    "undecided": "COULD NOT TELL",
+    "alone": "ALONE",
+}
+
+
+def counts_line(report: Report) -> str:
+    """Return the last line of every report: how many tensors ended how, what was not compared included."""
+    counts = report.counts
+    equal = f", {counts.equal} equal" if counts.equal else ""
+    line = (
+        f"{counts.tensors} tensors: {counts.identical} identical{equal}, {counts.close} close, "
+        f"{counts.different} different, {counts.not_compared} not compared"
+    )
+    left_out = sum(group.left_out for group in report.groups)
+    return line + (f" ({left_out} left out by the options)" if left_out else "")
+
+
+def verdict_line(report: Report) -> str:
+    """Return the verdict, with the reason where it could not be told."""
+    text = VERDICTS[report.verdict]
+    allowed = sorted({f.code for g in report.groups for f in g.findings if f.allowed})
+    if report.verdict == "in_sync" and allowed:
+        text += f" but for allowed findings: {', '.join(allowed)}"
+    if report.verdict == "undecided":
+        text += f": {_why_undecided(report)}"
+    elif report.unreadable:
+        text += f", and {len(report.unreadable)} files could not be read"
+    return text
+
+
+def _why_undecided(report: Report) -> str:
+    if report.unreadable:
+        return f"{len(report.unreadable)} of the files given could not be read"
+    if all(group.verdict == "alone" for group in report.groups):
+        return (
+            "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
+            "--group-by REGEX which belong together"
+        )
+    return "no tensor was compared; options may leave all of them out"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write ranks short: (0, 1, 2, 5) gives 0-2,5."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def clusters_text(diff: TensorDiff) -> str:
+    """Write who agrees with whom: '0,2,3 | 1'."""
+    shown = [ranks_text(found) for found in diff.clusters[:4]]
+    more = len(diff.clusters) - len(shown)
+    return " | ".join(shown) + (f" | {more} more" if more > 0 else "")
+
+
+def gap_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
+    """Return differing elements, max abs, max rel and max ULP of a tensor, or the reason it was not compared."""
+    if diff.status == "not_compared":
+        return one_line(f"{diff.reason}: {diff.detail}"), "", "", ""
+    differing = f"{diff.mismatched} of {diff.numel}"
+    odd = sum(1 for count in diff.nonfinite.values() if count)
+    if odd and odd < len(diff.nonfinite):
+        differing += " (not finite on some)"
+    absolute = "-" if diff.max_abs is None else f"{diff.max_abs:.3g}"
+    relative = "-" if diff.max_rel is None else f"{diff.max_rel:.2%}"
+    return differing, absolute, relative, "-" if diff.max_ulp is None else str(diff.max_ulp)
+
+
+def bytes_text(size: int) -> str:
+    """Write a size in bytes with a decimal unit: 46833547 gives 46.8 MB."""
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def kind_cell(counts: Counts) -> str:
+    """Say how one kind of tensor stands in a run: '20 agree', '9 of 20 differ'."""
+    parts = []
+    if counts.different:
+        parts.append(f"{counts.different} of {counts.tensors} differ")
+    if counts.not_compared:
+        parts.append(f"{counts.not_compared} not compared")
+    if counts.close:
+        parts.append(f"{counts.close} close")
+    return ", ".join(parts) or f"{counts.tensors} agree"
+
+
+def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Sort by what a reader should see first: out of sync, then by the size of the gap."""
+    return sorted(diffs, key=lambda d: (not d.out_of_sync, d.status != "not_compared", -(d.max_abs or 0)))
+
+
+def headline(finding: Finding) -> str:
+    """Name a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
+    allowed = ", allowed" if finding.allowed else ""
+    return f"{finding.code} {finding.slug} ({finding.severity}{allowed}) on rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"
+
+
+def group_title(group: Group) -> str:
+    """Name a group with its number of replicas."""
+    count = len(group.replicas)
+    return f"{one_line(group.name)}, {count} replica{'s' if count != 1 else ''}"

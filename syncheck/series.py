@@ -1,0 +1,78 @@
+"""One run over its steps, and runs beside each other: drift of the running statistics, and what closed it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.bn import STATISTICS
+from syncheck.records import Closure, DriftPoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from syncheck.records import Group
+
+
+def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
+    """Sort the groups of two or more replicas by run and step; of two of one step, the first stands."""
+    runs: dict[str, dict[int | None, Group]] = defaultdict(dict)
+    for group in groups:
+        if group.verdict != "alone":
+            runs[group.run].setdefault(group.step, group)
+    return {
+        run: tuple(sorted(steps.values(), key=lambda g: -1 if g.step is None else g.step))
+        for run, steps in runs.items()
+    }
+
+
+def drift_of(group: Group) -> DriftPoint | None:
+    """Return the largest gap of any running statistic, 0.0 where all agree; None where none was compared."""
+    if not any(counts.compared for kind, counts in group.kinds.items() if kind in STATISTICS):
+        return None
+    apart = [diff for diff in group.tensors if diff.kind in STATISTICS and diff.max_abs is not None]
+    worst = max(apart, key=lambda diff: diff.max_abs or 0, default=None)
+    if worst is None or worst.max_abs is None:
+        return DriftPoint(group.run, group.step, 0.0, None)
+    return DriftPoint(group.run, group.step, float(worst.max_abs), worst.name)
+
+
+def drifts(runs: Mapping[str, Sequence[Group]]) -> tuple[DriftPoint, ...]:
+    """Return the drift of every run at every step, runs and steps in order."""
+    return tuple(point for groups in runs.values() for group in groups if (point := drift_of(group)) is not None)
+
+
+def closures(runs: Mapping[str, Sequence[Group]]) -> tuple[Closure, ...]:
+    """Pair the runs that differ in SyncBatchNorm only, by the last step of each."""
+    last = {run: groups[-1] for run, groups in runs.items()}
+    found = []
+    for plain in last.values():
+        for synced in last.values():
+            before, after = drift_of(plain), drift_of(synced)
+            if before is not None and after is not None and _differ_in_sync_bn(plain, synced):
+                found.append(Closure(before, after, _sentence(before, after)))
+    return tuple(found)
+
+
+def _differ_in_sync_bn(plain: Group, synced: Group) -> bool:
+    """By the recorded configuration, or, where none is recorded, by the name `<run>-syncbn`."""
+    a = dict(plain.metadata.config) if plain.metadata is not None else {}
+    b = dict(synced.metadata.config) if synced.metadata is not None else {}
+    if not a and not b:
+        return synced.run == f"{plain.run}-syncbn"
+    return a.pop("sync_bn", None) is False and b.pop("sync_bn", None) is True and a == b
+
+
+def _sentence(before: DriftPoint, after: DriftPoint) -> str:
+    """Both numbers in full: 0.0 means equal to the last bit, and 1e-9 does not."""
+    was = f"{before.max_abs:.4g} in {before.run}" + (f" ({before.tensor})" if before.tensor else "")
+    now = f"{after.max_abs!r}" if after.max_abs == 0 else f"{after.max_abs:.4g}"
+    if before.max_abs == 0:
+        verdict = "There was no gap for SyncBatchNorm to close"
+    elif after.max_abs == 0:
+        verdict = "SyncBatchNorm closed the gap"
+    elif after.max_abs < before.max_abs:
+        verdict = f"SyncBatchNorm closed {1 - after.max_abs / before.max_abs:.1%} of the gap"
+    else:
+        verdict = "SyncBatchNorm did not close the gap"
+    return f"{verdict}: the largest drift of any running statistic was {was} and is {now} in {after.run}."
