@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.layout import Replicas
-    from syncheck.records import Snapshot, Tensor
+    from syncheck.records import Snapshot, Status, Tensor
 
 # Where trainers keep how far a run is.
 PROGRESS = frozenset({"step", "epoch", "global_step", "iteration", "iter", "epochs_run", "steps_run"})
@@ -177,7 +177,7 @@ def _measured(
     minority = _minority(sets)
     found = measure(members, files, tolerance, majority=bool(minority))
     excused = not tolerance.exact and not found.beyond
-    status = "equal" if not found.mismatched else "close" if excused else "different"
+    status: Status = "equal" if not found.mismatched else "close" if excused else "different"
     index = None if found.worst is None else _unravel(found.worst, base["shape"])
     counted = {rank: count for ranks, count in zip(sets, found.nonfinite, strict=True) for rank in ranks}
     return TensorDiff(

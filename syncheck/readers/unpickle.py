@@ -89,6 +89,7 @@ class Inert:
     name = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        """Keep what the pickle gave."""
         self = super().__new__(cls)
         self.given = [*args, *kwargs.values()]
         self.items = {}
@@ -119,6 +120,7 @@ class Inert:
         self.items[key] = value
 
     def __call__(self, *args: Any) -> Inert:
+        """Stand in for an object that is called to rebuild another."""
         self.given.extend(args)
         return self
 
@@ -209,7 +211,7 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any) -> Any:
+def _rebuild_from_type(call: Any, kind: Any, args: Any, _state: Any) -> Any:
     """Rebuild a tensor subclass: a DTensor holds a shard, any other wraps one ordinary tensor or is not known."""
     if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
         return refused_place("sharded: a DTensor holds this rank's shard only")
@@ -328,7 +330,7 @@ def unpickle(data: bytes, path: str, place: str) -> tuple[Any, tuple[str, ...]]:
     except RefusedFile:
         raise
     # A broken stream can fail in any way that the C unpickler and our stand-ins can.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         raise MalformedFile(
             path,
             place=place,

@@ -116,7 +116,8 @@ def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
 def headline(finding: Finding) -> str:
     """Name a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
     allowed = ", allowed" if finding.allowed else ""
-    return f"{finding.code} {finding.slug} ({finding.severity}{allowed}) on rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"
+    on = f"on rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"
+    return f"{finding.code} {finding.slug} ({finding.severity}{allowed}) {on}"
 
 
 def group_title(group: Group) -> str:
