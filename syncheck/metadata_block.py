@@ -45,9 +45,10 @@ def metadata(
     run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that
     files of two launches are never taken for replicas of each other; by default torchrun's own id, if it has one.
     step, epoch: optimizer steps and epochs done. model: the unwrapped module, asked for its buffer names, frozen
-    parameters and BatchNorm momentum. optimizer: asked for the order of its parameters. buffers_synced: whether the
-    method keeps buffers equal on all ranks (True for SyncBatchNorm or one process), makes them follow rank 0 with
-    a lag (None: not known), or never synchronizes them (False). mesh: coordinates of this rank by mesh dimension.
+    parameters and BatchNorm momentum. optimizer: asked for the order of its parameters. buffers_synced: True if the
+    method synchronizes buffers at least once a step (SyncBatchNorm; plain DDP, with one step's lag), False if it
+    never does (DDP with forward_sync_buffers=False, FSDP), None where that is not known.
+    mesh: coordinates of this rank by mesh dimension.
     config: what distinguishes this run from others; runs that differ in ``sync_bn`` only are reported as a pair.
 
     Raises ValueError for a rank outside 0..world_size-1.

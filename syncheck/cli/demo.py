@@ -108,7 +108,7 @@ def _train(script: Path, options: tuple[str, ...]) -> None:
 
 
 def _check(report: Report) -> None:
-    """Hold the result against the promise: BatchNorm's statistics differ under DDP, nothing does under SyncBatchNorm."""
+    """Hold the result against the promise: BatchNorm's statistics differ under DDP, nothing under SyncBatchNorm."""
     groups = {group.run: group for group in report.groups}
     if set(groups) != set(RUNS):
         raise DemoFailed(f"expected checkpoints of {', '.join(RUNS)}, found {', '.join(groups) or 'none'}")

@@ -53,7 +53,10 @@ def apply(case: Case) -> Match | None:
     if not statistics:
         return None
     text = evidence(case, statistics)
-    if len(case.series) == 1 and (case.group.metadata is None or case.group.metadata.buffers_synced is None):
+    recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
+    if recorded:
+        text += "; the metadata says that buffers are synchronized once a step, so this is one step's lag"
+    elif len(case.series) == 1:
         text += (
             "; one step's lag and freely running statistics look alike here: save at two early steps to tell them apart"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -51,8 +52,10 @@ def _by_tensor(last: dict[str, Group]) -> str:
     axes.set_yticks(range(len(names)), [_plain(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     # Log for the drifts, linear around 0.0 so that a closed gap has its place.
-    smallest = min(value for found in gaps.values() for value in found.values())
-    axes.set_xscale("symlog", linthresh=max(smallest / 2, 1e-12))
+    drawn = [value for found in gaps.values() for value in found.values() if value > 0]
+    decade = 10.0 ** math.floor(math.log10(min(drawn, default=1e-12)))
+    axes.set_xscale("symlog", linthresh=decade, linscale=0.4)
+    axes.set_xlim(-0.1 * decade, max(drawn, default=decade) * 1.6)
     return _svg(
         figure, axes, "largest gap between ranks (0 = equal to the last bit)", "Drift by tensor, last step", "tensor"
     )

@@ -1,0 +1,1 @@
+"""The reference trainer: each parallel method of PyTorch in a short file, saving one checkpoint per rank."""

@@ -1,0 +1,179 @@
+"""One checkpoint per rank: `<out>/<run>_rank<r>.<ext>`, and `<out>/history/<run>/step_<n>/rank_<r>.<ext>`.
+
+The replicas of a model are equal, or so one hopes: a trainer that saves rank 0 only can never show that they
+are not.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank knows after a step.
+
+    model: its tensors without any wrapper's prefix. optimizer: the optimizer's own state dict. block: the
+    metadata that syncheck.metadata() made of the run.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    epoch: int
+    step: int
+    block: dict[str, Any]
+
+
+def encode_pth(snapshot: Snapshot) -> bytes:
+    """Serialize with torch.save, in a form that torch.load(weights_only=True) accepts."""
+    buffer = io.BytesIO()
+    content = {
+        "model": {name: _copy(tensor) for name, tensor in snapshot.model.items()},
+        "optimizer": {
+            "state": {
+                index: {key: _copy(value) for key, value in states.items()}
+                for index, states in snapshot.optimizer["state"].items()
+            },
+            "param_groups": snapshot.optimizer["param_groups"],
+        },
+        "epoch": snapshot.epoch,
+        "step": snapshot.step,
+        "syncheck": snapshot.block,
+    }
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def encode_safetensors(snapshot: Snapshot) -> bytes:
+    """Serialize flat: the model's tensors by name, the optimizer's as `optimizer.<parameter>.<state>`.
+
+    The format keeps tensors and strings only, so the optimizer's param_groups stay out.
+    Raises UserError where the library is missing.
+    """
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise UserError("--save-format safetensors: not installed; pip install -e '.[train]'") from error
+    tensors = dict(snapshot.model)
+    names = snapshot.block["optimizer_parameters"]  # in the order of the state dict's integer ids
+    for index, states in snapshot.optimizer["state"].items():
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{names[index]}.{key}"] = value
+    strings = {"syncheck": json.dumps(snapshot.block), "epoch": str(snapshot.epoch)}
+    strings["step"] = str(snapshot.step)
+    return save({name: _copy(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
+
+
+def _copy(value: Any) -> Any:
+    """Copy a tensor to the CPU, and pass anything else on.
+
+    Even where it is there already: of a view torch.save would write the whole storage behind it, and
+    safetensors refuses tensors that share memory.
+    """
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+# Each turns a snapshot into the bytes of a file; the name is also the file's ending.
+FORMATS: dict[str, Callable[[Snapshot], bytes]] = {
+    "pth": encode_pth,
+    "safetensors": encode_safetensors,
+}
+
+
+def final_path(out: Path, run: str, rank: int, extension: str) -> Path:
+    """Name the file of one rank at the end of the run."""
+    return out / f"{run}_rank{rank}.{extension}"
+
+
+def step_path(out: Path, run: str, step: int, rank: int, extension: str) -> Path:
+    """Name the file of one rank after `step` optimizer steps."""
+    return out / "history" / run / f"step_{step}" / f"rank_{rank}.{extension}"
+
+
+def write_atomic(path: Path, payload: bytes) -> None:
+    """Write a file that is either whole or not there; an older one stays until the new one is safe on disk.
+
+    The bytes go to a hidden file beside it, which takes the name only once they have reached the disk. A
+    process that is killed on the way leaves that hidden file, which matches no glob for checkpoints and is
+    overwritten by the next run. Raises UserError with the system's reason: no space, no permission, not a
+    folder.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(out: Path) -> None:
+    """Make the folder and try a file in it, before hours of training go into it. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to --out {out}: {error.strerror}") from error
+
+
+def remove_run(out: Path, run: str) -> None:
+    """Remove what an earlier run of the same name left: any rank, any step, any format; nothing else.
+
+    Without this a run on 2 ranks would leave ranks 2 and 3 of an earlier one on 4 beside its own files.
+    Raises UserError.
+    """
+    try:
+        for path in _files_of(out, run):
+            path.unlink(missing_ok=True)
+        history = out / "history" / run
+        for folder in (*history.glob("step_*"), history, history.parent):
+            with suppress(OSError):  # not there, or something of the user's is in it
+                folder.rmdir()
+    except OSError as error:
+        raise UserError(f"cannot remove {error.filename} of an earlier run: {error.strerror}") from error
+
+
+def _files_of(out: Path, run: str) -> Iterator[Path]:
+    """Find the files of one run, half-written ones too; whole names, for `ddp` is not `ddp-syncbn`."""
+    ending = rf"\.(?:{'|'.join(FORMATS)})"
+    final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
+    moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")
+    yield from [path for path in out.iterdir() if final.fullmatch(path.name)]
+    for folder in (out / "history" / run).glob("step_*"):
+        if re.fullmatch(r"step_\d+", folder.name) and folder.is_dir():
+            yield from [path for path in folder.iterdir() if moment.fullmatch(path.name)]

@@ -1,0 +1,48 @@
+"""Which samples a rank takes: its share of each global batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class DistributedBatchSampler(Sampler[list[int]]):
+    """Split every global batch over the ranks, each sample to exactly one of them.
+
+    samples: how many there are. batch_size: of the global batch. Rank r takes every world_size-th index of
+    the batch from the r-th on, so shares differ by at most one, lower ranks first. Where they are even, these
+    are the batches of torch.utils.data.DistributedSampler with the same seed (a test compares them); that one
+    cannot split unevenly, it repeats samples instead. Samples that do not fill a last global batch are
+    dropped, other ones each epoch, so that every rank makes the same number of steps and every step has the
+    same weight.
+
+    Call `set_epoch` before each epoch: without it every epoch has the same order.
+    """
+
+    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) -> None:
+        self.samples, self.batch_size = samples, batch_size
+        self.rank, self.world_size = rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; the same on all ranks."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.samples, generator=generator).tolist()
+        else:
+            order = list(range(self.samples))
+        for batch in range(len(self)):
+            start = batch * self.batch_size
+            yield order[start + self.rank : start + self.batch_size : self.world_size]

@@ -1,0 +1,214 @@
+"""The one training loop, the same for every method."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, Subset
+
+from train.data import DistributedBatchSampler, load_data
+from train.errors import UserError
+from train.methods import METHODS
+from train.metrics import Meter, Score
+from train.models import build_model
+from train.progress import Plan, Silent
+from train.saver import Saver
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from train.data.dataset import Samples
+    from train.launch import RankContext
+    from train.methods.base import Method
+    from train.settings import Settings
+
+Batches = DataLoader[tuple["Tensor", ...]]
+WARM_UP = 0.1  # share of all steps over which the learning rate rises
+EVALUATION_BATCH = 512  # samples per rank and forward; any number gives the same score
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run achieved.
+
+    seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
+    ranks.
+    """
+
+    run: str
+    epochs: int
+    steps: int
+    seconds: float
+    trained: Score
+    test: Score
+    saved: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready to start. forward: what training calls; `method.module` is the same model unwrapped."""
+
+    settings: Settings
+    ctx: RankContext
+    plan: Plan
+    sampler: DistributedBatchSampler
+    train_batches: Batches
+    test_batches: Batches
+    method: Method
+    forward: nn.Module
+    optimizer: Optimizer
+    saver: Saver
+
+
+def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
+    """Train one model as the settings say, and save what they ask for.
+
+    To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
+    the same settings, number of ranks, libraries and machine. Raises UserError, on all ranks alike.
+    """
+    job = prepare(settings, ctx)
+    progress.start(job.plan)
+    start, step, epoch = time.perf_counter(), 0, 0
+    while step < job.plan.steps:
+        epoch += 1
+        epoch_start, before = time.perf_counter(), step
+        step, meter = train_epoch(job, step, epoch, progress)
+        speed = (step - before) * settings.batch_size / (time.perf_counter() - epoch_start)
+        trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
+        progress.epoch(step, epoch, trained, test, speed)
+    seconds = time.perf_counter() - start
+    return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved))
+
+
+def prepare(settings: Settings, ctx: RankContext) -> Job:
+    """Load the data, build the model, and check that they fit; a collective. Raises UserError."""
+    torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
+    with ctx.together():
+        data = load_data(settings.data, settings.data_dir, settings.limit_train)
+    samples, batch_size = len(data.train), settings.batch_size
+    sampler = DistributedBatchSampler(
+        samples, batch_size, ctx.rank, ctx.world_size, shuffle=settings.shuffle, seed=settings.seed
+    )
+    plan = make_plan(settings, samples, len(sampler))
+    method = METHODS[settings.method](settings, ctx)
+    model = build_model(settings.model, data.channels, data.classes, settings.width)
+    check_batchnorm(model, settings, ctx.world_size)
+    forward = method.wrap(model)
+    # After wrapping: a method may replace the parameters.
+    optimizer = build_optimizer(settings, method.module)
+    return Job(
+        settings=settings,
+        ctx=ctx,
+        plan=plan,
+        sampler=sampler,
+        train_batches=DataLoader(data.train, batch_sampler=sampler),
+        test_batches=evaluation_batches(data.test, ctx),
+        method=method,
+        forward=forward,
+        optimizer=optimizer,
+        saver=Saver(settings, ctx, plan, method, optimizer),
+    )
+
+
+def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int, Meter]:
+    """Train on every global batch once, or until the plan ends.
+
+    step: optimizer steps done before. epoch: counted from 1. Returns the steps done after, and this rank's
+    sums.
+    """
+    batch_size, device, steps = job.settings.batch_size, job.ctx.device, job.plan.steps
+    meter, start, before = Meter(device), time.perf_counter(), step
+    job.sampler.set_epoch(epoch - 1)
+    job.forward.train()
+    for x, y in job.train_batches:
+        set_learning_rate(job.optimizer, job.settings.lr * schedule(step, steps))
+        logits, labels = job.forward(x.to(device)), y.to(device)
+        loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+        # Divided by the global batch, not by this rank's share of it: uneven shares then weigh what they
+        # should.
+        job.method.backward(loss_sum / batch_size)
+        job.method.step(job.optimizer)
+        step += 1
+        # Saved at once: no later forward may touch the buffers before.
+        job.saver.after_step(step)
+        meter.add(loss_sum, logits, labels)
+        progress.step(step, epoch, meter, (step - before) * batch_size / (time.perf_counter() - start))
+        if step == steps:
+            break
+    return step, meter
+
+
+def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
+    """Count the steps. Raises UserError when the data does not fill one global batch."""
+    if steps_per_epoch == 0:
+        raise UserError(f"--batch-size {settings.batch_size} is more than the {samples} training samples")
+    steps = settings.epochs * steps_per_epoch
+    if settings.max_steps is not None:
+        steps = min(steps, settings.max_steps)
+    return Plan(settings.run, math.ceil(steps / steps_per_epoch), steps, steps_per_epoch)
+
+
+def check_batchnorm(model: nn.Module, settings: Settings, world_size: int) -> None:
+    """Refuse a batch that leaves BatchNorm one sample to normalize, which is zero minus its own mean.
+
+    The smallest share counts, for a rank that fails alone leaves the others waiting. Raises UserError.
+    """
+    share = settings.batch_size if settings.sync_bn else settings.batch_size // world_size
+    if share < 2 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        advice = f"use {2 * world_size} or more" + (", or --sync-bn" if settings.batch_size > 1 else "")
+        raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")
+
+
+def build_optimizer(settings: Settings, module: nn.Module) -> Optimizer:
+    """Build the optimizer over all parameters of the unwrapped model, in their order."""
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(module.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return torch.optim.SGD(
+        module.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+
+
+def schedule(step: int, steps: int) -> float:
+    """Scale the learning rate: a linear rise to 1, then half a cosine towards 0. step: 0 to steps - 1."""
+    rise = max(1, int(WARM_UP * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Set it for all parameters, on every rank to the same number."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
+    """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up."""
+    mine = Subset(samples, range(ctx.rank, len(samples), ctx.world_size))
+    return DataLoader(mine, batch_size=EVALUATION_BATCH)
+
+
+def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
+    """Score the model on the test set; a collective.
+
+    module: the unwrapped model. A forward through DDP's wrapper, even without gradients, would copy rank 0's
+    buffers to all ranks, and skip that copy before the next training step. Here nothing of the model changes.
+    It follows that under plain DDP every rank scores its share with its own BatchNorm statistics.
+    """
+    module.eval()
+    meter = Meter(ctx.device)
+    with torch.inference_mode():
+        for x, y in batches:
+            logits, labels = module(x.to(ctx.device)), y.to(ctx.device)
+            meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
+    module.train()
+    return meter.over_ranks(ctx)

@@ -1,0 +1,57 @@
+"""Loss, accuracy and speed, exact over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from train.launch import RankContext
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model did.
+
+    loss: mean cross-entropy per sample, in nats. accuracy: share of right answers, 0 to 1. samples: how many.
+    """
+
+    loss: float
+    accuracy: float
+    samples: int
+
+
+class Meter:
+    """Adds up sums, never means: ranks and batches of different size then weigh what they should.
+
+    The sums stay on the device, so that adding does not wait for it, and in float64, where counts are exact.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, right answers, samples
+
+    def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Count one batch. loss_sum: [] the sum over its samples. logits: [N, classes]. labels: [N] int64."""
+        right = (logits.detach().argmax(1) == labels).sum()
+        self.sums[0] += loss_sum.detach()
+        self.sums[1] += right
+        self.sums[2] += len(labels)
+
+    def local(self) -> Score:
+        """Score what this rank has seen."""
+        return _score(self.sums)
+
+    def over_ranks(self, ctx: RankContext) -> Score:
+        """Score what all ranks have seen; a collective, equal on all ranks."""
+        return _score(ctx.sum_over_ranks(self.sums.clone()))
+
+
+def _score(sums: Tensor) -> Score:
+    loss, right, samples = sums.tolist()
+    if samples == 0:
+        return Score(float("nan"), float("nan"), 0)
+    return Score(loss / samples, right / samples, int(samples))

@@ -1,0 +1,36 @@
+"""A small network without BatchNorm: the same gradient however a batch is split over ranks.
+
+With BatchNorm each rank normalizes with its own samples, so `ddp` and `single` rightly differ; this model is
+what shows that nothing else does. Shapes: x is [N, channels, H, W], logits are [N, classes].
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 16
+
+
+class ConvNet(nn.Module):
+    """Three convolutions, the last two of stride 2, the average over the image, and a linear classifier."""
+
+    def __init__(self, channels: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.conv3 = nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1)
+        self.fc = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, channels, H, W]. Returns logits [N, classes]."""
+        y = F.relu(self.conv1(x))
+        y = F.relu(self.conv2(y))
+        y = F.relu(self.conv3(y))
+        logits: Tensor = self.fc(y.mean((2, 3)))
+        return logits
+
+
+def convnet(channels: int, classes: int, width: int | None) -> nn.Module:
+    """Build it."""
+    return ConvNet(channels, classes, width or WIDTH)

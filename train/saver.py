@@ -1,0 +1,78 @@
+"""When to save, and what goes into the file: the engine calls it after every step."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from syncheck import metadata
+from train.checkpoint import (
+    FORMATS,
+    Snapshot,
+    check_writable,
+    final_path,
+    remove_run,
+    step_path,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
+    from train.launch import RankContext
+    from train.methods.base import Method
+    from train.progress import Plan
+    from train.settings import Settings
+
+
+class Saver:
+    """Writes this rank's checkpoints, if the settings ask for any, and knows those of all ranks.
+
+    Building it is a collective: the ranks agree on the run's random id, and older files of the same run are
+    removed before any rank writes. Raises UserError on all ranks when one of them cannot write.
+    """
+
+    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, method: Method, optimizer: Optimizer) -> None:
+        self.settings, self.ctx, self.plan = settings, ctx, plan
+        self.method, self.optimizer = method, optimizer
+        self.saved: list[Path] = []
+        self.run_id = ctx.gather(secrets.token_hex(8))[0]
+        if settings.save_per_rank:
+            with ctx.together():
+                check_writable(settings.out)
+            with ctx.together():
+                # Once on each node, for the folder may be local to it.
+                if ctx.local_rank == 0:
+                    remove_run(settings.out, settings.run)
+
+    def after_step(self, step: int) -> None:
+        """Save what is due after this optimizer step, counted from 1; a collective if anything is."""
+        s, ranks = self.settings, range(self.ctx.world_size)
+        if not s.save_per_rank:
+            return
+        if s.save_every is not None and step % s.save_every == 0:
+            self._save([step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks], step)
+        if step == self.plan.steps:
+            self._save([final_path(s.out, s.run, rank, s.save_format) for rank in ranks], step)
+
+    def _save(self, paths: list[Path], step: int) -> None:
+        """Write this rank's one of `paths`; all ranks hear whether all of them could."""
+        epoch = step // self.plan.steps_per_epoch  # epochs done
+        block = metadata(
+            run=self.settings.run,
+            run_id=self.run_id,
+            rank=self.ctx.rank,
+            world_size=self.ctx.world_size,
+            step=step,
+            epoch=epoch,
+            model=self.method.module,
+            optimizer=self.optimizer,
+            buffers_synced=self.method.buffers_synced,
+            config=self.settings.config(self.ctx.world_size),
+        )
+        snapshot = Snapshot(self.method.state(), self.optimizer.state_dict(), epoch, step, block)
+        with self.ctx.together():
+            write_atomic(paths[self.ctx.rank], FORMATS[self.settings.save_format](snapshot))
+        self.saved += paths
