@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from syncheck.layout import Replicas
+    from syncheck.layout_groups import Replicas
     from syncheck.paths import Opened
     from syncheck.records import Group, Verdict
 

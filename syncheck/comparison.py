@@ -16,7 +16,7 @@ from syncheck.tolerance import Tolerance
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.layout import Replicas
+    from syncheck.layout_groups import Replicas
     from syncheck.records import Snapshot, Status, Tensor
 
 # Where trainers keep how far a run is.

@@ -7,37 +7,16 @@ varies among otherwise equal names; else all files given are one group. What was
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from syncheck.layout_groups import Ranked, Replicas, classes, distinct, title_of
 from syncheck.layout_names import PathNumbers, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.records import Metadata, Snapshot
-
-    K = TypeVar("K")
-    V = TypeVar("V")
-
-Ranked = tuple[tuple[int, "Snapshot"], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Snapshots that ought to be equal, in the order of their ranks.
-
-    run: a name for the group. step: of the run, where known. ranks: each member's rank, or its position where nothing
-    tells its rank. note: how the group was found.
-    """
-
-    run: str
-    step: int | None
-    ranks: Ranked
-    note: str
-    run_id: str | None = None
 
 
 def group(
@@ -57,7 +36,7 @@ def group(
         plain = [s for s in ordered if s.metadata is None or s.metadata.rank is None]
         copies = _copies(plain, roots or {})
         groups = _by_metadata(described) + (copies or _by_names(plain))
-    return tuple(sorted(_distinct(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
+    return tuple(sorted(distinct(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
@@ -66,20 +45,13 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if i % 2 else (1, 0, part) for i, part in enumerate(parts)]
 
 
-def _classes(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
-    found: dict[K, list[V]] = defaultdict(list)
-    for item in items:
-        found[key(item)].append(item)
-    return found
-
-
 def _by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[Replicas]:
     def key(snapshot: Snapshot) -> tuple[str, ...]:
         match = pattern.search(snapshot.path)
         return (match.groups("") or (match.group(),)) if match else ("no match", snapshot.path)
 
     note = f"grouped by the expression {pattern.pattern!r}"
-    return [Replicas("-".join(k), None, _number(members), note) for k, members in _classes(snapshots, key).items()]
+    return [Replicas("-".join(k), None, _number(members), note) for k, members in classes(snapshots, key).items()]
 
 
 def _number(members: Sequence[Snapshot]) -> Ranked:
@@ -109,9 +81,9 @@ def _by_metadata(snapshots: Iterable[Snapshot]) -> list[Replicas]:
     Patterns are joined when their steps are equal or only a folder's number differs: one folder a node.
     """
     groups: list[Replicas] = []
-    for (run, run_id), members in _classes(snapshots, lambda s: (_meta(s).run, _meta(s).run_id)).items():
+    for (run, run_id), members in classes(snapshots, lambda s: (_meta(s).run, _meta(s).run_id)).items():
         joined: list[tuple[str, list[Snapshot]]] = []
-        for pattern, same in _classes(members, _pattern).items():
+        for pattern, same in classes(members, _pattern).items():
             for step, part in _unrepeated(same):
                 into = next((other for key, other in joined if _joins(key, other, pattern, part, step)), None)
                 if into is None:
@@ -122,7 +94,7 @@ def _by_metadata(snapshots: Iterable[Snapshot]) -> list[Replicas]:
             steps = [step for step in (_meta(s).step for s in same) if step is not None]
             ranked = _number(same)
             note = "grouped by the metadata in the files"
-            groups.append(Replicas(run or _title(pattern), max(steps, default=None), ranked, note, run_id))
+            groups.append(Replicas(run or title_of(pattern), max(steps, default=None), ranked, note, run_id))
     return groups
 
 
@@ -148,7 +120,7 @@ def _unrepeated(same: list[Snapshot]) -> list[tuple[int | None, list[Snapshot]]]
     if len({_meta(s).rank for s in same}) == len(same):
         steps = {_meta(s).step for s in same}
         return [(steps.pop() if len(steps) == 1 else None, same)]
-    return list(_classes(same, lambda s: _meta(s).step).items())
+    return list(classes(same, lambda s: _meta(s).step).items())
 
 
 def _joins(key: str, members: list[Snapshot], other: str, part: list[Snapshot], step: int | None) -> bool:
@@ -168,7 +140,7 @@ def _joins(key: str, members: list[Snapshot], other: str, part: list[Snapshot], 
 
 def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replicas]:
     """Several folders that hold the same relative paths are copies, compared path by path."""
-    folders = _classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
+    folders = classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
     inside = {frozenset(str(PurePath(s.path).relative_to(f)) for s in found) for f, found in folders.items()}
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
         return []
@@ -176,8 +148,8 @@ def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replica
     if len({parts.texts for parts in named}) == 1 and _varying(named, ("step",)):
         return []  # moments of one run
     note = "grouped by path: the folders are copies of each other"
-    relative = _classes(snapshots, lambda s: str(PurePath(s.path).relative_to(roots[s.path])))
-    return [Replicas(_title(path), None, _number_folders(members, roots), note) for path, members in relative.items()]
+    relative = classes(snapshots, lambda s: str(PurePath(s.path).relative_to(roots[s.path])))
+    return [Replicas(title_of(path), None, _number_folders(members, roots), note) for path, members in relative.items()]
 
 
 def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
@@ -190,7 +162,7 @@ def _by_names(snapshots: list[Snapshot]) -> list[Replicas]:
     apart = {s.path: take_apart(s.path) for s in snapshots}
     groups: list[Replicas] = []
     loose: list[Snapshot] = []
-    templates = _classes(snapshots, lambda s: apart[s.path].texts)
+    templates = classes(snapshots, lambda s: apart[s.path].texts)
     for members in templates.values():
         at = _rank_position([apart[s.path] for s in members])
         if at is None and len(members) == 1 and apart[members[0].path].find("step") is None:
@@ -200,7 +172,7 @@ def _by_names(snapshots: list[Snapshot]) -> list[Replicas]:
     if len(loose) > 1 and not groups:
         note = "no rank in the names: all files given are one group"
         return [Replicas("files", None, tuple(enumerate(loose)), note)]
-    return groups + [Replicas(_title(s.path), None, ((0, s),), "its name matches no other file's") for s in loose]
+    return groups + [Replicas(title_of(s.path), None, ((0, s),), "its name matches no other file's") for s in loose]
 
 
 def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
@@ -239,14 +211,14 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
         open_at = (at, further[0])
         if all(
             _all_differ(apart[s.path].numbers[at] for s in same)
-            for same in _classes(members, lambda s: apart[s.path].without(*open_at)).values()
+            for same in classes(members, lambda s: apart[s.path].without(*open_at)).values()
         ):
             note, further = f"{note}, the further number for the node", []
-            keys = _classes(members, lambda s: apart[s.path].without(*open_at))
+            keys = classes(members, lambda s: apart[s.path].without(*open_at))
             return [_named(same, apart, at, further, note) for same in keys.values()]
     return [
         _named(same, apart, at, further, note)
-        for same in _classes(members, lambda s: apart[s.path].without(at)).values()
+        for same in classes(members, lambda s: apart[s.path].without(at)).values()
     ]
 
 
@@ -275,29 +247,4 @@ def _run(parts: PathNumbers, at: int | None, further: Sequence[int] = ()) -> str
     steps = [i for i, role in enumerate(parts.roles) if role == "step"]
     if not steps and len(further) == 1:
         steps = list(further)
-    return _title(parts.without(*steps, *([] if at is None else [at])))
-
-
-# --- names of groups ---
-
-_FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint)[-_=]?\*|\*)")
-
-
-def _title(pattern: str) -> str:
-    """Return the last part of a path that says more than rank and step: ckpts/ddp_rank* gives ddp."""
-    for segment in reversed(PurePath(pattern).parts):
-        title = _FILLER.sub("", segment).strip("-_. /")
-        if title:
-            return title
-    return "files"
-
-
-def _distinct(groups: list[Replicas]) -> list[Replicas]:
-    """Put the folder in front of names that stand for two different groups of one step."""
-    taken = _classes(groups, lambda g: (g.run, g.step))
-    result = []
-    for (run, _), same in taken.items():
-        for g in same:
-            folder = str(PurePath(g.ranks[0][1].path).parent)
-            result.append(g if len(same) == 1 or folder == "." else replace(g, run=f"{folder}/{run}"))
-    return result
+    return title_of(parts.without(*steps, *([] if at is None else [at])))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck import readers
-from syncheck.errors import CheckpointError, UsageError
+from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.records import Unreadable
 
 if TYPE_CHECKING:
@@ -91,14 +91,18 @@ def _add(path: str, opened: Opened) -> None:
 
 
 def _add_from_folder(path: str, opened: Opened) -> bool:
-    """Open a file of a folder if it is a checkpoint by content or ending; return whether it was taken."""
-    if not path.lower().endswith(readers.ENDINGS):
-        try:
-            known = readers.sniff(path) is not None
-        except CheckpointError:
-            known = False
-        if not known:
-            opened.skipped += 1
-            return False
-    _add(path, opened)
-    return True
+    """Open a file of a folder if it is a checkpoint by ending or content; return whether it was taken."""
+    if path.lower().endswith(readers.ENDINGS):
+        _add(path, opened)
+        return True
+    try:
+        if readers.sniff(path) is not None:
+            opened.snapshots.append(readers.read(path))
+            return True
+    except (NotACheckpoint, UnreadableFile):
+        pass  # a zip of something else; a pipe or a dangling link that is no checkpoint by its name
+    except CheckpointError as error:
+        opened.unreadable.append(Unreadable(path, error.reason))
+        return True
+    opened.skipped += 1
+    return False

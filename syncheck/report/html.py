@@ -88,15 +88,14 @@ def _matrix(groups: Sequence[Group]) -> str:
     kinds = list(dict.fromkeys(kind for group in groups for kind in group.kinds))
     rows = [
         (
-            group.run,
-            "-" if group.step is None else str(group.step),
+            group.name,
             str(len(group.replicas)),
             *(words.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
             words.VERDICTS[group.verdict],
         )
         for group in groups
     ]
-    return _table(("run", "step", "ranks", *kinds, "verdict"), rows, numbers=("step", "ranks"))
+    return _table(("run", "ranks", *kinds, "verdict"), rows, numbers=("ranks",))
 
 
 def _charts(report: Report) -> list[str]:

@@ -95,9 +95,19 @@ def words_list(names: Sequence[str], most: int = 6) -> str:
 
 def table(columns: Sequence[str], boxed: bool, right: Sequence[str] = ()) -> Table:
     """Return an empty table of the house style. right: columns of numbers, aligned to the right."""
-    made = Table(box=box.SIMPLE_HEAD if boxed else None, pad_edge=False, show_edge=False, header_style="bold")
+    # Two columns between cells: every one counts on a terminal of 80.
+    padding = (0, 1, 0, 0) if boxed else (0, 2, 0, 0)
+    lines = box.SIMPLE_HEAD if boxed else None
+    made = Table(box=lines, padding=padding, pad_edge=False, show_edge=False, header_style="bold")
     for column in columns:
-        made.add_column(column, overflow="fold", justify="right" if column in right else "left", no_wrap=not boxed)
+        made.add_column(
+            column,
+            overflow="fold",
+            justify="right" if column in right else "left",
+            no_wrap=not boxed,
+            # A header of one word is never broken.
+            min_width=None if " " in column else len(column),
+        )
     return made
 
 
@@ -186,15 +196,14 @@ def _tensors(group: Group, limit: int, boxed: bool) -> RenderableType:
 def _matrix(runs: dict[str, tuple[Group, ...]], boxed: bool) -> RenderableType:
     last = [groups[-1] for groups in runs.values()]
     kinds = list(dict.fromkeys(kind for group in last for kind in group.kinds))
-    made = table(("run", "step", "ranks", *kinds, "verdict"), boxed, right=("step", "ranks"))
+    made = table(("run", *kinds, "verdict"), boxed)
     for group in last:
         cells = [
             Text(words.kind_cell(c), style="red" if c.different else "")
             for c in (group.kinds.get(k, Counts()) for k in kinds)
         ]
-        step = "-" if group.step is None else str(group.step)
         verdict = Text(words.VERDICTS[group.verdict], style=STYLES[group.verdict])
-        made.add_row(Text(one_line(group.run)), step, str(len(group.replicas)), *cells, verdict)
+        made.add_row(Text(one_line(group.name)), *cells, verdict)
     return Padding(made, (0, 0, 1, 0), expand=False)
 
 

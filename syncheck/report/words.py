@@ -97,15 +97,15 @@ def bytes_text(size: int) -> str:
 
 
 def kind_cell(counts: Counts) -> str:
-    """Say how one kind of tensor stands in a run: '20 agree', '9 of 20 differ'."""
+    """Say how one kind of tensor stands in a run: '20 agree', '9/20 differ'."""
     parts = []
     if counts.different:
-        parts.append(f"{counts.different} of {counts.tensors} differ")
+        parts.append(f"{counts.different}/{counts.tensors} differ")
     if counts.not_compared:
         parts.append(f"{counts.not_compared} not compared")
     if counts.close:
         parts.append(f"{counts.close} close")
-    return ", ".join(parts) or f"{counts.tensors} agree"
+    return ", ".join(parts) or (f"{counts.tensors} agree" if counts.tensors else "-")
 
 
 def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:

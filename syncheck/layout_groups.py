@@ -1,0 +1,87 @@
+"""A group of replicas, and its name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from syncheck.records import Snapshot
+
+    K = TypeVar("K")
+    V = TypeVar("V")
+
+Ranked = tuple[tuple[int, "Snapshot"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Snapshots that ought to be equal, in the order of their ranks.
+
+    run: a name for the group. step: of the run, where known. ranks: each member's rank, or its position where nothing
+    tells its rank. note: how the group was found.
+    """
+
+    run: str
+    step: int | None
+    ranks: Ranked
+    note: str
+    run_id: str | None = None
+
+
+def classes(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """Sort items into lists of equal key, keys in the order of their first item."""
+    found: dict[K, list[V]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
+
+
+_FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint)[-_=]?\*|\*)")
+
+
+def title_of(pattern: str) -> str:
+    """Return the last part of a path that says more than rank and step: ckpts/ddp_rank* gives ddp."""
+    for segment in reversed(PurePath(pattern).parts):
+        title = _FILLER.sub("", segment).strip("-_. /")
+        if title:
+            return title
+    return "files"
+
+
+def distinct(groups: list[Replicas]) -> list[Replicas]:
+    """Keep runs of one name apart: what has another run_id is another run, and so is a second group of one step.
+
+    Such groups get the folder that holds all of their run in front of their name; runs of one folder, their run_id.
+    """
+    result = []
+    for run, same in classes(groups, lambda g: g.run).items():
+        launches = classes(same, lambda g: g.run_id)
+        repeated = len({g.step for g in same}) < len(same)
+        folders = {
+            run_id: _common_folder(s.path for g in found for _, s in g.ranks) for run_id, found in launches.items()
+        }
+        for g in same:
+            folder, name = folders[g.run_id], run
+            if g.run_id is None and repeated:
+                folder = str(PurePath(g.ranks[0][1].path).parent)
+            if len(launches) > 1 or (g.run_id is None and repeated):
+                name = f"{folder}/{run}" if folder else run
+            if g.run_id is not None and list(folders.values()).count(folder) > 1:
+                name = f"{name} ({g.run_id[:8]})"
+            result.append(replace(g, run=name))
+    return result
+
+
+def _common_folder(paths: Iterable[str]) -> str:
+    folders = [str(PurePath(path).parent) for path in paths]
+    try:
+        return os.path.commonpath(folders)
+    except ValueError:  # absolute and relative paths in one call
+        return folders[0]
