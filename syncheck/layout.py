@@ -6,8 +6,8 @@ varies among otherwise equal names; else all files given are one group. What was
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from syncheck.layout_groups import Ranked, Replicas, classes, distinct, title_of
@@ -112,7 +112,7 @@ def _pattern(snapshot: Snapshot) -> str:
             (i for i, n in enumerate(parts.numbers) if n == _meta(snapshot).rank and parts.roles[i] == "plain"),
             default=None,
         )
-    return str(PurePath(snapshot.path).parent) if at is None else parts.without(at)
+    return os.path.dirname(snapshot.path) if at is None else parts.without(at)
 
 
 def _unrepeated(same: list[Snapshot]) -> list[tuple[int | None, list[Snapshot]]]:
@@ -141,14 +141,14 @@ def _joins(key: str, members: list[Snapshot], other: str, part: list[Snapshot], 
 def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replicas]:
     """Several folders that hold the same relative paths are copies, compared path by path."""
     folders = classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
-    inside = {frozenset(str(PurePath(s.path).relative_to(f)) for s in found) for f, found in folders.items()}
+    inside = {frozenset(os.path.relpath(s.path, f) for s in found) for f, found in folders.items()}
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
         return []
     named = [take_apart(folder) for folder in folders]
     if len({parts.texts for parts in named}) == 1 and _varying(named, ("step",)):
         return []  # moments of one run
     note = "grouped by path: the folders are copies of each other"
-    relative = classes(snapshots, lambda s: str(PurePath(s.path).relative_to(roots[s.path])))
+    relative = classes(snapshots, lambda s: os.path.relpath(s.path, roots[s.path]))
     return [Replicas(title_of(path), None, _number_folders(members, roots), note) for path, members in relative.items()]
 
 

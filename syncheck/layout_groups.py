@@ -6,7 +6,6 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ _FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|
 
 def title_of(pattern: str) -> str:
     """Return the last part of a path that says more than rank and step: ckpts/ddp_rank* gives ddp."""
-    for segment in reversed(PurePath(pattern).parts):
+    for segment in reversed(pattern.split("/")):
         title = _FILLER.sub("", segment).strip("-_. /")
         if title:
             return title
@@ -70,7 +69,7 @@ def distinct(groups: list[Replicas]) -> list[Replicas]:
         for g in same:
             folder, name = folders[g.run_id], run
             if g.run_id is None and repeated:
-                folder = str(PurePath(g.ranks[0][1].path).parent)
+                folder = os.path.dirname(g.ranks[0][1].path)
             if len(launches) > 1 or (g.run_id is None and repeated):
                 name = f"{folder}/{run}" if folder else run
             if g.run_id is not None and list(folders.values()).count(folder) > 1:
@@ -80,7 +79,7 @@ def distinct(groups: list[Replicas]) -> list[Replicas]:
 
 
 def _common_folder(paths: Iterable[str]) -> str:
-    folders = [str(PurePath(path).parent) for path in paths]
+    folders = [os.path.dirname(path) for path in paths]
     try:
         return os.path.commonpath(folders)
     except ValueError:  # absolute and relative paths in one call

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Literal
 
 Role = Literal["rank", "step", "part", "shard", "plain"]
@@ -46,7 +46,7 @@ class PathNumbers:
 
 def take_apart(path: str) -> PathNumbers:
     """Split a path at its numbers and name their roles by what stands before them. The ending is no part of it."""
-    stem = _ENDINGS.sub("", PurePath(path).as_posix())
+    stem = _ENDINGS.sub("", path.replace(os.sep, "/"))
     name_starts = stem.rfind("/") + 1
     texts, numbers, roles, folders, last = [], [], [], [], 0
     for match in _NUMBER.finditer(stem):

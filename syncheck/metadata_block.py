@@ -10,9 +10,7 @@ Torch is never imported here: a model is only asked for its `named_buffers()` an
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
@@ -63,7 +61,7 @@ def metadata(
         "epoch": epoch,
         "rank": rank,
         "world_size": world_size,
-        "host": host if host is not None else socket.gethostname(),
+        "host": host if host is not None else os.uname().nodename,
         "mesh": dict(mesh or {}),
         "buffers_synced": buffers_synced,
         "config": dict(config or {}),
@@ -138,6 +136,8 @@ def _launcher_run_id() -> str | None:
 
 def _versions() -> dict[str, str]:
     """Versions of what decides the bits, of those libraries that are loaded already."""
+    from importlib import metadata as distributions  # for writers only: readers start faster without it
+
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "numpy"):
         if name in sys.modules:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck import readers
@@ -79,7 +78,7 @@ def _files(folder: str) -> list[str]:
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [str(Path(root) / name) for name in sorted(names) if not name.startswith(".")]
+        found += [os.path.join(root, name) for name in sorted(names) if not name.startswith(".")]
     return found
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError, one_line
@@ -61,7 +59,7 @@ def write_file(path: str, report: Report) -> None:
     Raises UsageError when it cannot be written.
     """
     try:
-        _replace(Path(path), _drawn(path.lower(), report))
+        _replace(path, _drawn(path.lower(), report))
     except OSError as error:
         raise UsageError(f"-o {path}: cannot write it: {error.strerror or error}") from None
 
@@ -82,8 +80,11 @@ def _drawn(path: str, report: Report) -> str:
     return text.render(text.comparison(report, 0, boxed=False), None, color=False)
 
 
-def _replace(path: Path, content: str) -> None:
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _replace(path: str, content: str) -> None:
+    import tempfile
+
+    folder, name = os.path.split(path)
+    descriptor, beside = tempfile.mkstemp(dir=folder or ".", prefix=f".{name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
@@ -94,5 +95,5 @@ def _replace(path: Path, content: str) -> None:
         os.chmod(beside, 0o666 & ~umask)  # mkstemp's files are private, a report is not
         os.replace(beside, path)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        os.unlink(beside)
         raise

@@ -27,26 +27,33 @@ class _Version(argparse.Action):
         parser.exit(message=f"syncheck {version()}\n")
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Colour help with rich, imported when help or a usage error is printed and not before."""
-    from rich_argparse import RawDescriptionRichHelpFormatter
+class _Parser(argparse.ArgumentParser):
+    """Colours its help with rich, which is imported when help is printed and not before.
 
-    return RawDescriptionRichHelpFormatter(prog, max_help_position=28)
+    argparse makes a formatter for every argument that is added, to check it, so `formatter_class` is no lazy place.
+    """
+
+    def format_help(self) -> str:
+        """Return the help of this parser."""
+        from rich_argparse import RawDescriptionRichHelpFormatter
+
+        self.formatter_class = RawDescriptionRichHelpFormatter
+        return super().format_help()
 
 
 def build() -> argparse.ArgumentParser:
     """Return the parser; each command's `run` is a function of the parsed arguments."""
     from syncheck.cli import commands
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="syncheck",
-        formatter_class=_formatter,
         description="Are the replicas of my model really the same model?\n"
         "If not: which tensors, which ranks, why, and what to change.",
         epilog=EPILOG,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    add = parser.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser
+    # With a prog of its own, argparse does not format the usage, which would import rich on every start.
+    add = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="syncheck").add_parser
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         made = add(
@@ -54,7 +61,6 @@ def build() -> argparse.ArgumentParser:
             help=text,
             description=text[0].upper() + text[1:] + ".",
             epilog=EPILOG,
-            formatter_class=_formatter,
         )
         made.set_defaults(run=run)
         return made

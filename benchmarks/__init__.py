@@ -1,0 +1,1 @@
+"""Measurements behind the numbers in README; run with `python -m benchmarks`."""
