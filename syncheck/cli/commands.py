@@ -65,8 +65,7 @@ def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
     elif found.groups:
         from syncheck.report import text
 
-        boxed = output.terminal_width() is not None
-        output.write(getattr(text, layout)(found, arguments.limit, boxed), arguments.color)
+        output.write(getattr(text, layout)(found, arguments.limit), arguments.color)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -81,7 +80,7 @@ def show(arguments: argparse.Namespace) -> int:
     else:
         from syncheck.report import listing
 
-        output.write(listing.contents(listed, output.terminal_width() is not None), arguments.color)
+        output.write(listing.contents(listed), arguments.color)
     return 0
 
 
@@ -92,7 +91,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
     rules = {rule.CODE: rule for rule in sorted(RULES, key=lambda rule: rule.CODE)}
     if arguments.code is None:
-        output.write(listing.rules(list(rules.values()), output.terminal_width() is not None), arguments.color)
+        output.write(listing.rules(list(rules.values())), arguments.color)
         return 0
     found: Any = next(
         (r for r in rules.values() if arguments.code.lower() in (r.CODE.lower(), r.SLUG, r.CODE.lower()[3:])),

@@ -37,14 +37,13 @@ def run(color: str) -> int:
     from syncheck import api
     from syncheck.report import text
 
-    boxed = output.terminal_width() is not None
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
     _say(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth\n")
-    output.write(text.comparison(compared, 5, boxed), color)
+    output.write(text.comparison(compared, 5), color)
     found = api.compare(str(FOLDER / "ckpts"))
     _say(f"\n$ syncheck report {FOLDER}/ckpts --only-buffers -o {FOLDER}/index.html\n")
     buffers = api.compare(str(FOLDER / "ckpts"), options=api.Options(only=("buffers",)))
-    output.write(text.overview(buffers, 3, boxed), color)
+    output.write(text.overview(buffers, 3), color)
     page = FOLDER / "index.html"
     output.write_file(str(page), found)
     _check(compared)

@@ -12,9 +12,8 @@ from syncheck.errors import UsageError, one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
-
     from syncheck.records import Report
+    from syncheck.report.parts import Part
 
 __all__ = ["check_endings", "color_wanted", "one_line", "terminal_width", "write", "write_file"]
 
@@ -37,11 +36,17 @@ def color_wanted(choice: str) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or terminal_width() is not None
 
 
-def write(parts: Sequence[RenderableType], color: str) -> None:
+def write(parts: Sequence[Part], color: str) -> None:
     """Print parts on stdout. Characters that its encoding lacks are replaced: a verdict must come out under LANG=C."""
-    from syncheck.report import text
+    width, colored = terminal_width(), color_wanted(color)
+    if width is None and not colored:
+        from syncheck.report import plain
 
-    drawn = text.render(parts, terminal_width(), color_wanted(color))
+        drawn = plain.render(parts)
+    else:
+        from syncheck.report import terminal  # rich is imported here, for terminals only
+
+        drawn = terminal.render(parts, width, colored)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(drawn.encode(encoding, "replace").decode(encoding))
 
@@ -75,9 +80,9 @@ def _drawn(path: str, report: Report) -> str:
         from syncheck.report import html
 
         return html.render(report, version())
-    from syncheck.report import text
+    from syncheck.report import plain, text
 
-    return text.render(text.comparison(report, 0, boxed=False), None, color=False)
+    return plain.render(text.comparison(report, 0))
 
 
 def _replace(path: str, content: str) -> None:

@@ -1,0 +1,50 @@
+"""Rebuild README's picture from a real run: `python docs/make_pictures.py` writes docs/compare.svg.
+
+python docs/make_pictures.py --check    # exit code 1 when the picture is not that of today's output
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+import syncheck
+from syncheck.report import terminal, text
+
+HERE = Path(__file__).resolve().parent
+COLUMNS = 100
+
+
+def picture() -> str:
+    """Return the SVG of `syncheck compare fixtures/desync/bn_local_stats/*.pth` on a terminal of 100 columns."""
+    os.chdir(HERE.parent)
+    report = syncheck.compare("fixtures/desync/bn_local_stats/*.pth")
+    console = Console(
+        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
+    )
+    console.print(Text("$ syncheck compare -n 4 fixtures/desync/bn_local_stats/*.pth", style="bold"))
+    for part in text.comparison(report, 4):
+        console.print(terminal.drawn(part))
+    drawn = console.export_svg(title="syncheck", unique_id="syncheck")
+    # The font is the reader's own: a page that loads one from elsewhere is not self-contained.
+    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Write the picture, or with --check compare it."""
+    target = HERE / "compare.svg"
+    drawn = picture()
+    if "--check" in sys.argv[1:]:
+        return int(target.read_text(encoding="utf-8") != drawn)
+    target.write_text(drawn, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Draw a report on a terminal with rich: wrapped to its width, tables ruled, nothing cut."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from syncheck.report.parts import Grid, Labels, Line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
+    from syncheck.report.parts import Part
+
+# Wider than any line: coloured output that goes to a pipe is not wrapped.
+_UNWRAPPED = 100_000
+
+
+def render(parts: Iterable[Part], width: int | None, color: bool) -> str:
+    """Return the text. width: columns of the terminal, None outside one. color: with ANSI codes."""
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width or _UNWRAPPED,
+        force_terminal=color,
+        color_system="truecolor" if color else None,
+        no_color=not color,
+        highlight=False,
+        legacy_windows=False,
+    )
+    for part in parts:
+        console.print(drawn(part, ruled=width is not None))
+    return "\n".join(line if color else line.rstrip() for line in out.getvalue().split("\n"))
+
+
+def drawn(part: Part, ruled: bool = True) -> RenderableType:
+    """Return what rich prints for a part. ruled: whether a line stands under a table's header."""
+    if isinstance(part, Line):
+        made: RenderableType = Text.assemble(*((span.text, span.style) for span in part.spans))
+    elif isinstance(part, Labels):
+        made = Table.grid(padding=(0, 2))
+        made.add_column(style="dim", no_wrap=True)
+        made.add_column(overflow="fold")
+        for label, text in part.rows:
+            made.add_row(label, Text(text))
+    else:
+        made = _table(part, ruled)
+    return Padding(made, (0, 0, 0, part.indent), expand=False) if part.indent else made
+
+
+def _table(grid: Grid, ruled: bool) -> Table:
+    # Two columns between cells: every one counts on a terminal of 80.
+    padding = (0, 1, 0, 0) if ruled else (0, 2, 0, 0)
+    made = Table(
+        box=box.SIMPLE_HEAD if ruled else None, padding=padding, pad_edge=False, show_edge=False, header_style="bold"
+    )
+    for column in grid.columns:
+        made.add_column(
+            column,
+            overflow="fold",
+            justify="right" if column in grid.right else "left",
+            no_wrap=not ruled,
+            # A header of one word is never broken.
+            min_width=None if " " in column else len(column),
+        )
+    for row in grid.rows:
+        made.add_row(*(Text(cell.text, style=cell.style) for cell in row))
+    return made
