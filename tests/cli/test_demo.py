@@ -1,0 +1,48 @@
+"""`syncheck demo`, run for real."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TAGS_OF_THE_NETWORK = re.compile(r"<script|<link|src=|@import|url\((?!#)")
+
+
+def demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+    """Run the demo in a folder."""
+    command = [sys.executable, "-m", "syncheck", "demo"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=timeout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
+    """Both runs reach 97%, only SYN201 is found, SyncBatchNorm closes the gap to exactly 0.0, and the page is there."""
+    done = demo(tmp_path)
+    assert done.returncode == 0, done.stderr
+    accuracies = re.findall(r"^(ddp|ddp-syncbn): ([\d.]+)% test accuracy", done.stdout, flags=re.MULTILINE)
+    assert [run for run, _ in accuracies] == ["ddp", "ddp-syncbn"]
+    assert all(float(found) >= 97 for _, found in accuracies)
+    assert set(re.findall(r"SYN\d{3} [a-z-]+ \(", done.stdout)) == {"SYN201 bn-local-stats ("}
+    assert re.search(r"SyncBatchNorm closed the gap: .* was 0\.\d+ in ddp .* and is 0\.0 in ddp-syncbn\.", done.stdout)
+    page = (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8")
+    assert "SyncBatchNorm closed the gap" in page
+    assert page.count("<svg") == 2
+    assert TAGS_OF_THE_NETWORK.search(page) is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["syncheck-demo"]
+
+
+def test_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
+    """A syncheck-demo/ that the demo did not make is never written into."""
+    mine = tmp_path / "syncheck-demo" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    done = demo(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("syncheck: error: syncheck-demo/ is there and was not made by the demo")
+    assert list(mine.parent.iterdir()) == [mine]
