@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
@@ -39,6 +39,10 @@ class _Parser(argparse.ArgumentParser):
 
         self.formatter_class = RawDescriptionRichHelpFormatter
         return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line; the usage of ten lines would bury it."""
+        self.exit(2, f"{self.prog}: error: {message}. See: {self.prog} --help\n")
 
 
 def build() -> argparse.ArgumentParser:

@@ -83,6 +83,19 @@ class TensorPlace:
         self.lazy, self.refused = lazy, refused
 
 
+class NumpyArray(TensorPlace):
+    """A numpy array that the pickle holds itself. It is counted; its bytes are not compared yet."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__(None, None, 0, (), (), refused="a numpy array is not read")
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) > 1:
+            self.shape = _sizes(state[1])
+
+
 class Inert:
     """An object of an unknown class: remembers what the pickle gave it and does nothing."""
 
@@ -263,6 +276,8 @@ ALLOWED: dict[str, Any] = {
     "torch._utils._rebuild_meta_tensor_no_storage": _refuse("a meta tensor: it has no values"),
     "torch._utils._rebuild_device_tensor_from_numpy": _refuse("a tensor stored as a numpy array"),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _StandIn(_rebuild_parameter),
+    "numpy._core.multiarray._reconstruct": _StandIn(NumpyArray),
+    "numpy.core.multiarray._reconstruct": _StandIn(NumpyArray),
     "torch.storage.UntypedStorage": _StorageType(None),
     "torch.UntypedStorage": _StorageType(None),
     **{f"torch.{name}": _StorageType(row) for name, row in BY_STORAGE.items()},

@@ -1,0 +1,61 @@
+"""What several test files run on a pool of ranks, and how they read what it left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.engine import Result, train
+from train.launch import RankContext
+from train.progress import Silent
+from train.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+# Small enough for a second, and all kinds of tensors are in it.
+SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)
+
+
+def run(ctx: RankContext, settings: Settings) -> Result:
+    """Train on every rank."""
+    return train(settings, ctx, Silent())
+
+
+def run_with_single(ctx: RankContext, settings: Settings) -> None:
+    """Train on every rank, then the same once more in one process."""
+    run(ctx, settings)
+    if ctx.is_main:
+        run(RankContext(), replace(settings, method="single"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint as a careful user does."""
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, those of the optimizer too."""
+    content = load(path)
+    flat = dict(content["model"])
+    for index, states in content["optimizer"]["state"].items():
+        flat |= {f"optimizer.{index}.{k}": v for k, v in states.items() if isinstance(v, torch.Tensor)}
+    return flat
+
+
+def differing(a: Path, b: Path) -> set[str]:
+    """Names of the tensors whose bytes differ between two checkpoints."""
+    left, right = tensors(a), tensors(b)
+    assert list(left) == list(right)
+    return {n for n in left if left[n].numpy().tobytes() != right[n].numpy().tobytes()}
+
+
+def widest_gap(a: Path, b: Path) -> float:
+    """Largest absolute difference between two checkpoints' model tensors."""
+    left, right = load(a)["model"], load(b)["model"]
+    return max((left[n].double() - right[n].double()).abs().max().item() for n in left)

@@ -1,0 +1,213 @@
+"""Checkpoints: what is in them, that they are whole or not there, and whose files a run removes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from scenarios import SMALL, load, run, tensors
+
+from train import checkpoint
+from train.checkpoint import check_writable, remove_run, write_atomic
+from train.engine import train
+from train.errors import UserError
+from train.launch import RankContext
+from train.models import build_model
+from train.progress import Silent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ranks import Ranks
+
+SINGLE = replace(SMALL, method="single", max_steps=3)
+
+
+def files(folder: Path) -> list[str]:
+    """All files below a folder, hidden ones too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_content_and_metadata(tmp_path: Path) -> None:
+    """A checkpoint loads with weights_only, fits a fresh model and optimizer, and says what run it is from."""
+    result = train(replace(SINGLE, max_steps=50, optimizer="adamw", lr=0.01, out=tmp_path), RankContext(), Silent())
+    (path,) = result.saved
+    assert path == tmp_path / "single_rank0.pth"
+    content = load(path)
+    assert list(content) == ["model", "optimizer", "epoch", "step", "syncheck"]
+    assert (content["epoch"], content["step"]) == (1, 50)
+    model = build_model("resnet8", 1, 10, 4)
+    model.load_state_dict(content["model"])
+    torch.optim.AdamW(model.parameters()).load_state_dict(content["optimizer"])
+    block = content["syncheck"]
+    assert block == json.loads(json.dumps(block))
+    assert {block[key] for key in ("run", "rank", "world_size", "step", "epoch")} == {"single", 0, 1, 50}
+    assert block["buffers_synced"] is True
+    assert block["buffers"] == [name for name, _ in model.named_buffers()]
+    assert block["optimizer_parameters"] == [name for name, _ in model.named_parameters()]
+    assert block["config"]["batch_size"] == 32
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(path).values())
+
+
+def test_runs_pair_by_sync_bn_alone(two_ranks: Ranks, tmp_path: Path) -> None:
+    """`ddp` and `ddp-syncbn` differ in `sync_bn` only; ranks share a run id, runs do not; buffer sync is said."""
+    variants = {
+        "ddp": (SMALL, True),
+        "ddp-syncbn": (replace(SMALL, sync_bn=True), True),
+        "ddp-nobufsync": (replace(SMALL, buffer_sync=False), False),
+    }
+    blocks = {}
+    for name, (settings, synced) in variants.items():
+        two_ranks(run, replace(settings, max_steps=2, out=tmp_path))
+        ranks = [load(tmp_path / f"{name}_rank{rank}.pth")["syncheck"] for rank in range(2)]
+        blocks[name] = ranks[0]
+        assert [block["rank"] for block in ranks] == [0, 1]
+        assert {block["run_id"] for block in ranks} == {ranks[0]["run_id"]}
+        assert {block["buffers_synced"] for block in ranks} == {synced}
+        assert {block["run"] for block in ranks} == {name}
+    assert len({block["run_id"] for block in blocks.values()}) == 3
+    one, other = blocks["ddp"]["config"], blocks["ddp-syncbn"]["config"]
+    assert {key for key in one if one[key] != other[key]} == {"sync_bn"}
+
+
+def test_safetensors_is_flat(tmp_path: Path) -> None:
+    """Model tensors keep their names, the optimizer's are named after their parameter, the metadata is JSON text."""
+    from safetensors import safe_open
+
+    for form in ("pth", "safetensors"):
+        train(replace(SINGLE, save_format=form, out=tmp_path / form), RankContext(), Silent())
+    content = load(tmp_path / "pth" / "single_rank0.pth")
+    names = content["syncheck"]["optimizer_parameters"]
+    momenta = {
+        f"optimizer.{names[index]}.momentum_buffer": state["momentum_buffer"]
+        for index, state in content["optimizer"]["state"].items()
+    }
+    with safe_open(tmp_path / "safetensors" / "single_rank0.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        strings = file.metadata()
+    assert "optimizer.fc.weight.momentum_buffer" in found
+    assert set(found) == set(content["model"]) | set(momenta)
+    assert all(found[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
+    block = json.loads(strings["syncheck"])
+    assert (block["run"], strings["step"], strings["epoch"]) == ("single", "3", "0")
+
+
+def test_history_has_every_nth_step(tmp_path: Path) -> None:
+    """--save-every 2 writes steps 2 and 4 of 5, and the final file is of step 5."""
+    result = train(replace(SINGLE, max_steps=5, save_every=2, out=tmp_path), RankContext(), Silent())
+    expected = ["history/single/step_2/rank_0.pth", "history/single/step_4/rank_0.pth", "single_rank0.pth"]
+    assert files(tmp_path) == expected
+    assert [str(path.relative_to(tmp_path)) for path in result.saved] == expected
+    assert [load(path)["step"] for path in result.saved] == [2, 4, 5]
+
+
+class Full:
+    """A disk that is full after the first bytes of each file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(descriptor: int) -> None:
+            raise OSError(28, os.strerror(28))
+
+        monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the disk is full the older checkpoint is intact, nothing is left behind, and the error is one line."""
+    path = tmp_path / "ddp_rank0.pth"
+    write_atomic(path, b"old")
+    Full(monkeypatch)
+    with pytest.raises(UserError, match=rf"^cannot write {path}: No space left on device$"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert files(tmp_path) == ["ddp_rank0.pth"]
+
+
+def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a write leaves the older checkpoint, and no other file."""
+    path = tmp_path / "ddp_rank0.pth"
+    write_atomic(path, b"old")
+
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert files(tmp_path) == ["ddp_rank0.pth"]
+
+
+def full_on_rank_one(ctx: RankContext, folder: Path) -> str:
+    """Train where the disk of rank 1 is full from the second saved step on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 1:
+            written = []
+            original = checkpoint.write_atomic
+
+            def write(path: Path, payload: bytes) -> None:
+                written.append(path)
+                if len(written) > 1:
+                    Full(patch)
+                original(path, payload)
+
+            patch.setattr("train.saver.write_atomic", write)
+        try:
+            run(ctx, replace(SMALL, save_every=2, out=folder))
+        except UserError as error:
+            return str(error)
+    return "no error"
+
+
+def test_all_ranks_hear_of_a_full_disk(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that cannot write stops all ranks with the same error, instead of leaving them waiting."""
+    errors = two_ranks(full_on_rank_one, tmp_path)
+    path = tmp_path / "history" / "ddp" / "step_4" / "rank_1.pth"
+    assert errors == [f"rank 1: cannot write {path}: No space left on device"] * 2
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:
+    """Older files of the same run go, whatever rank, step or format; other runs and the user's files stay."""
+    own = [
+        "ddp_rank0.pth",
+        "ddp_rank11.safetensors",
+        ".ddp_rank1.pth.tmp",
+        "history/ddp/step_5/rank_3.pth",
+        "history/ddp/step_12/.rank_0.safetensors.tmp",
+    ]
+    others = [
+        "ddp-syncbn_rank0.pth",
+        "ddp-nobufsync_rank1.pth",
+        "my-ddp_rank0.pth",
+        "ddp_rank0.pth.bak",
+        "ddp_rankings.pth",
+        "history/ddp-syncbn/step_5/rank_0.pth",
+        "history/ddp/step_12/notes.txt",
+        "history/ddp/step_best/rank_0.pth",
+    ]
+    for name in (*own, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    remove_run(tmp_path, "ddp")
+    assert files(tmp_path) == sorted(others)
+    assert not (tmp_path / "history" / "ddp" / "step_5").exists()
+
+
+def test_a_new_run_starts_by_removing_the_old_one(tmp_path: Path) -> None:
+    """A run on one rank leaves no file of an earlier, longer run on two beside its own."""
+    (tmp_path / "single_rank1.pth").write_bytes(b"old")
+    (tmp_path / "ddp_rank1.pth").write_bytes(b"other")
+    train(replace(SINGLE, save_format="safetensors", out=tmp_path), RankContext(), Silent())
+    assert files(tmp_path) == ["ddp_rank1.pth", "single_rank0.safetensors"]
+
+
+def test_unwritable_folder_removes_nothing(tmp_path: Path) -> None:
+    """A folder that cannot be written to is found before training."""
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match=r"^cannot write to --out .*: (Not a directory|File exists)$"):
+        check_writable(tmp_path / "file")
+    assert files(tmp_path) == ["file"]

@@ -1,0 +1,105 @@
+"""The embedded digits, and the split of a global batch over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from train.data import DistributedBatchSampler, load_data
+from train.data.digits import FILE, FOLDER
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def shares(samples: int, batch: int, world_size: int, epoch: int = 0, *, shuffle: bool = True) -> list[list[list[int]]]:
+    """The batches of every rank."""
+    result = []
+    for rank in range(world_size):
+        sampler = DistributedBatchSampler(samples, batch, rank, world_size, shuffle=shuffle, seed=3)
+        sampler.set_epoch(epoch)
+        result.append(list(sampler))
+        assert len(result[-1]) == len(sampler)
+    return result
+
+
+def test_digits_are_what_their_source_says() -> None:
+    """The file has the checksum of SOURCE.md; the split shares no image index and has all ten classes on both sides."""
+    digest = hashlib.sha256((FOLDER / FILE).read_bytes()).hexdigest()
+    assert digest in (FOLDER / "SOURCE.md").read_text()
+    data = load_data("digits", None, None)
+    assert (len(data.train), len(data.test), data.channels, data.classes) == (1437, 360, 1, 10)
+    x, y = data.train[:]
+    assert (x.dtype, x.shape, y.dtype) == (torch.float32, (1437, 1, 8, 8), torch.int64)
+    assert x.mean().item() == pytest.approx(0, abs=1e-3)
+    assert x.std().item() == pytest.approx(1, abs=1e-3)
+    assert torch.bincount(y).min() > 100
+    assert torch.bincount(data.test[:][1]).min() > 20
+    with np.load(FOLDER / FILE) as archive:
+        labels = torch.cat([y, data.test[:][1]]).numpy()
+        assert np.array_equal(np.bincount(labels), np.bincount(archive["labels"]))
+
+
+def test_limit_keeps_the_first_samples() -> None:
+    """--limit-train takes from the training samples only, and cannot ask for more than there are."""
+    whole, limited = load_data("digits", None, None), load_data("digits", None, 50)
+    assert (len(limited.train), len(limited.test)) == (50, 360)
+    assert torch.equal(limited.train[7][0], whole.train[7][0])
+    with pytest.raises(UserError, match="--limit-train 1438: digits has 1437 training samples"):
+        load_data("digits", None, 1438)
+
+
+def test_missing_or_broken_data_is_one_line(tmp_path: Path) -> None:
+    """A folder without the file, a file that is cut, and one with other arrays are named with what is wrong."""
+    path = tmp_path / FILE
+    with pytest.raises(UserError, match=f"^no data at {path}: --data-dir names the folder that holds it$"):
+        load_data("digits", tmp_path, None)
+    shutil.copy(FOLDER / FILE, path)
+    assert len(load_data("digits", tmp_path, None).train) == 1437
+    whole = path.read_bytes()
+    for broken in (whole[:1000], b"", b"not a zip", whole[:20000] + b"\0" * 1000 + whole[21000:]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match="cannot be read") as info:
+            load_data("digits", tmp_path, None)
+        assert "\n" not in str(info.value)
+    np.savez(path, images=np.zeros((3, 8, 8)), labels=np.zeros(3))
+    with pytest.raises(UserError, match=r"holds images \(3, 8, 8\), labels \(3,\); needs \(1797, 8, 8\)"):
+        load_data("digits", tmp_path, None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_shares_make_up_the_global_batch(world_size: int) -> None:
+    """Every sample of a global batch is on exactly one rank, shares differ by one at most, all make equal steps."""
+    (whole,) = shares(103, 10, 1)
+    split = shares(103, 10, world_size)
+    assert {len(batches) for batches in split} == {10}
+    for step, batch in enumerate(whole):
+        parts = [batches[step] for batches in split]
+        assert sorted(chain(*parts)) == sorted(batch)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert len({index for batch in whole for index in batch}) == 100
+
+
+def test_shares_are_those_of_torch() -> None:
+    """Where a batch splits evenly, a rank's samples are those that torch's DistributedSampler gives it."""
+    for epoch in range(3):
+        for rank, batches in enumerate(shares(100, 10, 2, epoch)):
+            theirs = DistributedSampler(range(100), num_replicas=2, rank=rank, seed=3)
+            theirs.set_epoch(epoch)
+            assert list(chain(*batches)) == list(theirs)
+
+
+def test_order_changes_with_the_epoch_only() -> None:
+    """Each epoch has its own order, the same whenever it is asked for; without shuffling there is one."""
+    assert shares(50, 10, 1, 0) == shares(50, 10, 1, 0)
+    assert shares(50, 10, 1, 0) != shares(50, 10, 1, 1)
+    assert shares(50, 10, 2, 1, shuffle=False) == shares(50, 10, 2, 0, shuffle=False)
+    assert shares(4, 4, 2, shuffle=False) == [[[0, 2]], [[1, 3]]]

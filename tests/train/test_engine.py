@@ -1,0 +1,141 @@
+"""The training loop: its plan, its schedule, and an evaluation that changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from scenarios import SMALL, load, run
+from torch import nn
+
+from train.data import load_data
+from train.engine import (
+    build_optimizer,
+    check_batchnorm,
+    evaluate,
+    evaluation_batches,
+    make_plan,
+    schedule,
+    train,
+)
+from train.errors import UserError
+from train.launch import RankContext
+from train.models import build_model
+from train.progress import Silent
+from train.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ranks import Ranks
+
+    from train.metrics import Score
+
+
+def test_single_learns_the_digits() -> None:
+    """Three epochs in one process get nine of ten digits right, on images that were not trained on."""
+    result = train(Settings(epochs=3), RankContext(), Silent())
+    assert result.test.accuracy > 0.9
+    assert (result.epochs, result.steps, result.test.samples, result.saved) == (3, 132, 360, ())
+
+
+def test_adamw_learns_too() -> None:
+    """The other optimizer works with its own default rate."""
+    result = train(Settings(epochs=2, width=8, optimizer="adamw", lr=0.005), RankContext(), Silent())
+    assert result.test.accuracy > 0.8
+
+
+def test_evaluation_changes_nothing() -> None:
+    """Neither parameters nor buffers change by a bit, and the model is back in training mode."""
+    model = build_model("resnet8", 1, 10, 4)
+    data = load_data("digits", None, None)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    evaluate(model, evaluation_batches(data.test, RankContext()), RankContext())
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    assert model.training
+
+
+def train_and_count(ctx: RankContext, settings: Settings) -> tuple[Score, Score]:
+    """Return what a rank holds to be the scores of all."""
+    result = run(ctx, settings)
+    return result.trained, result.test
+
+
+def test_scores_are_exact_over_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Both ranks report the same scores, each sample counted once, as one process finds from the saved weights."""
+    # 33 samples a step: the ranks train on 17 and 16, so a mean of their means would be off.
+    settings = replace(SMALL, sync_bn=True, batch_size=33, max_steps=20, out=tmp_path)
+    one, other = two_ranks(train_and_count, settings)
+    assert one == other
+    assert one[0].samples == 20 * 33
+    model = build_model("resnet8", 1, 10, 4)
+    model.load_state_dict(load(tmp_path / "ddp-syncbn_rank1.pth")["model"])
+    alone = evaluate(model, evaluation_batches(load_data("digits", None, None).test, RankContext()), RankContext())
+    assert (alone.samples, alone.accuracy) == (one[1].samples, one[1].accuracy)
+    assert alone.loss == pytest.approx(one[1].loss, rel=1e-6)  # summed in another order
+
+
+def test_evaluation_counts_each_sample_once() -> None:
+    """Ranks take different samples, together all of them, also where the number does not divide."""
+    data = load_data("digits", None, None)
+    shares = [evaluation_batches(data.test, RankContext(rank, 7)) for rank in range(7)]
+    counts = [sum(len(labels) for _, labels in share) for share in shares]
+    assert counts == [52, 52, 52, 51, 51, 51, 51]
+
+
+@pytest.mark.parametrize(
+    ("limits", "epochs", "steps"),
+    [({"epochs": 3}, 3, 132), ({"epochs": 3, "max_steps": 45}, 2, 45), ({"epochs": 1, "max_steps": 500}, 1, 44)],
+)
+def test_plan_ends_at_the_first_limit(limits: dict[str, int], epochs: int, steps: int) -> None:
+    """Whichever of epochs and steps is used up first ends the run."""
+    plan = make_plan(Settings(**limits), samples=1437, steps_per_epoch=44)
+    assert (plan.epochs, plan.steps) == (epochs, steps)
+
+
+def test_plan_needs_one_full_batch() -> None:
+    """A batch larger than the data is refused with both numbers."""
+    with pytest.raises(UserError, match="--batch-size 32 is more than the 20 training samples"):
+        make_plan(Settings(), samples=20, steps_per_epoch=0)
+
+
+def test_schedule_rises_and_falls() -> None:
+    """The learning rate rises over a tenth of the steps, reaches its peak once, and ends near zero, never at it."""
+    rates = [schedule(step, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert max(rates) == rates[9] == rates[10] == 1
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+    assert schedule(0, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "refused"),
+    [
+        (Settings(batch_size=3), 2, True),
+        (Settings(batch_size=4), 2, False),
+        (Settings(batch_size=2, sync_bn=True), 2, False),
+        (Settings(batch_size=1), 1, True),
+    ],
+    ids=str,
+)
+def test_batchnorm_needs_two_samples_a_rank(settings: Settings, world_size: int, refused: bool) -> None:
+    """A share of one sample is refused where BatchNorm would see it alone, and nowhere else."""
+    check_batchnorm(nn.Linear(2, 2), settings, world_size)
+    if refused:
+        with pytest.raises(UserError, match="BatchNorm"):
+            check_batchnorm(nn.BatchNorm2d(2), settings, world_size)
+    else:
+        check_batchnorm(nn.BatchNorm2d(2), settings, world_size)
+
+
+def test_optimizer_takes_all_parameters_in_order() -> None:
+    """The integer ids of the optimizer's state follow the model's own order of parameters."""
+    model = build_model("resnet8", 1, 10, 4)
+    for name, kind in (("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)):
+        optimizer = build_optimizer(Settings(optimizer=name), model)
+        assert isinstance(optimizer, kind)
+        (group,) = optimizer.param_groups
+        assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))

@@ -1,0 +1,59 @@
+"""Metrics and what is shown of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from train.launch import RankContext
+from train.metrics import Meter, Score
+from train.progress import Bar, Lines, Plan, Silent, make_progress
+
+if TYPE_CHECKING:
+    import pytest
+
+PLAN = Plan("ddp-syncbn", epochs=10, steps=440, steps_per_epoch=44)
+
+
+def test_meter_weighs_by_samples() -> None:
+    """Batches of different size weigh by their samples, not equally."""
+    meter = Meter(torch.device("cpu"))
+    assert math.isnan(meter.local().accuracy)
+    meter.add(torch.tensor(3.0), torch.eye(3), torch.tensor([0, 1, 2]))
+    meter.add(torch.tensor(1.0), torch.eye(1, 3), torch.tensor([2]))
+    assert meter.local() == meter.over_ranks(RankContext()) == Score(loss=1.0, accuracy=0.75, samples=4)
+
+
+def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal each epoch is one line with its numbers and no escape codes."""
+    with make_progress("auto", is_main=True) as progress:
+        assert isinstance(progress, Lines)
+        progress.start(PLAN)
+        progress.step(1, 1, Meter(torch.device("cpu")), 100.0)
+        progress.epoch(44, 1, Score(0.5, 0.75, 44), Score(0.25, 0.875, 8), 1234.5)
+    assert capsys.readouterr().out == (
+        "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  test 87.5%  1234 samples/s\n"
+    )
+
+
+def test_only_the_main_rank_shows_anything() -> None:
+    """Other ranks, and --progress none, are silent; a bar is there for who wants one."""
+    assert type(make_progress("bar", is_main=False)) is Silent
+    assert type(make_progress("none", is_main=True)) is Silent
+    assert type(make_progress("bar", is_main=True)) is Bar
+
+
+def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar names epoch, step, loss, accuracy and speed, and fits a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with make_progress("bar", is_main=True) as progress:
+        progress.start(PLAN)
+        for step in range(1, 441):
+            progress.step(step, 10, Meter(torch.device("cpu")), 12345.0)
+        progress.epoch(440, 10, Score(0.5, 1.0, 44), Score(0.25, 0.989, 8), 12345.0)
+    first, second = capsys.readouterr().out.rstrip().splitlines()
+    assert first.startswith("ddp-syncbn ")
+    assert first.rstrip().endswith("epoch 10/10  step 440/440")
+    assert second.strip() == "loss 0.5000  train 100.0%  test 98.9%  12345 samples/s"

@@ -1,0 +1,188 @@
+"""The command line: as README types it, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from scenarios import differing, load
+
+from train.run import build_parser, main, settings_from
+from train.settings import Settings
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+FLAGS = {
+    "--batch-size",
+    "--data",
+    "--data-dir",
+    "--epochs",
+    "--help",
+    "--limit-train",
+    "--lr",
+    "--max-steps",
+    "--method",
+    "--model",
+    "--momentum",
+    "--no-buffer-sync",
+    "--no-shuffle",
+    "--optimizer",
+    "--out",
+    "--progress",
+    "--save-every",
+    "--save-format",
+    "--save-per-rank",
+    "--seed",
+    "--sync-bn",
+    "--timeout",
+    "--weight-decay",
+    "--width",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each test starts outside any launcher, in an empty folder."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_flags_are_frozen() -> None:
+    """Users' scripts depend on these names; every one has a help text."""
+    actions = build_parser()._actions
+    assert {name for action in actions for name in action.option_strings if name.startswith("--")} == FLAGS
+    assert all(action.help for action in actions)
+
+
+def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option means the defaults of Settings, single without torchrun, ddp with it."""
+    assert settings_from(build_parser().parse_args([])) == Settings()
+    monkeypatch.setenv("RANK", "0")
+    assert settings_from(build_parser().parse_args([])).method == "ddp"
+    args = ["--optimizer", "adamw", "--save-every", "5"]
+    settings = settings_from(build_parser().parse_args(args))
+    assert (settings.lr, settings.save_per_rank) == (0.005, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch-size 0", "--batch-size 0: needs 1 or more"),
+        ("--batch-size many", "argument --batch-size: invalid int value: 'many'"),
+        ("--batch-size 1", "--batch-size 1 (global) gives BatchNorm a single sample; use 2 or more"),
+        ("--batch-size 2000", "--batch-size 2000 is more than the 1437 training samples"),
+        ("--epochs -1", "--epochs -1: needs 1 or more"),
+        ("--lr inf", "--lr inf: needs a positive number"),
+        ("--momentum 1", "--momentum 1.0: needs a number from 0 to below 1"),
+        ("--weight-decay -1", "--weight-decay -1.0: needs 0 or a positive number"),
+        ("--seed -1", "--seed -1: needs a number from 0 to 2**63 - 1"),
+        ("--timeout nan", "--timeout nan: needs seconds, above 0 and up to 604800"),
+        ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
+        ("--method ddp", "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py'"),
+        ("--sync-bn", "--sync-bn: --method single has no other replica; use --method ddp"),
+        ("--no-buffer-sync", "--no-buffer-sync: --method single has no other replica; use --method ddp"),
+        ("--save-per-rank --out /dev/null/ckpts", "cannot write to --out /dev/null/ckpts: Not a directory"),
+        ("--epoch 3", "unrecognized arguments: --epoch 3"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    """What the user can mend is one line that says how, and exit code 2."""
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"run.py: error: {message}\n")
+
+
+def test_unknown_model_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt model is answered with the names there are."""
+    assert main(["--model", "resnet9"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "resnet9" in error
+    assert "resnet8" in error
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_only_rank_zero_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
+) -> None:
+    """Under a launcher every rank exits with 2 before it waits for another, and one of them says why."""
+    environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--batch-size", "1"]) == 2
+    expected = "run.py: error: --batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more\n"
+    assert capsys.readouterr().err == expected * lines
+
+
+def test_broken_environment_is_said_by_its_own_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank number without a world size is reported by the process that has it, whatever its rank."""
+    monkeypatch.setenv("RANK", "3")
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("run.py: error: the environment variable WORLD_SIZE is not set")
+
+
+def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """`python train/run.py` in another folder trains, prints plain lines and one summary, and says what it saved."""
+    run = script("--width", 4, "--epochs", 2, "--save-per-rank", "--save-format", "safetensors")
+    assert (run.returncode, run.stderr) == (0, "")
+    epoch_one, epoch_two, summary, saved = run.stdout.splitlines()
+    assert epoch_one.startswith("single: epoch 1/2  step 44/88  loss ")
+    assert epoch_two.startswith("single: epoch 2/2  step 88/88  loss ")
+    assert "% test accuracy, 2 epochs, 88 steps, " in summary
+    assert saved == "saved 1 file: ckpts/single_rank0.safetensors"
+    assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["single_rank0.safetensors"]
+
+
+def test_torchrun_as_in_the_readme(torchrun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """README's line trains ddp on two processes and writes two checkpoints; only rank 0 prints, nothing on stderr."""
+    run = torchrun("--save-per-rank", "--epochs", 2, "--save-every", 44)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert [line.split(":")[0] for line in run.stdout.splitlines()] == ["ddp", "ddp", "ddp", "saved 6 files"]
+    a, b = (tmp_path / "ckpts" / f"ddp_rank{rank}.pth" for rank in range(2))
+    assert load(a)["step"] == 88
+    assert {name.rpartition(".")[2] for name in differing(a, b)} == {"running_mean", "running_var"}
+    assert len(list((tmp_path / "ckpts" / "history" / "ddp").glob("step_*/rank_*.pth"))) == 4
+
+
+def test_single_under_two_processes_is_refused(torchrun: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Both ranks exit with 2, and the reason comes once, before torchrun's own summary."""
+    run = torchrun("--method", "single")
+    assert run.returncode != 0
+    line = "run.py: error: --method single is one process, the launcher started 2\n"
+    assert run.stderr.count(line) == 1
+    assert run.stderr.index(line) < run.stderr.index("FAILED")
+    assert "Traceback" not in run.stderr[: run.stderr.index("torch/distributed")]
+    assert "exitcode  : 2" in run.stderr
+
+
+def test_unwritable_out_stops_all_ranks(torchrun: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """A folder that cannot be written to is found by the ranks together, inside the process group."""
+    run = torchrun("--save-per-rank", "--out", "/dev/null/ckpts")
+    assert run.returncode != 0
+    assert run.stderr.count("run.py: error: cannot write to --out /dev/null/ckpts: Not a directory\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modifiers", [[], ["--sync-bn"]], ids=["ddp", "ddp-syncbn"])
+def test_defaults_reach_97_percent(
+    torchrun: Callable[..., subprocess.CompletedProcess[str]], modifiers: list[str]
+) -> None:
+    """The default run gets 97% or more of the digits right, under DDP's own BatchNorm and under SyncBatchNorm."""
+    run = torchrun("--progress", "none", *modifiers, timeout=110)
+    assert float(run.stdout.split(": ")[1].partition("%")[0]) >= 97
+
+
+def test_imports_the_clone_it_lies_in(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """Another `train` in the working folder or on PYTHONPATH is not taken."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "__init__.py").write_text("raise ImportError('the wrong one')\n")
+    assert script("--help").returncode == 0
+    assert str(Path(sys.modules["train"].__file__ or "").parents[1]) != os.fspath(tmp_path)
