@@ -208,18 +208,11 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
     known = parts[0].roles[at] == "rank"
     note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
     if len(further) == 1:
-        open_at = (at, further[0])
-        if all(
-            _all_differ(apart[s.path].numbers[at] for s in same)
-            for same in classes(members, lambda s: apart[s.path].without(*open_at)).values()
-        ):
-            note, further = f"{note}, the further number for the node", []
-            keys = classes(members, lambda s: apart[s.path].without(*open_at))
-            return [_named(same, apart, at, further, note) for same in keys.values()]
-    return [
-        _named(same, apart, at, further, note)
-        for same in classes(members, lambda s: apart[s.path].without(at)).values()
-    ]
+        joined = classes(members, lambda s: apart[s.path].without(at, further[0])).values()
+        if all(_all_differ(apart[s.path].numbers[at] for s in same) for same in joined):
+            return [_named(same, apart, at, [], f"{note}, the further number for the node") for same in joined]
+    groups = classes(members, lambda s: apart[s.path].without(at)).values()
+    return [_named(same, apart, at, further, note) for same in groups]
 
 
 def _all_differ(numbers: Iterable[int]) -> bool:
