@@ -1,0 +1,125 @@
+"""How reports come out: plain text, a terminal, HTML and JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import syncheck
+from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff
+from syncheck.report import html, json_document, plain, terminal, text
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+HOSTILE = "a\x1b[31m<script>alert(1)</script>[bold]&\n$x$" + "n" * 150
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """A run that drifts and one that does not."""
+    return syncheck.compare(FIXTURES / "desync", FIXTURES / "in_sync")
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Report:
+    """A report whose every text from a file is hostile, with gaps that JSON has no number for elsewhere."""
+    diff = TensorDiff(
+        HOSTILE, "bn_mean", "float32", (2,), "different", replica_groups=((0, 1),), clusters=((0,), (1,)), mismatched=2,
+        numel=2, max_abs=1.5, max_rel=None, max_ulp=None, index=(1,), nonfinite={0: 1, 1: 0}, extent="all",
+    )  # fmt: skip
+    finding = Finding("SYN201", "bn-local-stats", "warning", (0, 1), (HOSTILE,), HOSTILE, "why", "fix")
+    counts = Counts(tensors=1, different=1)
+    replicas = (Replica(HOSTILE, 0, "torch-zip", 1, 8), Replica("b", 1, "torch-zip", 1, 8))
+    group = Group(
+        HOSTILE, HOSTILE, 3, "out_of_sync", replicas, counts, (diff,), (finding,), kinds={"bn_mean": counts},
+        notes=(HOSTILE,),
+    )  # fmt: skip
+    return Report("out_of_sync", (group,), drift=())
+
+
+def test_plain_text_keeps_names_whole_on_one_line(hostile: Report) -> None:
+    """Outside a terminal a name of 200 characters stands on one line, escaped, and no line is boxed."""
+    drawn = plain.render(text.comparison(hostile, 0))
+    escaped = "a\\x1b[31m<script>alert(1)</script>[bold]&\\n$x$" + "n" * 150
+    assert f"  {escaped}  bn_mean  0 | 1" in drawn
+    assert "\x1b" not in drawn
+    assert "─" not in drawn
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_terminal_text_fits_and_nothing_is_cut(report: Report, width: int) -> None:
+    """On terminals of 80 and 200 columns no line is wider, and every tensor's name can be put together again."""
+    drawn = terminal.render(text.comparison(report, 0), width, color=False)
+    assert max(map(len, drawn.splitlines())) <= width
+    assert "…" not in drawn
+    names = {diff.name for group in report.groups for diff in group.tensors}
+    first_column = "".join(line.split()[0] for line in drawn.splitlines() if line.split())
+    assert all(name in first_column for name in names)
+
+
+def test_terminal_takes_no_markup_from_files(hostile: Report) -> None:
+    """Names with rich's markup and escape sequences are printed, not obeyed."""
+    drawn = terminal.render(text.comparison(hostile, 0), None, color=True)
+    assert "[bold]" in drawn
+    assert "\x1b[31m<script>" not in drawn
+
+
+def test_both_drawings_say_the_same(report: Report) -> None:
+    """The plain drawing and the terminal's have the same words in the same order."""
+    parts = text.overview(report, 3)
+    wide = terminal.render(parts, 400, color=False)
+    assert re.sub(r"[─\s]+", " ", wide).strip() == re.sub(r"\s+", " ", plain.render(parts)).strip()
+
+
+class Page(HTMLParser):
+    """Collect tags, and texts outside style and SVG."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_page_needs_no_network_and_no_script(report: Report) -> None:
+    """The HTML page loads nothing, runs nothing, and shows verdict, findings, closure and both charts."""
+    drawn = html.render(report, "0")
+    page = Page(drawn)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not [value for name, value in page.attributes if name in ("src", "data") or name.startswith("on")]
+    assert page.tags.count("svg") == 2
+    assert "SYN201" in drawn
+    assert "SYN202" in drawn
+    assert "SyncBatchNorm closed the gap" in drawn
+
+
+def test_page_escapes_names(hostile: Report) -> None:
+    """A tensor named like a script is text on the page."""
+    drawn = html.render(hostile, "0")
+    assert "script" not in Page(drawn).tags
+    assert "&lt;script&gt;alert(1)" in drawn
+
+
+def test_page_without_matplotlib_says_so(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra the same page comes without charts, with the line that installs them."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(html, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    drawn = html.render(report, "0")
+    assert "<svg" not in drawn
+    assert "syncheck[html]" in drawn
+    assert "largest drift of a running statistic" in drawn
+
+
+def test_document_is_strict_json(hostile: Report) -> None:
+    """The document holds no NaN or infinity and gives names as they are."""
+    found = json.loads(json_document.render(hostile, "0"), parse_constant=lambda text: pytest.fail(text))
+    assert found["groups"][0]["tensors"][0]["name"] == HOSTILE
+    assert found["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 0}
