@@ -326,11 +326,10 @@ class _Unpickler(pickle.Unpickler):
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
             raise pickle.UnpicklingError(f"persistent id {pid!r:.60} is not a storage")
         _, kind, key, _location, numel = pid
-        if not isinstance(kind, _StorageType):
-            raise pickle.UnpicklingError(f"unknown storage type in {pid!r:.60}")
         if not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise pickle.UnpicklingError(f"storage key or size is off in {pid!r:.60}")
-        return Storage(kind.dtype, key, numel)
+        # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
+        return Storage(kind.dtype if isinstance(kind, _StorageType) else None, key, numel)
 
 
 def unpickle(data: bytes, path: str, place: str) -> tuple[Any, tuple[str, ...]]:

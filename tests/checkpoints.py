@@ -1,0 +1,163 @@
+"""Checkpoints for tests, written without torch, so that they can also be what torch would never write."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from syncheck.records import Metadata, Snapshot, Tensor
+
+_STORAGES = {"float32": "FloatStorage", "float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
+_CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "uint64": "U64"}
+_CODES |= {"bool": "BOOL", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_CODES |= {"complex64": "C64", "uint16": "U16", "int8": "I8"}
+
+
+@dataclass(frozen=True)
+class Global:
+    """A name that the pickle looks up: opcode GLOBAL, with nothing imported here."""
+
+    module: str
+    name: str
+
+    def __call__(self) -> None:
+        """Be callable, as pickle asks of what it reduces to."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the pickle rebuilds by a call: opcode REDUCE, then BUILD where there is a state."""
+
+    function: Any
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    key: str
+    kind: str
+    numel: int
+
+
+class _Pickler(pickle._Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.records: dict[str, bytes] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Stored):
+            return ("storage", Global("torch", obj.kind), obj.key, "cpu", obj.numel)
+        return None
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, Global):
+            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+        elif isinstance(obj, Call):
+            self.save_reduce(obj.function, obj.arguments, state=obj.state)
+        elif isinstance(obj, np.ndarray):
+            key = str(len(self.records))
+            self.records[key] = np.ascontiguousarray(obj).tobytes()
+            stored = _Stored(key, _STORAGES[obj.dtype.name], obj.size)
+            strides = tuple(stride // obj.itemsize for stride in np.ascontiguousarray(obj).strides)[: obj.ndim]
+            arguments = (stored, 0, obj.shape, strides, False, OrderedDict())
+            self.save_reduce(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+        else:
+            super().save(obj, save_persistent_id)
+
+
+def save_pth(path: Path, tree: Any) -> Path:
+    """Write what torch.save would: a zip of a pickle and one record a tensor. Arrays of the tree are its tensors."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(tree)
+    return save_records(path, buffer.getvalue(), pickler.records)
+
+
+def save_records(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
+    """Write a zip as torch.save does, around any pickle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{path.stem}/data.pkl", pickled)
+        archive.writestr(f"{path.stem}/byteorder", "little")
+        for key, data in (records or {}).items():
+            archive.writestr(f"{path.stem}/data/{key}", data)
+        archive.writestr(f"{path.stem}/version", "3\n")
+    return path
+
+
+def save_safetensors(path: Path, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> Path:
+    """Write arrays as a safetensors file."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data = b""
+    for name, array in tensors.items():
+        raw = array.tobytes()
+        header[name] = {
+            "dtype": _CODES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    return save_header(path, header, data)
+
+
+def save_header(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    """Write any header, as JSON unless it is bytes, as a safetensors file. length: what the first 8 bytes claim."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def save(path: Path, tensors: dict[str, Any]) -> Path:
+    """Write arrays in the format of the ending."""
+    return (save_safetensors if path.suffix == ".safetensors" else save_pth)(path, tensors)
+
+
+def network(seed: int = 0, layers: int = 2) -> dict[str, Any]:
+    """Return the state dict of a small network with BatchNorm as arrays; equal for equal seeds."""
+    random = np.random.default_rng(seed)
+    state: dict[str, Any] = {}
+    for i in range(layers):
+        state[f"layer{i}.conv.weight"] = random.standard_normal((4, 3, 3, 3)).astype(np.float32)
+        state[f"layer{i}.bn.weight"] = np.ones(4, np.float32)
+        state[f"layer{i}.bn.bias"] = random.standard_normal(4).astype(np.float32)
+        state[f"layer{i}.bn.running_mean"] = random.standard_normal(4).astype(np.float32)
+        state[f"layer{i}.bn.running_var"] = random.random(4).astype(np.float32) + 1
+        state[f"layer{i}.bn.num_batches_tracked"] = np.array(12, np.int64)
+    state["fc.weight"] = random.standard_normal((10, 4)).astype(np.float32)
+    state["fc.bias"] = random.standard_normal(10).astype(np.float32)
+    return state
+
+
+def changed(state: dict[str, Any], *endings: str, by: float = 1.0) -> dict[str, Any]:
+    """Return a copy in which every tensor whose name ends so is off by `by` in every element."""
+    return {k: v + np.asarray(by, v.dtype) if k.endswith(endings) else v.copy() for k, v in state.items()}
+
+
+def snapshot(path: str, tensors: dict[str, tuple[int, ...]] | None = None, **metadata: Any) -> Snapshot:
+    """Return the record of a checkpoint that lies nowhere. metadata: the fields of its block; none, no block."""
+    made = {name: Tensor(name, "float32", shape, (), path, 0) for name, shape in (tensors or {"w": (2,)}).items()}
+    return Snapshot(path, "torch-zip", 100, made, metadata=Metadata(**metadata) if metadata else None)
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str = ""
+    lines: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lines = self.out.splitlines()

@@ -1,0 +1,41 @@
+"""Fixtures of all tests: the command line as a user types it, and rank files to give it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import Done, network, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def syncheck(tmp_path: Path) -> Callable[..., Done]:
+    """`python -m syncheck ...` in an empty folder, output to pipes; keyword arguments are environment variables."""
+
+    def run(*arguments: Any, **environment: str) -> Done:
+        colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
+        kept = {key: value for key, value in os.environ.items() if key not in colours}
+        command = [sys.executable, "-m", "syncheck", *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=kept | environment, capture_output=True, timeout=30, check=False
+        )
+        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    return run
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., list[Path]]:
+    """Write one checkpoint per rank, run_rank0.pth and so on; without arguments, two equal ones."""
+
+    def write(*states: dict[str, Any], name: str = "run_rank{}.pth") -> list[Path]:
+        return [save(tmp_path / name.format(i), s) for i, s in enumerate(states or (network(), network()))]
+
+    return write

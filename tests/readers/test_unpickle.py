@@ -1,0 +1,254 @@
+"""Nothing in a checkpoint is executed, and no file changes how the next one is read."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import Call, Global, save_pth, save_records
+
+import syncheck
+from syncheck.errors import CheckpointError, MalformedFile, RefusedFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+
+# Callables with arguments that would make the canary file if they were called.
+PAYLOADS = [
+    ("os", "system", "touch {canary}"),
+    ("posix", "system", "touch {canary}"),
+    ("nt", "system", "touch {canary}"),
+    ("subprocess", "getoutput", "touch {canary}"),
+    ("subprocess", "Popen", ["touch", "{canary}"]),
+    ("builtins", "eval", "open('{canary}', 'w')"),
+    ("builtins", "exec", "open('{canary}', 'w')"),
+    ("__builtin__", "eval", "open('{canary}', 'w')"),
+    ("builtins", "open", "{canary}"),
+    ("builtins", "__import__", "os"),
+    ("builtins", "getattr", "os"),
+    ("importlib", "import_module", "os"),
+    ("importlib.util", "find_spec", "os"),
+    ("runpy", "run_path", "{canary}"),
+    ("pickle", "loads", b"."),
+    ("_pickle", "loads", b"."),
+    ("sys", "exit", 0),
+    ("socket", "create_connection", "host"),
+    ("ctypes", "CDLL", "libc.so.6"),
+    ("os.path", "os.system", "touch {canary}"),
+    ("torch.hub", "load", "x"),
+    ("torch.utils.cpp_extension", "load", "x"),
+    ("operator", "attrgetter", "system"),
+    ("types", "FunctionType", "x"),
+    ("timeit", "timeit", "x"),
+    ("pydoc", "pipepager", "x"),
+    ("multiprocessing.util", "spawnv_passfds", "x"),
+]
+
+
+@pytest.mark.parametrize("module, name, argument", PAYLOADS, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_runs_something_is_refused(tmp_path: Path, module: str, name: str, argument: Any) -> None:
+    """A pickle that calls what can only be there to run something is refused by name, and nothing ran."""
+    canary = tmp_path / "canary"
+    given = argument.replace("{canary}", str(canary)) if isinstance(argument, str) else argument
+    path = save_pth(tmp_path / "evil.pth", {"w": WEIGHT, "evil": Call(Global(module, name), (given,))})
+    with pytest.raises(RefusedFile, match="nothing was run") as caught:
+        syncheck.read(str(path))
+    assert name in str(caught.value)
+    assert not canary.exists()
+
+
+def test_reduce_of_a_real_object_is_refused(tmp_path: Path) -> None:
+    """The classic payload, an object whose __reduce__ calls os.system, is refused in a raw pickle too."""
+    import os
+
+    canary = tmp_path / "canary"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {canary}",)
+
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        path = save_records(tmp_path / "evil.pth", pickle.dumps({"a": Evil()}, protocol))
+        with pytest.raises(RefusedFile):
+            syncheck.read(str(path))
+    (tmp_path / "raw.pth").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError):
+        syncheck.read(str(tmp_path / "raw.pth"))
+    assert not canary.exists()
+
+
+def test_named_and_never_called_is_refused_too(tmp_path: Path) -> None:
+    """A dangerous name is refused when it is only looked up: a stub may be called later in the stream."""
+    with pytest.raises(RefusedFile, match=r"builtins\.eval"):
+        syncheck.read(str(save_pth(tmp_path / "a.pth", {"w": WEIGHT, "f": Global("builtins", "eval")})))
+
+
+def test_harmless_unknown_names_are_inert(tmp_path: Path) -> None:
+    """Paths, enums, partials, ranges and torch functions are stubs that did nothing, and their tensors are found."""
+    names = [("pathlib", "PosixPath"), ("functools", "partial"), ("builtins", "range"), ("torch", "relu"), ("x", "Y")]
+    tree = {"w": WEIGHT} | {name: Call(Global(module, name), (WEIGHT, "text")) for module, name in names}
+    found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
+    assert set(found.stubs) == {f"{module}.{name}" for module, name in names}
+    assert list(found.tensors) == ["w", *(f"{name}.0" for _, name in names)]
+
+
+STATES: list[Any] = [
+    {"__defaults__": (1,)},
+    {"__code__": 1},
+    {"_call": 1},
+    {"__class__": Global("x", "Y")},
+    (None, {"__defaults__": (1,)}),
+    (None, {"_call": Global("x", "Y")}),
+    ({"_call": 1}, {"_call": 1}),
+    (None, {"dtype": 1}),
+]
+TARGETS = [
+    REBUILD,
+    Global("torch._utils", "_rebuild_parameter"),
+    Global("torch", "FloatStorage"),
+    Global("torch", "float8_e5m2"),
+    Global("torch", "Size"),
+    Global("_codecs", "encode"),
+    Global("collections", "OrderedDict"),
+    Global("builtins", "set"),
+    Global("numpy._core.multiarray", "_reconstruct"),
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=repr)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_stand_ins_cannot_be_changed(tmp_path: Path, target: Global, state: Any) -> None:
+    """BUILD on a stand-in, which sets attributes, fails or does nothing, and the next file is read as before."""
+    path = tmp_path / "evil.pth"
+    # As if the stand-in were an object that was just made: no call, only a state.
+    stream = _pickled_build(target, state)
+    with pytest.raises(MalformedFile):
+        syncheck.read(str(save_records(path, stream)))
+    good = syncheck.read(str(save_pth(tmp_path / "good.pth", {"w": WEIGHT}))).tensors["w"]
+    assert (good.dtype, good.shape, good.strides) == ("float32", (2, 3), (3, 1))
+
+
+def _pickled_build(target: Global, state: Any) -> bytes:
+    from io import BytesIO
+
+    from checkpoints import _Pickler
+
+    buffer = BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.write(pickle.PROTO + b"\x02")
+    pickler.save(target)
+    pickler.save(state)
+    pickler.write(pickle.BUILD + pickle.STOP)
+    return buffer.getvalue()
+
+
+def test_stub_classes_of_one_file_are_not_those_of_the_next(tmp_path: Path) -> None:
+    """What a file sets on a stub's class dies with it."""
+    stream = _pickled_build(Global("x", "Y"), (None, {"__call__": 1, "append": 2, "name": "z"}))
+    for _ in range(2):
+        try:
+            syncheck.read(str(save_records(tmp_path / "evil.pth", stream)))
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+        found = syncheck.read(str(save_pth(tmp_path / "good.pth", {"y": Call(Global("x", "Y"), (WEIGHT,))})))
+        assert list(found.tensors) == ["y.0"]
+
+
+def recursive() -> bytes:
+    """A list that holds itself."""
+    return b"\x80\x02]q\x00h\x00a."
+
+
+def recursive_dict() -> bytes:
+    """A dict that holds itself two levels down."""
+    return b"\x80\x02}q\x00X\x01\x00\x00\x00a]q\x01h\x00as."
+
+
+def deep() -> bytes:
+    """100,000 lists in each other."""
+    return b"\x80\x02" + b"]" * 100_001 + b"a" * 100_000 + b"."
+
+
+def bomb() -> bytes:
+    """A list of two references to a list of two references, 60 times: 2^60 places in 300 bytes."""
+    stream = b"\x80\x02]q\x00"
+    for i in range(60):
+        stream += b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1])
+    return stream + b"."
+
+
+def set_bomb() -> bytes:
+    """The same of frozensets in tuples, whose text is as long as the places are many."""
+    stream = b"\x80\x02K\x01q\x00"
+    for i in range(60):
+        stream += b"0h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1])
+    return b"\x80\x04\x8f(" + stream[2:] + b"\x90."
+
+
+def long_memo() -> bytes:
+    """A memo index that asks for gigabytes."""
+    return b"\x80\x02]r\xff\xff\xff\x7f."
+
+
+def long_text() -> bytes:
+    """A string that claims 2^60 bytes."""
+    return b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"."
+
+
+BOMBS = [recursive, recursive_dict, deep, bomb, set_bomb, long_memo, long_text]
+
+
+@pytest.mark.parametrize("make", BOMBS, ids=lambda make: make.__name__)
+@pytest.mark.timeout(30)
+def test_streams_that_do_not_end(tmp_path: Path, make: Any) -> None:
+    """Containers that hold themselves, nest or unfold without end are malformed, found out in bounded time."""
+    began = time.monotonic()
+    with pytest.raises(MalformedFile) as caught:
+        syncheck.read(str(save_records(tmp_path / "a.pth", make())))
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 25
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("x", 0, (2,), (1,)),
+        (None, 0, (2,), (1,)),
+        (WEIGHT, 0, (2,), (1,)),
+        ((), -1, (2,), (1,)),
+    ],
+    ids=["text", "none", "tensor", "tuple"],
+)
+def test_tensors_without_a_storage(tmp_path: Path, arguments: tuple[Any, ...]) -> None:
+    """A tensor rebuilt from something that is no storage is malformed."""
+    with pytest.raises(MalformedFile, match="without a storage"):
+        syncheck.read(str(save_pth(tmp_path / "a.pth", {"w": Call(REBUILD, arguments)})))
+
+
+@pytest.mark.parametrize(
+    "offset, shape, strides, message",
+    [
+        (0, (3, 3), (3, 1), "ends at byte 36 of a record of 24"),
+        (4, (2, 2), (2, 1), "ends at byte 32 of a record of 24"),
+        (0, (2, 2**62), (1, 1), "ends at byte"),
+        (0, (-1,), (1,), "non-negative integers"),
+        (0, (2,), (-1,), "non-negative integers"),
+        (0, (2, 3), (1,), "2 sizes but 1 strides"),
+        (0, (True,), (1,), "non-negative integers"),
+        (-1, (2,), (1,), "negative offset"),
+    ],
+)
+def test_tensors_out_of_bounds(tmp_path: Path, offset: int, shape: Any, strides: Any, message: str) -> None:
+    """A tensor that would read outside its record, or has impossible sizes, is malformed before a byte is read."""
+    from checkpoints import _Stored
+
+    call = Call(REBUILD, (_Stored("0", "FloatStorage", 6), offset, shape, strides))
+    path = save_pth(tmp_path / "a.pth", {"good": WEIGHT, "w": call})
+    with pytest.raises(MalformedFile, match=message):
+        syncheck.read(str(path))
