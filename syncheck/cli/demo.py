@@ -20,6 +20,7 @@ RANKS = 2
 # Both runs have one seed: they start from the same weights and see the same batches.
 RUNS = {"ddp": (), "ddp-syncbn": ("--sync-bn",)}
 _STEPS_BETWEEN_SAVES = "100"
+_PATIENCE = 45  # seconds; torchrun itself kills ranks 30 s after it has asked them to end
 _MARK = ".syncheck-demo"
 
 
@@ -101,9 +102,25 @@ def _train(script: Path, options: tuple[str, ...]) -> None:
         str(script),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    code = subprocess.run([*command, *arguments], env=environment, check=False).returncode
+    code = _wait(subprocess.Popen([*command, *arguments], env=environment))
     if code:
         raise DemoFailed(f"the training above ended with exit code {code}: {shown}")
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of torchrun. After Ctrl-C, which it gets too, it needs time to end its ranks.
+
+    Killed at once, as subprocess.run would do, it leaves them behind.
+    """
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        try:
+            process.wait(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+        raise
 
 
 def _check(report: Report) -> None:

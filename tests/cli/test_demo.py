@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,40 @@ def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert page.count("<svg") == 2
     assert TAGS_OF_THE_NETWORK.search(page) is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["syncheck-demo"]
+
+
+def of_session(session: int) -> list[str]:
+    """Return the command lines of the processes of a session, those that have ended left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it ended just now
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of training ends torchrun and its ranks before the demo, which then returns 130."""
+    command = [sys.executable, "-m", "syncheck", "demo"]
+    with (tmp_path / "out").open("w+") as out:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 60
+            while "epoch  1/" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert any("train/run.py" in line for line in of_session(process.pid))
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+            assert of_session(process.pid) == []
+        finally:
+            if of_session(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "out").read_text().rstrip().endswith("syncheck: interrupted")
 
 
 def test_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
