@@ -10,6 +10,7 @@ import numpy as np
 from syncheck import readers
 from syncheck.blocks import Files, ranges
 from syncheck.dtypes import DTYPES
+from syncheck.errors import brief
 from syncheck.kinds import kinds_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def describe(path: str) -> dict[str, Any]:
             }
             size = None if tensor.refused else tensor.numel * DTYPES[tensor.dtype].size
             rows.append(row | {"bytes": size, "refused": tensor.refused or None} | _statistics(tensor, files))
-    values = {name: value if _is_json(value) else f"{value!r:.200}" for name, value in snapshot.values.items()}
+    values = {name: value if _is_json(value) else brief(value, 200) for name, value in snapshot.values.items()}
     return {
         "path": path,
         "format": snapshot.format,

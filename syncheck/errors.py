@@ -15,10 +15,25 @@ An error's text is one line. Being out of sync is a verdict, not an error.
 
 from __future__ import annotations
 
+import reprlib
+
 
 def one_line(text: str) -> str:
     r"""Escape what would break a line or steer a terminal: names in a file are not to be trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def brief(value: object, most: int = 60) -> str:
+    """Write a value from a file in at most `most` characters, in bounded time whatever it holds.
+
+    `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    try:
+        return short.repr(value)[:most]
+    except ValueError:
+        return f"a huge {type(value).__name__}"
 
 
 class SyncheckError(Exception):

@@ -27,12 +27,11 @@ OPTIMIZER = frozenset({"optimizer", "optimizer_step"})
 BN_STATISTICS = frozenset({"bn_mean", "bn_var"})
 
 _BN = {"running_mean": "bn_mean", "running_var": "bn_var", "num_batches_tracked": "bn_count"}
-# Last parts of names that libraries register as buffers: rotary embeddings, causal masks, position ids, queues,
-# codebooks' counts, quantization observers, spectral norm vectors.
+# Last parts of names that libraries register as buffers and that no one gives a parameter: rotary embeddings, causal
+# masks, position ids, codebooks' counts, quantization observers, spectral norm's vectors.
 BUFFER_NAMES = frozenset(
     "inv_freq cos_cached sin_cached attn_mask causal_mask position_ids relative_position_index masked_bias "
-    "cluster_size embed_avg queue queue_ptr min_val max_val scale zero_point fake_quant_enabled observer_enabled "
-    "weight_u weight_v expert_bias pos_table anchors".split()
+    "cluster_size embed_avg queue_ptr fake_quant_enabled observer_enabled weight_u weight_v".split()
 )
 _RNG = ("rng", "random_state", "random_states")
 _EMA = ("ema", "model_ema", "ema_model", "swa", "swa_model", "n_averaged", "shadow", "ema_state_dict")
@@ -48,16 +47,21 @@ def kinds_of(
     """
     recorded = None if metadata is None or metadata.buffers is None else frozenset(metadata.buffers)
     globs = tuple(buffer_globs)
-    kinds = {name: _kind(name, shapes, recorded, globs) for name in shapes}
+    states = (name.removeprefix("optimizer.") for name in shapes if name.startswith("optimizer."))
+    trained = frozenset(name.rpartition(".")[0] for name in states)
+    kinds = {name: _kind(name, shapes, recorded, trained, globs) for name in shapes}
     if recorded is not None:
         return kinds, False
-    trained = {name.removeprefix("optimizer.").rpartition(".")[0] for name, kind in kinds.items() if kind in OPTIMIZER}
     parameters = [name for name, kind in kinds.items() if kind == "parameter"]
     return kinds, any(name not in trained for name in parameters)
 
 
 def _kind(
-    name: str, shapes: Mapping[str, tuple[int, ...]], recorded: frozenset[str] | None, globs: tuple[str, ...]
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    recorded: frozenset[str] | None,
+    trained: frozenset[str],
+    globs: tuple[str, ...],
 ) -> str:
     parts = name.split(".")
     if parts[0] == "optimizer":
@@ -73,6 +77,8 @@ def _kind(
         return _BN[parts[-1]]
     if recorded is not None:
         return "buffer" if name in recorded else "parameter"
+    if name in trained:
+        return "parameter"
     if parts[-1] in BUFFER_NAMES or any(fnmatchcase(name, glob) for glob in globs):
         return "buffer"
     return "parameter"

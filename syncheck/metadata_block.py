@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile
+from syncheck.errors import MalformedFile, brief
 from syncheck.records import Metadata
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _malformed(path: str, place: str, found: object, needed: str) -> MalformedFi
     return MalformedFile(
         path,
         place=f"metadata block '{KEY}', {place}",
-        found=f"{type(found).__name__} {found!r:.60}",
+        found=f"{type(found).__name__} {brief(found)}",
         needed=needed,
         next_step="write it with syncheck.metadata()",
     )

@@ -18,6 +18,9 @@ Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
 Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
 
+# Names under which trainers keep how far a run is.
+PROGRESS = frozenset({"step", "epoch", "global_step", "iteration", "iter", "epochs_run", "steps_run"})
+
 
 @dataclass(frozen=True, slots=True)
 class Metadata:

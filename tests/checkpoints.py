@@ -9,12 +9,14 @@ import struct
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncheck.records import Metadata, Snapshot, Tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _STORAGES = {"float32": "FloatStorage", "float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
 _CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "uint64": "U64"}

@@ -98,7 +98,12 @@ def build() -> argparse.ArgumentParser:
 
 
 def _comparing(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what to compare")
+    _selecting(parser.add_argument_group("what to compare"))
+    _excusing(parser.add_argument_group("what to excuse (default: nothing, replicas are bitwise equal)"))
+    _printing(parser.add_argument_group("output"))
+
+
+def _selecting(what: Any) -> None:
     for kind, text in (
         ("params", "parameters"),
         ("buffers", "buffers, BatchNorm's included"),
@@ -134,7 +139,9 @@ def _comparing(parser: argparse.ArgumentParser) -> None:
         help="names that are buffers, where the files do not say",
     )
     what.add_argument("--group-by", metavar="REGEX", help="files whose path gives equal captured groups are replicas")
-    how = parser.add_argument_group("what to excuse (default: nothing, replicas are bitwise equal)")
+
+
+def _excusing(how: Any) -> None:
     how.add_argument(
         "--rtol", type=_number, metavar="R", help="|a-b| <= atol + rtol * max(|a|,|b|) is close; with --atol"
     )
@@ -148,7 +155,9 @@ def _comparing(parser: argparse.ArgumentParser) -> None:
         help="a finding that does not fail the run; repeatable",
     )
     how.add_argument("--exit-zero", action="store_true", help="exit 0 where it would be 1")
-    out = parser.add_argument_group("output")
+
+
+def _printing(out: Any) -> None:
     out.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
     out.add_argument(
         "-o",

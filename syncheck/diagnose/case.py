@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from syncheck.records import Group, Severity, TensorDiff
 
-PROGRESS_VALUES = ("step", "epoch", "global_step", "iteration", "iter", "epochs_run", "steps_run")
-
 
 @dataclass(frozen=True, slots=True)
 class Case:

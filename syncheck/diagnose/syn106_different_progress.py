@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import PROGRESS_VALUES, Match, suspects
+from syncheck.diagnose.case import Match, suspects
+from syncheck.records import PROGRESS
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -35,8 +36,7 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
-    stored = [diff for diff in case.group.values if diff.name.rpartition(".")[2] in PROGRESS_VALUES]
-    differing = [diff for diff in stored if diff.counts and diff.name in case.values]
+    differing = [diff for diff in case.group.values if diff.counts and diff.name in PROGRESS]
     if differing:
         first = differing[0]
         by_value: dict[str, list[int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import kinds_of
-from syncheck.readers.unpickle import TensorPlace
+from syncheck.readers.stand_ins import TensorPlace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from syncheck.dtypes import BY_SAFETENSORS, DType
-from syncheck.errors import MalformedFile
+from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
 from syncheck.records import Metadata, Snapshot, Tensor
 
@@ -72,7 +72,9 @@ def _tensor(path: str, name: str, entry: Any, data: int) -> Tensor:
         raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise _malformed(path, place, f"{code!r:.20} {shape!r:.60} {offsets!r:.60}", "a dtype, sizes and two offsets")
+        raise _malformed(
+            path, place, f"{brief(code, 20)} {brief(shape)} {brief(offsets)}", "a dtype, sizes and two offsets"
+        )
     dtype: DType | None = BY_SAFETENSORS.get(code)
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     if dtype is None:

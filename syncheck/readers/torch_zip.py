@@ -18,7 +18,7 @@ from syncheck.readers.unpickle import unpickle
 from syncheck.records import Snapshot, Tensor
 
 if TYPE_CHECKING:
-    from syncheck.readers.unpickle import TensorPlace
+    from syncheck.readers.stand_ins import TensorPlace
 
 FORMAT = "torch-zip"
 MAGIC = b"PK\x03\x04"
@@ -42,7 +42,7 @@ def read(path: str) -> Snapshot:
         archive = _Archive(file, path, size)
         pickled = archive.bytes_of("data.pkl")
         tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl")
-        flat = flatten(tree, path)
+        flat = flatten(tree, path, len(pickled))
         big = archive.big_endian()
         tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
     return Snapshot(path, FORMAT, size, tensors, flat.values, stubs, flat.metadata)

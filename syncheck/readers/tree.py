@@ -9,13 +9,15 @@ from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.optimizer_names import parameter_names
-from syncheck.readers.unpickle import Inert, TensorPlace
+from syncheck.readers.stand_ins import Inert, TensorPlace
 
 if TYPE_CHECKING:
     from syncheck.records import Metadata
 
 # Containers that a pickle may hold. Shared references can unfold to far more places than the file has bytes.
-MAX_NODES = 20_000_000
+# A file that shares nothing has a byte of its pickle for each.
+MAX_NODES = 1_000_000
+NODES_PER_BYTE = 4
 MAX_DEPTH = 200
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -29,16 +31,17 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
     nodes: int = 0
+    most: int = MAX_NODES
 
 
-def flatten(tree: Any, path: str) -> Flat:
+def flatten(tree: Any, path: str, size: int = 0) -> Flat:
     """Walk a checkpoint's object tree.
 
     The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless that would
     give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
-    `optimizer.<parameter>.<state>`. Raises MalformedFile for trees that do not end.
+    `optimizer.<parameter>.<state>`. size: bytes of the pickle. Raises MalformedFile for trees that do not end.
     """
-    flat = Flat()
+    flat = Flat(most=MAX_NODES + NODES_PER_BYTE * size)
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
@@ -82,7 +85,7 @@ def _walk(tree: Any, flat: Flat, optimizers: list[tuple[str, Any]], path: str) -
     while stack:
         name, node, above = stack.pop()
         flat.nodes += 1
-        if flat.nodes > MAX_NODES or len(above) > MAX_DEPTH or id(node) in above:
+        if flat.nodes > flat.most or len(above) > MAX_DEPTH or id(node) in above:
             limit = "a container holds itself" if id(node) in above else "containers unfold without end"
             raise MalformedFile(path, place=name or "top level", found=limit, needed=f"at most {MAX_DEPTH} levels")
         if isinstance(node, TensorPlace):
@@ -130,5 +133,10 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
     for i, group in enumerate(state["param_groups"]):
         for entry, value in children(group) or []:
             # The ids and names of the parameters say nothing about the replica's state.
-            if entry not in ("params", "param_names") and isinstance(value, (*_PLAIN, list, tuple)):
-                flat.values[f"{prefix}.param_groups.{i}.{entry}"] = value if isinstance(value, _PLAIN) else repr(value)
+            if entry in ("params", "param_names"):
+                continue
+            full = f"{prefix}.param_groups.{i}.{entry}"
+            if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
+                flat.values[full] = repr(value)  # betas
+            else:
+                _walk({full: value}, flat, [], path)  # lr may be a tensor

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from syncheck.errors import brief
+
 if TYPE_CHECKING:
     from syncheck.records import Group, Report, TensorDiff, ValueDiff
 
@@ -61,5 +63,5 @@ def _plain(value: Any) -> Any:
 
 def _value(diff: ValueDiff) -> dict[str, Any]:
     """Write values as they print, for NaN, bytes and complex numbers have no place in JSON."""
-    by_rank = {str(rank): None if value is None else f"{value!r:.200}" for rank, value in diff.by_rank.items()}
+    by_rank = {str(rank): None if value is None else brief(value, 200) for rank, value in diff.by_rank.items()}
     return {"name": diff.name, "by_rank": by_rank, "counts": diff.counts}

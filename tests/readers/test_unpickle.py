@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from typing import TYPE_CHECKING, Any
@@ -152,10 +153,8 @@ def test_stub_classes_of_one_file_are_not_those_of_the_next(tmp_path: Path) -> N
     """What a file sets on a stub's class dies with it."""
     stream = _pickled_build(Global("x", "Y"), (None, {"__call__": 1, "append": 2, "name": "z"}))
     for _ in range(2):
-        try:
+        with contextlib.suppress(CheckpointError):
             syncheck.read(str(save_records(tmp_path / "evil.pth", stream)))
-        except CheckpointError as error:
-            assert "\n" not in str(error)
         found = syncheck.read(str(save_pth(tmp_path / "good.pth", {"y": Call(Global("x", "Y"), (WEIGHT,))})))
         assert list(found.tensors) == ["y.0"]
 
@@ -183,12 +182,10 @@ def bomb() -> bytes:
     return stream + b"."
 
 
-def set_bomb() -> bytes:
-    """The same of frozensets in tuples, whose text is as long as the places are many."""
-    stream = b"\x80\x02K\x01q\x00"
-    for i in range(60):
-        stream += b"0h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1])
-    return b"\x80\x04\x8f(" + stream[2:] + b"\x90."
+def parameter_group_bomb() -> bytes:
+    """The same where values are written as text: among an optimizer's settings."""
+    inner = bomb()[2:-1]
+    return b"\x80\x02}(X\x05\x00\x00\x00state}X\x0c\x00\x00\x00param_groups]}X\x01\x00\x00\x00a" + inner + b"sau."
 
 
 def long_memo() -> bytes:
@@ -201,7 +198,7 @@ def long_text() -> bytes:
     return b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"."
 
 
-BOMBS = [recursive, recursive_dict, deep, bomb, set_bomb, long_memo, long_text]
+BOMBS = [recursive, recursive_dict, deep, bomb, parameter_group_bomb, long_memo, long_text]
 
 
 @pytest.mark.parametrize("make", BOMBS, ids=lambda make: make.__name__)

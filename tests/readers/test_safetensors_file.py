@@ -1,0 +1,133 @@
+"""The reader of safetensors gives what the safetensors library gives, and names every way a file can be broken."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import save_header, save_safetensors
+
+import syncheck
+from syncheck.blocks import Files
+from syncheck.errors import CheckpointError, MalformedFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of every tensor of a file by name."""
+    with Files() as files:
+        tensors = syncheck.read(str(path)).tensors
+        return {n: (t.dtype, t.shape, bytes(files.read(t, 0, t.numel, 0))) for n, t in tensors.items()}
+
+
+def test_equals_the_library(tmp_path: Path) -> None:
+    """What safetensors.torch writes is read bit for bit in every dtype that it writes, empty and 0-d tensors too."""
+    torch = pytest.importorskip("torch")
+    library = pytest.importorskip("safetensors.torch")
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 int64 int32 int16 int8 "
+    names += "uint8 uint16 uint32 uint64 bool"
+    tensors = {name: torch.arange(12).reshape(3, 4).to(getattr(torch, name)) for name in names.split()}
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
+    path = tmp_path / "a.safetensors"
+    library.save_file(tensors, path, metadata={"step": "7", "note": "x"})
+    expected = {}
+    for name, tensor in library.load_file(path).items():
+        raw = bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else b""
+        expected[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw)
+    assert read(path) == expected
+    assert syncheck.read(str(path)).values == {"step": 7, "note": "x"}
+
+
+def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
+    """A dtype that is not in the table is counted as not compared, with its code; the others are compared."""
+    for rank in range(2):
+        header = {
+            "odd": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
+            "plain": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]},
+        }
+        save_header(tmp_path / f"rank{rank}.safetensors", header, bytes(6))
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(diff.name, diff.status, diff.detail) for diff in group.tensors] == [
+        ("odd", "not_compared", "dtype F4 is not read")
+    ]
+    assert group.verdict == "in_sync"
+
+
+def test_metadata_block(tmp_path: Path) -> None:
+    """The metadata block is read from the header's strings."""
+    block = json.dumps(syncheck.metadata(run="ddp", rank=1, world_size=2, step=5))
+    path = save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2, np.float32)}, {"syncheck": block})
+    found = syncheck.read(str(path)).metadata
+    assert found is not None
+    assert (found.run, found.rank, found.world_size, found.step) == ("ddp", 1, 2, 5)
+
+
+def entry(start: int = 0, stop: int = 8, **changes: Any) -> dict[str, Any]:
+    """Return a header's entry for two floats."""
+    return {"dtype": "F32", "shape": [2], "data_offsets": [start, stop]} | changes
+
+
+TWICE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {}}'
+DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
+    ("length_too_big", {"a": entry()}, bytes(8), 200, "a length of 200 bytes"),
+    ("length_2_to_62", {"a": entry()}, bytes(8), 2**62, "a length of 4611686018427387904 bytes"),
+    ("length_too_small", {"a": entry()}, bytes(8), 20, "no JSON"),
+    ("no_json", b"{'a': 1}", b"", None, "no JSON"),
+    ("no_utf8", b'{"\xff": 1}', b"", None, "no JSON"),
+    ("deep_json", b'{"a":' * 50_000, b"", None, "no JSON"),
+    ("name_twice", TWICE, bytes(8), None, "a name stands twice"),
+    ("entry_no_object", {"a": 1}, b"", None, "an incomplete entry"),
+    ("entry_incomplete", {"a": {"dtype": "F32", "shape": [2]}}, b"", None, "an incomplete entry"),
+    ("shape_negative", {"a": entry(shape=[-2])}, bytes(8), None, "needed a dtype, sizes and two offsets"),
+    ("shape_of_bool", {"a": entry(shape=[True])}, bytes(8), None, "needed a dtype, sizes and two offsets"),
+    ("shape_no_list", {"a": entry(shape="2")}, bytes(8), None, "needed a dtype, sizes and two offsets"),
+    ("one_offset", {"a": entry(data_offsets=[0])}, bytes(8), None, "needed a dtype, sizes and two offsets"),
+    ("dtype_no_text", {"a": entry(dtype=3)}, bytes(8), None, "needed a dtype, sizes and two offsets"),
+    ("wrong_size", {"a": entry(0, 4)}, bytes(4), None, "4 bytes; needed 8"),
+    ("huge_shape", {"a": entry(shape=[2**62, 2**62])}, bytes(8), None, "8 bytes; needed"),
+    ("reversed", {"a": entry(8, 0)}, bytes(8), None, "-8 bytes; needed 8"),
+    ("hole", {"a": entry(), "b": entry(12, 20)}, bytes(20), None, "starts at byte 12 of the data; needed 8"),
+    ("overlap", {"a": entry(), "b": entry(4, 12)}, bytes(12), None, "starts at byte 4 of the data; needed 8"),
+    ("hole_first", {"a": entry(8, 16)}, bytes(16), None, "starts at byte 8 of the data; needed 0"),
+    ("trailing", {"a": entry()}, bytes(9), None, "9 bytes; needed 8, where the last tensor ends"),
+    ("truncated", {"a": entry()}, bytes(7), None, "7 bytes; needed 8, where the last tensor ends"),
+    ("strings_no_text", {"__metadata__": {"a": 1}, "a": entry()}, bytes(8), None, "values that are no strings"),
+    ("block_no_json", {"__metadata__": {"syncheck": "{"}, "a": entry()}, bytes(8), None, "no JSON"),
+    ("block_wrong", {"__metadata__": {"syncheck": '{"rank": "x"}'}, "a": entry()}, bytes(8), None, "metadata block"),
+]
+
+
+@pytest.mark.parametrize("name, header, data, length, message", DEFECTS, ids=[defect[0] for defect in DEFECTS])
+def test_every_defect_has_a_line(
+    tmp_path: Path, name: str, header: Any, data: bytes, length: int | None, message: str
+) -> None:
+    """A broken header is malformed, told in one line with file, place and what was needed."""
+    path = save_header(tmp_path / f"{name}.safetensors", header, data, length)
+    with pytest.raises(MalformedFile) as caught:
+        syncheck.read(str(path))
+    text = str(caught.value)
+    assert message in text
+    assert text.startswith(f"{path}: ")
+    assert "\n" not in text
+    assert len(text) < 600
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    """A file cut at any byte is never read as a shorter model."""
+    whole = save_safetensors(tmp_path / "a.safetensors", {"w": np.arange(5, dtype=np.float32)}).read_bytes()
+    cut = tmp_path / "cut.safetensors"
+    for length in range(len(whole)):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            syncheck.read(str(cut))
+
+
+def test_empty_header_has_no_tensors(tmp_path: Path) -> None:
+    """A file without tensors is read, and two of them are never in sync: nothing was compared."""
+    for rank in range(2):
+        save_header(tmp_path / f"rank{rank}.safetensors", {})
+    assert syncheck.compare(tmp_path).exit_code == 2

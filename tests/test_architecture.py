@@ -1,0 +1,156 @@
+"""The layout of the code is what CONTRIBUTING says: who imports whom, what starts fast, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import syncheck
+from syncheck.readers import READERS
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py")])
+FIXTURES = ROOT / "fixtures"
+SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
+
+# Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too.
+LEAVES = {"errors", "dtypes"}
+BASE = LEAVES | {"records"}
+ALLOWED = {
+    "errors": set(),
+    "dtypes": set(),
+    "records": set(),
+    "names": LEAVES,
+    "tolerance": LEAVES,
+    "metadata_block": BASE,
+    "kinds": BASE | {"names"},
+    "layout_names": set(),
+    "layout_groups": BASE,
+    "layout": BASE | {"layout_names", "layout_groups"},
+    "readers": BASE | {"names", "kinds", "metadata_block", "readers"},
+    "blocks": BASE,
+    "kernel": BASE | {"blocks"},
+    "gaps": BASE | {"blocks", "tolerance"},
+    "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps"},
+    "values": BASE,
+    "comparison": BASE | {"names", "kinds", "tolerance", "blocks", "layout_groups", "tensors", "values"},
+    "diagnose": BASE | {"diagnose"},
+    "series": BASE | {"diagnose"},
+    "report": BASE | {"diagnose", "series", "report"},
+    "paths": BASE | {"readers", "syncheck"},
+    "contents": BASE | {"readers", "blocks", "kinds", "syncheck"},
+}
+
+
+def imported(source: Path) -> set[str]:
+    """Return the absolute names of the modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layer(module: str) -> str:
+    """Return the first part of a module's name below the package: syncheck.readers.tree gives readers."""
+    parts = module.split(".")
+    if len(parts) > 1 and ((ROOT / "syncheck" / parts[1]).is_dir() or (ROOT / "syncheck" / f"{parts[1]}.py").is_file()):
+        return parts[1]
+    return parts[0]
+
+
+def test_imports_go_one_way() -> None:
+    """A module imports only layers below its own; the rules and reports never reach the readers or the kernel."""
+    wrong = []
+    for source in (ROOT / "syncheck").rglob("*.py"):
+        own = layer(".".join(source.relative_to(ROOT).with_suffix("").parts))
+        if own in ALLOWED:
+            used = {layer(name) for name in imported(source) if name.startswith("syncheck")}
+            wrong += [f"{source.relative_to(ROOT)} imports {name}" for name in sorted(used - ALLOWED[own])]
+    assert wrong == []
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    """A new module of syncheck must be given a layer."""
+    known = ALLOWED.keys() | {"api", "cli", "__init__", "__main__"}
+    modules = {
+        path.stem for path in (ROOT / "syncheck").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert modules == known
+
+
+def test_the_packages_meet_at_public_names_only() -> None:
+    """syncheck never imports train, and train imports of syncheck only what `syncheck.__all__` names."""
+    for source in (ROOT / "syncheck").rglob("*.py"):
+        assert not {name for name in imported(source) if name.partition(".")[0] == "train"}, source
+    public = {f"syncheck.{name}" for name in syncheck.__all__}
+    for source in (ROOT / "train").rglob("*.py"):
+        assert {name for name in imported(source) if name.startswith("syncheck")} <= public, source
+
+
+def test_public_names_resolve() -> None:
+    """Every name of `__all__` is there, and no submodule can take the place of a function."""
+    code = (
+        "import syncheck, importlib, pkgutil\n"
+        "for module in pkgutil.walk_packages(syncheck.__path__, 'syncheck.'):\n"
+        "    if not module.name.endswith('__main__'): importlib.import_module(module.name)\n"
+        "assert all(hasattr(syncheck, name) for name in syncheck.__all__)\n"
+        "assert callable(syncheck.compare) and callable(syncheck.metadata) and callable(syncheck.read)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = syncheck.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("code", "forbidden"),
+    [
+        ("import syncheck", SPEND_NOTHING),
+        ("import syncheck.cli.parser; syncheck.cli.parser.build()", SPEND_NOTHING),
+        ("from syncheck.cli import main; main(['compare', 'in_sync'])", SPEND_NOTHING),
+        ("from syncheck.cli import main; main(['compare', 'desync/bn_local_stats'])", ("torch", "rich", "ml_dtypes")),
+        ("from syncheck.cli import main; main(['report', 'desync', '--format', 'json'])", ("torch", "rich")),
+    ],
+)
+def test_nothing_is_imported_that_is_not_needed(code: str, forbidden: tuple[str, ...]) -> None:
+    """Importing, parsing and comparing load neither torch nor rich; numpy only where bytes differ."""
+    check = f"{code}\nimport sys\nprint('LOADED', [name for name in {forbidden!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=FIXTURES)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_only_the_command_line_prints_and_exits() -> None:
+    """The library returns; print and sys.exit stand in cli/ and __main__.py only."""
+    for source in (ROOT / "syncheck").rglob("*.py"):
+        if "cli" in source.parts or source.name == "__main__.py":
+            continue
+        calls = [node.func for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
+        assert not [call for call in calls if ast.unparse(call) in ("print", "sys.exit", "exit")], source
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
+def test_files_and_functions_are_short(source: Path) -> None:
+    """No file is longer than 300 lines and no function longer than 60."""
+    text = source.read_text(encoding="utf-8")
+    assert text.count("\n") <= 300
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    lengths = {function.name: (function.end_lineno or 0) - function.lineno + 1 for function in functions}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+def test_every_reader_is_in_the_table() -> None:
+    """A module of readers/ with a FORMAT is in READERS under that name."""
+    modules = {
+        path.stem
+        for path in (ROOT / "syncheck" / "readers").glob("*.py")
+        if "\nFORMAT = " in path.read_text(encoding="utf-8")
+    }
+    assert modules == {reader.__name__.rpartition(".")[2] for reader in READERS.values()}
+    assert all(name == reader.FORMAT for name, reader in READERS.items())
