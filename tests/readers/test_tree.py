@@ -1,0 +1,91 @@
+"""From nested objects to flat names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import save_pth
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+W = np.ones(2, np.float32)
+
+
+def names(folder: Path, tree: Any) -> list[str]:
+    """Return the names of the tensors that a checkpoint of this tree has."""
+    return list(syncheck.read(str(save_pth(folder / "a.pth", tree))).tensors)
+
+
+@pytest.mark.parametrize(
+    "tree, expected",
+    [
+        ({"model": {"fc.w": W}, "epoch": 3}, ["fc.w"]),
+        ({"state_dict": {"model.fc.w": W}}, ["model.fc.w"]),
+        ({"model": {"state_dict": {"fc.w": W}}}, ["model.fc.w"]),
+        ({"generator": {"w": W}, "discriminator": {"w": W}}, ["generator.w", "discriminator.w"]),
+        ({"model": {"w": W}, "state_dict": {"w": W}}, ["w", "w#2"]),
+        ([W, {"a": W}], ["0", "1.a"]),
+        (W, ["tensor"]),
+        ({1: W, (2, 3): W}, ["1", "(2, 3)"]),
+        ({}, []),
+    ],
+    ids=repr,
+)
+def test_names(tmp_path: Path, tree: Any, expected: list[str]) -> None:
+    """Containers of state dicts are left out of names, no tensor is lost, and none hides another."""
+    assert names(tmp_path, tree) == expected
+
+
+def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:
+    """Return an optimizer's state dict with one group."""
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}
+
+
+def test_ids_by_the_order_of_parameters(tmp_path: Path) -> None:
+    """Integer ids are the parameters in order, buffers left out, where count and shapes fit."""
+    model = {"a": W, "bn.running_mean": W, "bn.running_var": W, "b": np.ones(3, np.float32)}
+    tree = {"model": model, "optimizer": optimizer({0: {"exp_avg": W}, 1: {"exp_avg": np.ones(3, np.float32)}})}
+    assert names(tmp_path, tree)[4:] == ["optimizer.a.exp_avg", "optimizer.b.exp_avg"]
+
+
+def test_ids_that_do_not_fit_stay(tmp_path: Path) -> None:
+    """With other shapes, or another number of parameters, ids stay ids: no name is made up."""
+    odd = np.ones(5, np.float32)
+    tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": odd}})}
+    assert names(tmp_path, tree)[2:] == ["optimizer.0.exp_avg"]
+    tree = {"model": {"a": W}, "optimizer": optimizer({0: {"exp_avg": W}})}
+    assert names(tmp_path, tree)[1:] == ["optimizer.0.exp_avg"]
+
+
+def test_stored_names_of_parameters_win(tmp_path: Path) -> None:
+    """param_names of newer torch say whose state it is."""
+    tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": W}}, param_names=["b", "a"])}
+    assert names(tmp_path, tree)[2:] == ["optimizer.b.exp_avg"]
+
+
+def test_two_optimizers_are_numbered(tmp_path: Path) -> None:
+    """Two optimizers of a GAN do not overwrite each other's state."""
+    one = {"state": {"w": {"exp_avg": W}}, "param_groups": [{"params": ["w"]}]}
+    assert names(tmp_path, {"opt_g": one, "opt_d": one}) == ["optimizer.0.w.exp_avg", "optimizer.1.w.exp_avg"]
+
+
+def test_settings_of_an_optimizer(tmp_path: Path) -> None:
+    """Numbers and tuples of a group are values, and a learning rate that is a tensor is a tensor."""
+    tree = {"optimizer": optimizer({}, betas=(0.9, 0.99), weight=np.array(0.5, np.float32))}
+    found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
+    assert found.values == {"optimizer.param_groups.0.lr": 0.1, "optimizer.param_groups.0.betas": "(0.9, 0.99)"}
+    assert list(found.tensors) == ["optimizer.param_groups.0.weight"]
+
+
+def test_learning_rate_tensor_that_differs_is_found(tmp_path: Path) -> None:
+    """A capturable optimizer keeps its learning rate as a tensor: on another value the ranks are out of sync."""
+    for rank in range(2):
+        lr = np.array(0.1 + rank, np.float32)
+        tree = {"model": {"w": W}, "optimizer": {"state": {}, "param_groups": [{"lr": lr, "params": []}]}}
+        save_pth(tmp_path / f"rank{rank}.pth", tree)
+    assert syncheck.compare(tmp_path).exit_code == 1

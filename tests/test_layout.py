@@ -1,0 +1,241 @@
+"""Which files are replicas of one another: every rule, on records of files that lie nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from checkpoints import snapshot
+
+from syncheck import layout
+
+Grouped = list[list[tuple[int, str]]]
+
+
+def grouped(*paths: str, group_by: str | None = None, roots: dict[str, str] | None = None) -> Grouped:
+    """Group files without metadata, and return rank and path of each member."""
+    found = layout.group([snapshot(path) for path in paths], group_by, roots)
+    assert sum(len(replicas.ranks) for replicas in found) == len(paths)
+    return [[(rank, s.path) for rank, s in replicas.ranks] for replicas in found]
+
+
+def sizes(*paths: str, **options: Any) -> list[int]:
+    """Return how many files each group has."""
+    return sorted(len(members) for members in grouped(*paths, **options))
+
+
+def described(*files: dict[str, Any]) -> list[list[str]]:
+    """Group files with metadata, and return the paths of each group."""
+    found = layout.group([snapshot(**file) for file in files])
+    return [[s.path for _, s in replicas.ranks] for replicas in found]
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "c/rank_{}.pth", "c/rank{}.pth", "c/rank-{}.pth", "c/model_r{}.pth", "c/model_0116249.rank_{}.pth",
+        "c/rank_{}/model.pth", "c/rank{}/last.safetensors", "c/step_100/rank_{}.pth", "c/m-r{}.pt", "c/RANK_{}.pt",
+        "c/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "c/random_states_{}.pkl", "c/epoch3/rank_{}/step_7.pth",
+        "c/lora_rank8/model_{}.pth", "c/model_v2_{}.pth", "c/{}.pth", "c/{}/model.pth", "c/gpu{}.pth",
+        "c/resnet18_{}_cifar10.pth", "c/ddp_rank{}.pth",
+    ],
+)  # fmt: skip
+def test_ranks_in_names(pattern: str) -> None:
+    """A known name of the rank, in the file's name or a folder's, or the only number that varies, is the rank."""
+    paths = [pattern.format(i) for i in (0, 1, 3)]
+    assert grouped(*paths) == [[(0, paths[0]), (1, paths[1]), (3, paths[2])]]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["c/step_{}.pth", "c/epoch{}.pth", "c/iter-{}.pth", "c/checkpoint-{}.pth", "c/global_step{}/model.pt"]
+)
+def test_a_step_is_never_a_rank(pattern: str) -> None:
+    """Files that differ only in a step are moments of one replica: nothing to compare."""
+    found = layout.group([snapshot(pattern.format(step)) for step in (0, 1, 100)])
+    assert [(len(replicas.ranks), replicas.step) for replicas in found] == [(1, 0), (1, 1), (1, 100)]
+    assert {replicas.note for replicas in found} == {"only the step differs: moments of one replica"}
+    assert len({replicas.run for replicas in found}) == 1
+
+
+def test_ranks_and_steps() -> None:
+    """Ranks of one step are a group, the groups are steps of one run, in order of the step."""
+    paths = [f"c/history/step_{step}/rank_{rank}.pth" for step in (10, 2) for rank in (1, 0)]
+    found = layout.group([snapshot(path) for path in paths])
+    assert [(replicas.step, [rank for rank, _ in replicas.ranks]) for replicas in found] == [(2, [0, 1]), (10, [0, 1])]
+    assert len({replicas.run for replicas in found}) == 1
+
+
+def test_a_further_number_whose_ranks_repeat_is_a_step() -> None:
+    """Files that differ in one further number, with every rank in each, are steps of one run."""
+    found = layout.group([snapshot(f"c/{step}/rank{rank}.pth") for step in (100, 200) for rank in (0, 1)])
+    assert [(replicas.step, len(replicas.ranks)) for replicas in found] == [(100, 2), (200, 2)]
+
+
+def test_node_folders_are_joined() -> None:
+    """Folders of nodes whose ranks do not repeat hold one group."""
+    paths = ["c/node0/rank0.pth", "c/node0/rank1.pth", "c/node1/rank2.pth", "c/node1/rank3.pth"]
+    assert grouped(*paths) == [list(enumerate(paths))]
+
+
+def test_two_runs_in_one_glob_are_two_groups() -> None:
+    """Files of two runs side by side are never one pile."""
+    paths = ["c/ddp_rank0.pth", "c/ddp_rank1.pth", "c/ddp-syncbn_rank0.pth", "c/ddp-syncbn_rank1.pth"]
+    found = layout.group([snapshot(path) for path in paths])
+    assert [(replicas.run, len(replicas.ranks)) for replicas in found] == [("ddp", 2), ("ddp-syncbn", 2)]
+
+
+def test_a_lone_file_beside_a_group_stays_alone() -> None:
+    """A file whose name matches no other's is not compared with the ranks beside it."""
+    assert sizes("c/rank0.pth", "c/rank1.pth", "c/best.pth") == [1, 2]
+
+
+def test_parts_are_not_replicas() -> None:
+    """Numbers around -of- are parts of one snapshot: no file is compared with another part."""
+    parts = [f"c/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert all(len(members) == 1 for members in grouped(*parts))
+
+
+def test_model_parallel_shards_are_not_replicas() -> None:
+    """Files that differ in mp_rank hold different parts of the model: no false alarm."""
+    assert sizes("c/mp_rank_00_model_states.pt", "c/mp_rank_01_model_states.pt") == [1, 1]
+    assert sizes(*(f"c/mp_rank_00_00{i}/model_optim_rng.pt" for i in (0, 1))) == [1, 1]
+
+
+def test_the_ending_is_no_part_of_the_key() -> None:
+    """A .pth and a .safetensors of two ranks are one group."""
+    assert sizes("c/rank0.pth", "c/rank1.safetensors") == [2]
+
+
+def test_files_without_numbers_are_one_group() -> None:
+    """Where names tell nothing, all files given are one group."""
+    assert grouped("a/before.pth", "b/after.pth") == [[(0, "a/before.pth"), (1, "b/after.pth")]]
+
+
+def test_numbers_of_folders_far_above_are_no_ranks() -> None:
+    """A number in the path that all files share decides nothing."""
+    paths = ["/data/2026-11/run7/rank0.pth", "/data/2026-11/run7/rank1.pth"]
+    assert grouped(*paths) == [[(0, paths[0]), (1, paths[1])]]
+
+
+def test_natural_order_of_many_ranks() -> None:
+    """1,024 replicas are in the order of their ranks, rank 10 after rank 9, padded or not."""
+    for pattern in ("c/rank{}.pth", "c/rank{:05}.pth", "c/{}.pth"):
+        paths = [pattern.format(i) for i in range(1024)]
+        assert grouped(*sorted(paths)) == [list(enumerate(paths))]
+
+
+def test_order_of_the_arguments_does_not_matter() -> None:
+    """Groups are the same whatever the order in which files are given."""
+    paths = [f"c/{run}_rank{rank}.pth" for run in ("a", "b") for rank in range(3)] + ["c/best.pth"]
+    assert grouped(*paths) == grouped(*reversed(paths))
+
+
+# --- folders ---
+
+
+def test_folders_that_are_copies_are_compared_path_by_path() -> None:
+    """Several folders with the same relative paths are copies of each other."""
+    paths = [f"{folder}/{name}" for folder in ("old", "new") for name in ("rank0.pth", "rank1.pth")]
+    found = grouped(*paths, roots={path: path.partition("/")[0] for path in paths})
+    assert sorted(sorted(path for _, path in members) for members in found) == [
+        ["new/rank0.pth", "old/rank0.pth"],
+        ["new/rank1.pth", "old/rank1.pth"],
+    ]
+
+
+def test_folders_of_steps_are_no_copies() -> None:
+    """Folders step_1 and step_2 with the same ranks are steps of one run."""
+    paths = [f"step_{step}/rank_{rank}.pth" for step in (1, 2) for rank in (0, 1)]
+    roots = {path: path.partition("/")[0] for path in paths}
+    found = layout.group([snapshot(path) for path in paths], None, roots)
+    assert [(replicas.step, len(replicas.ranks)) for replicas in found] == [(1, 2), (2, 2)]
+
+
+def test_folders_with_other_files_are_sorted_by_name() -> None:
+    """Folders that do not hold the same paths are no copies; their files are grouped by their names."""
+    paths = ["a/rank0.pth", "a/rank1.pth", "b/rank0.pth", "b/rank1.pth", "b/rank2.pth"]
+    assert sizes(*paths, roots={path: path[0] for path in paths}) == [2, 3]
+
+
+# --- metadata ---
+
+
+def test_run_ids_are_never_mixed() -> None:
+    """Files of two launches are two groups, though run, step and pattern are the same."""
+    files = [
+        {"path": f"c/x_rank{rank}.pth", "run": "ddp", "run_id": "one" if rank < 2 else "two", "rank": rank % 2}
+        for rank in range(4)
+    ]
+    assert described(*files) == [["c/x_rank0.pth", "c/x_rank1.pth"], ["c/x_rank2.pth", "c/x_rank3.pth"]]
+
+
+def test_a_stale_replica_stays_in_its_group() -> None:
+    """A file of an older step that shares folder and pattern is compared with the others."""
+    files = [
+        {"path": f"c/ddp_rank{r}.pth", "run": "ddp", "run_id": "a", "rank": r, "step": 5 if r == 2 else 9}
+        for r in range(4)
+    ]
+    assert described(*files) == [[file["path"] for file in files]]
+
+
+def test_metadata_ranks_win_over_names() -> None:
+    """The rank is that of the metadata, not that of the name."""
+    found = layout.group([snapshot(f"c/rank{i}.pth", run="r", run_id="a", rank=1 - i, step=1) for i in range(2)])
+    assert [(rank, s.path) for rank, s in found[0].ranks] == [(0, "c/rank1.pth"), (1, "c/rank0.pth")]
+
+
+def test_steps_of_one_run_are_groups_in_order() -> None:
+    """Every step of a run is a group, with its ranks."""
+    files = [
+        snapshot(f"c/h/step_{step}/rank_{rank}.pth", run="ddp", run_id="a", rank=rank, step=step)
+        for step in (20, 3)
+        for rank in (0, 1)
+    ]
+    assert [(replicas.run, replicas.step, len(replicas.ranks)) for replicas in layout.group(files)] == [
+        ("ddp", 3, 2),
+        ("ddp", 20, 2),
+    ]
+
+
+def test_final_files_and_history_of_one_run() -> None:
+    """The final files are a group of their own, though the last step's history has the same ranks and step."""
+    files = [{"path": f"c/ddp_rank{r}.pth", "run": "ddp", "run_id": "a", "rank": r, "step": 9} for r in (0, 1)]
+    files += [{"path": f"c/h/step_9/rank_{r}.pth", "run": "ddp", "run_id": "a", "rank": r, "step": 9} for r in (0, 1)]
+    assert sorted(map(len, described(*files))) == [2, 2]
+
+
+def test_node_folders_with_metadata_are_joined() -> None:
+    """One folder a node, ranks in the metadata only: one group of one run."""
+    files = [
+        {"path": f"node{r // 2}/local{r % 2}.pth", "run": "ddp", "run_id": "a", "rank": r, "step": 9} for r in range(4)
+    ]
+    assert sorted(described(*files)[0]) == sorted(file["path"] for file in files)
+
+
+def test_runs_of_one_name_are_told_apart_by_folder() -> None:
+    """Two runs of one name get their folder in front, so that they do not become one series."""
+    files = [
+        snapshot(f"{folder}/ddp_rank{rank}.pth", run="ddp", run_id=folder, rank=rank, step=1)
+        for folder in ("a", "b")
+        for rank in (0, 1)
+    ]
+    assert [replicas.run for replicas in layout.group(files)] == ["a/ddp", "b/ddp"]
+
+
+# --- the user's word ---
+
+
+def test_group_by_overrides() -> None:
+    """Files whose path gives equal captured groups are replicas, whatever else their names say."""
+    paths = ["a_x_1.pth", "b_x_1.pth", "a_y_1.pth", "b_y_1.pth"]
+    found = grouped(*paths, group_by=r"_([xy])_")
+    assert [[path for _, path in members] for members in found] == [paths[:2], paths[2:]]
+    assert sizes("step_1.pth", "step_2.pth", group_by="step") == [2]
+
+
+def test_group_by_leaves_what_does_not_match_alone() -> None:
+    """A file that the expression does not match is in no one's group."""
+    assert sizes("x1.pth", "x2.pth", "other.pth", "more.pth", group_by="^x") == [1, 1, 2]

@@ -1,0 +1,49 @@
+"""Wrappers' prefixes, and siblings."""
+
+from __future__ import annotations
+
+from syncheck.names import bn_sibling, normalize
+
+
+def test_prefix_of_all_is_taken_off() -> None:
+    """`module.` in front of every name goes, once or several times, and the wrapper's others wherever they stand."""
+    assert normalize(["module.fc.weight", "module.bn.bias"]) == {
+        "module.fc.weight": "fc.weight",
+        "module.bn.bias": "bn.bias",
+    }
+    assert normalize(["module.module.w"]) == {"module.module.w": "w"}
+    assert normalize(["module._orig_mod.w"]) == {"module._orig_mod.w": "w"}
+    assert normalize(["_orig_mod.module.w"]) == {"_orig_mod.module.w": "w"}
+    inside = "layers.0._fsdp_wrapped_module.fc.weight"
+    assert normalize([inside]) == {inside: "layers.0.fc.weight"}
+
+
+def test_a_submodule_of_that_name_stays() -> None:
+    """`module.` stays where not every name has it: then it is the model's own."""
+    names = ["module.w", "head.w"]
+    assert normalize(names) == {name: name for name in names}
+    assert normalize(["my_module.w", "x_orig_mod.w"]) == {"my_module.w": "my_module.w", "x_orig_mod.w": "x_orig_mod.w"}
+
+
+def test_optimizer_follows_its_parameters() -> None:
+    """The prefix is taken from the optimizer's names too, and the optimizer's names do not keep it on the model's."""
+    names = ["module.fc.weight", "optimizer.module.fc.weight.exp_avg", "optimizer.fc.bias.step"]
+    assert list(normalize(names).values()) == ["fc.weight", "optimizer.fc.weight.exp_avg", "optimizer.fc.bias.step"]
+
+
+def test_two_names_never_become_one() -> None:
+    """Where taking a prefix off would make two names equal, both stay."""
+    names = ["_orig_mod.w", "w"]
+    assert normalize(names) == {name: name for name in names}
+
+
+def test_normalizing_again_changes_nothing() -> None:
+    """What came out goes through unchanged."""
+    once = list(normalize(["module._orig_mod.a.w", "module.a._fsdp_wrapped_module.b"]).values())
+    assert list(normalize(once).values()) == once
+
+
+def test_siblings() -> None:
+    """A sibling stands in the same module, also at the top level."""
+    assert bn_sibling("layer.bn.running_var", "weight") == "layer.bn.weight"
+    assert bn_sibling("running_var", "weight") == "weight"
