@@ -71,6 +71,8 @@ class Files:
         """
         if is_plain(tensor):
             size = DTYPES[tensor.dtype].size
+            if tensor.data is not None:
+                return tensor.data[start * size : (start + count) * size]
             return self._pread(tensor, tensor.offset + start * size, count * size, slot)
         return self._copied(tensor, start, count)
 
@@ -106,7 +108,7 @@ class Files:
         view: Any = np.ndarray(
             tensor.shape,
             f"V{row.size}",
-            self._map(tensor.path),
+            self._map(tensor.path) if tensor.data is None else tensor.data,
             tensor.offset,
             [s * row.size for s in tensor.strides],
         )

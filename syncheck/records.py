@@ -64,6 +64,8 @@ class Tensor:
     """"conj" or "neg": the operation that torch left to be done on reading."""
     refused: str = ""
     """Why the bytes of this tensor cannot be compared, else empty."""
+    data: bytes | None = None
+    """The bytes themselves, of a numpy array that lies in a pickle; else they stay on disk."""
 
     @property
     def numel(self) -> int:

@@ -24,7 +24,8 @@ class _Version(argparse.Action):
     """Look the version up only when it is asked for: that costs as much as all the rest of the start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        parser.exit(message=f"syncheck {version()}\n")
+        print(f"syncheck {version()}")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,9 +1,11 @@
 """BatchNorm's running statistics differ between the ranks, and nothing else does.
 
-Signature: only `running_mean` and `running_var` differ; parameters and `num_batches_tracked` agree. In training mode
-each rank normalizes with the statistics of its own batch and folds them into its own running averages. Plain DDP
-copies rank 0's buffers to the others at the start of each forward, so at the end of a step every rank is one update
-away from rank 0: momentum x (its batch's statistics - rank 0's). Gradients and parameters are not touched.
+Signature: only `running_mean` and `running_var` differ; parameters and `num_batches_tracked` agree.
+
+Cause: in training mode each rank normalizes with the statistics of its own batch and folds them into its own running
+averages. Plain DDP copies rank 0's buffers to the others at the start of each forward, so at the end of a step every
+rank is one update away from rank 0: momentum x (its batch's statistics - rank 0's). Gradients and parameters are not
+touched.
 
 This is the normal state of default DDP, and it fails by default because the replicas do differ. It matters when a
 rank's own file is evaluated, resumed from or exported: ranks then give different predictions, and rank 0's statistics

@@ -19,22 +19,48 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Storage:
+class _Frozen:
+    """Once built it stays as it is: BUILD may try to set the attributes of anything that the stream has made."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"the pickle sets attribute {name!r} of a {type(self).__name__}")
+
+    def _fill(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+class Storage(_Frozen):
     """A storage record of the archive: its key, dtype (None when untyped) and size in elements."""
 
     __slots__ = ("dtype", "key", "numel")
+    dtype: DType | None
+    key: str
+    numel: int
 
     def __init__(self, dtype: DType | None, key: str, numel: int) -> None:
-        self.dtype, self.key, self.numel = dtype, key, numel
+        self._fill(dtype=dtype, key=key, numel=numel)
 
 
-class TensorPlace:
+class TensorPlace(_Frozen):
     """Where a tensor's bytes lie: `offset` and `strides` in elements of `dtype` within `storage`.
 
-    refused: why its bytes cannot be compared; then only dtype and shape mean something.
+    refused: why its bytes cannot be compared; then only dtype and shape mean something. data, big_endian: of a numpy
+    array, whose bytes the pickle holds itself.
     """
 
-    __slots__ = ("dtype", "lazy", "offset", "refused", "shape", "storage", "strides")
+    __slots__ = ("big_endian", "data", "dtype", "lazy", "offset", "refused", "shape", "storage", "strides")
+    storage: Storage | None
+    dtype: DType | None
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    lazy: str
+    refused: str
+    data: bytes | None
+    big_endian: bool
 
     def __init__(
         self,
@@ -46,27 +72,8 @@ class TensorPlace:
         lazy: str = "",
         refused: str = "",
     ) -> None:
-        self.storage, self.dtype, self.offset, self.shape, self.strides = (
-            storage,
-            dtype,
-            offset,
-            shape,
-            strides,
-        )
-        self.lazy, self.refused = lazy, refused
-
-
-class NumpyArray(TensorPlace):
-    """A numpy array that the pickle holds itself. It is counted; its bytes are not compared yet."""
-
-    __slots__ = ()
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__(None, None, 0, (), (), refused="a numpy array is not read")
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple) and len(state) > 1:
-            self.shape = _sizes(state[1])
+        self._fill(storage=storage, dtype=dtype, offset=offset, shape=shape, strides=strides)
+        self._fill(lazy=lazy, refused=refused, data=None, big_endian=False)
 
 
 class Inert:
@@ -111,7 +118,7 @@ class Inert:
         return self
 
 
-class _StandIn:
+class StandIn:
     """A callable of ours that a pickle may name; it has no attribute that could be set."""
 
     __slots__ = ("_call",)
@@ -124,10 +131,11 @@ class _StandIn:
         raise pickle.UnpicklingError(f"the pickle sets attribute {name!r} of a rebuild function")
 
     def __call__(self, *args: Any) -> Any:
+        """Rebuild what the pickle asks for."""
         return self._call(*args)
 
 
-class StorageType(_StandIn):
+class StorageType(StandIn):
     """A storage class such as torch.FloatStorage, as the persistent id of a storage names it."""
 
     __slots__ = ("dtype",)
@@ -142,7 +150,7 @@ def _not_callable(*_: Any) -> NoReturn:
     raise pickle.UnpicklingError("a storage type or dtype is called")
 
 
-class _DTypeName(_StandIn):
+class _DTypeName(StandIn):
     """A dtype such as torch.float8_e4m3fn, given by name to _rebuild_tensor_v3."""
 
     __slots__ = ("dtype",)
@@ -153,7 +161,8 @@ class _DTypeName(_StandIn):
         object.__setattr__(self, "dtype", dtype)
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def sizes(value: Any) -> tuple[int, ...]:
+    """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
     if not isinstance(value, (tuple, list)) or not all(type(n) is int and n >= 0 for n in value):
         raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
     return tuple(value)
@@ -162,7 +171,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
     if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
         raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset")
-    shape, strides = _sizes(shape), _sizes(strides)
+    shape, strides = sizes(shape), sizes(strides)
     if len(shape) != len(strides):
         raise pickle.UnpicklingError(f"{len(shape)} sizes but {len(strides)} strides")
     lazy = ",".join(name for name in ("conj", "neg") if isinstance(bits, dict) and bits.get(name))
@@ -201,7 +210,7 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, _state: Any) -> Any:
     """Rebuild a tensor subclass: a DTensor holds a shard, any other wraps one ordinary tensor or is not known."""
     if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
         return refused_place("sharded: a DTensor holds this rank's shard only")
-    if isinstance(call, _StandIn) and isinstance(args, tuple):
+    if isinstance(call, StandIn) and isinstance(args, tuple):
         return call(*args)
     return refused_place(f"a tensor subclass that is not read: {getattr(kind, 'name', kind)!s:.80}")
 
@@ -211,8 +220,8 @@ def refused_place(reason: str) -> TensorPlace:
     return TensorPlace(None, None, 0, (), (), refused=reason)
 
 
-def _refuse(what: str) -> _StandIn:
-    return _StandIn(lambda *_: refused_place(what))
+def _refuse(what: str) -> StandIn:
+    return StandIn(lambda *_: refused_place(what))
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -220,6 +229,13 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
         raise pickle.UnpicklingError("bytes in an unknown encoding")
     return text.encode(encoding)
+
+
+def _bytes(*given: Any) -> bytes:
+    """Stand in for bytes(), by which protocol 2 writes the empty string of bytes; bytes(10**12) is a bomb."""
+    if given:
+        raise pickle.UnpicklingError("bytes() with arguments")
+    return b""
 
 
 def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
@@ -232,15 +248,16 @@ ALLOWED: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
-    "_codecs.encode": _StandIn(_encode),
-    "copyreg._reconstructor": _StandIn(_reconstructor),
-    "torch.Size": _StandIn(_sizes),
-    "torch._utils._rebuild_tensor": _StandIn(_rebuild_tensor),
-    "torch._utils._rebuild_tensor_v2": _StandIn(_rebuild_tensor_v2),
-    "torch._utils._rebuild_tensor_v3": _StandIn(_rebuild_tensor_v3),
-    "torch._utils._rebuild_parameter": _StandIn(_rebuild_parameter),
-    "torch._utils._rebuild_parameter_with_state": _StandIn(_rebuild_parameter),
-    "torch._tensor._rebuild_from_type_v2": _StandIn(_rebuild_from_type),
+    "builtins.bytes": StandIn(_bytes),
+    "_codecs.encode": StandIn(_encode),
+    "copyreg._reconstructor": StandIn(_reconstructor),
+    "torch.Size": StandIn(sizes),
+    "torch._utils._rebuild_tensor": StandIn(_rebuild_tensor),
+    "torch._utils._rebuild_tensor_v2": StandIn(_rebuild_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
+    "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
+    "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_parameter),
+    "torch._tensor._rebuild_from_type_v2": StandIn(_rebuild_from_type),
     "torch._utils._rebuild_wrapper_subclass": _refuse("a wrapper tensor that is not read"),
     "torch._utils._rebuild_qtensor": _refuse("a quantized tensor"),
     "torch._utils._rebuild_sparse_tensor": _refuse("a sparse tensor"),
@@ -248,9 +265,7 @@ ALLOWED: dict[str, Any] = {
     "torch._utils._rebuild_nested_tensor": _refuse("a nested tensor"),
     "torch._utils._rebuild_meta_tensor_no_storage": _refuse("a meta tensor: it has no values"),
     "torch._utils._rebuild_device_tensor_from_numpy": _refuse("a tensor stored as a numpy array"),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _StandIn(_rebuild_parameter),
-    "numpy._core.multiarray._reconstruct": _StandIn(NumpyArray),
-    "numpy.core.multiarray._reconstruct": _StandIn(NumpyArray),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_parameter),
     "torch.storage.UntypedStorage": StorageType(None),
     "torch.UntypedStorage": StorageType(None),
     **{f"torch.{name}": StorageType(row) for name, row in BY_STORAGE.items()},

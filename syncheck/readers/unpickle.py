@@ -2,7 +2,8 @@
 
 A pickle names the callables that rebuild its objects. Each name is looked up in three tables, never imported:
 
-- `stand_ins.ALLOWED`: our own stand-ins for the few names that torch.save writes for tensors and plain containers.
+- `stand_ins.ALLOWED` and `numpy_stand_ins.NUMPY`: our own stand-ins for the few names that torch.save writes for
+  tensors, arrays and plain containers.
 - `REFUSED_*`: names that can only be there to run something. The whole file is refused.
 - any other name becomes an inert stub that keeps what it was given, so that tensors inside are still found.
 """
@@ -14,7 +15,10 @@ import pickle
 from typing import Any
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
+from syncheck.readers.numpy_stand_ins import NUMPY
 from syncheck.readers.stand_ins import ALLOWED, Inert, Storage, StorageType
+
+TABLE = ALLOWED | NUMPY
 
 # Roots of modules that no tensor, number or configuration lives in.
 REFUSED_MODULES = frozenset(
@@ -63,8 +67,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = ALIASES.get(module, module)
         full = f"{module}.{name}"
-        if full in ALLOWED:
-            return ALLOWED[full]
+        if full in TABLE:
+            return TABLE[full]
         if is_refused(module, name):
             raise RefusedFile(
                 self.path,

@@ -119,13 +119,12 @@ def test_unknown_classes_are_inert_and_their_tensors_found(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
-    """Sparse, quantized and meta tensors and numpy arrays are there, refused with a reason, and counted."""
+    """Sparse, quantized and meta tensors are there, refused with a reason, and counted."""
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
     odd = {
         "sparse": torch.eye(3).to_sparse(),
         "q": quantized,
         "meta": torch.zeros(2, device="meta"),
-        "np": np.arange(3),
     }
     for rank in range(2):
         torch.save({"w": torch.ones(2), **odd}, tmp_path / f"m_rank{rank}.pth")
@@ -133,6 +132,41 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
     assert all(tensors[name].refused for name in odd)
     report = syncheck.compare(tmp_path)
     assert (report.counts.identical, report.counts.not_compared) == (1, len(odd))
+
+
+def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
+    """Arrays of every order and byte order are compared like tensors, scalars like Python's numbers."""
+    arrays = {
+        "plain": np.arange(12, dtype=np.float64).reshape(3, 4),
+        "fortran": np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4)),
+        "big_endian": np.arange(5, dtype=">f4"),
+        "bool": np.array([True, False]),
+        "empty": np.zeros((0, 3), np.uint32),
+        "zero_d": np.array(7, np.int64),
+    }
+    torch.save({"w": torch.ones(2), **arrays, "loss": np.float32(0.25)}, tmp_path / "m_rank0.pth")
+    arrays["fortran"] = arrays["fortran"].copy()
+    arrays["fortran"][2, 1] += 1
+    torch.save({"w": torch.ones(2), **arrays, "loss": np.float32(0.5)}, tmp_path / "m_rank1.pth")
+    read = syncheck.read(str(tmp_path / "m_rank0.pth"))
+    assert read.stubs == ()
+    assert read.values["loss"] == 0.25
+    for name, array in arrays.items():
+        if name != "fortran":
+            wanted = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes()
+            assert content(tmp_path / "m_rank0.pth", name) == wanted, name
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.name, diff.dtype, diff.max_abs, diff.index, diff.extent) == ("fortran", "int16", 1, (2, 1), "one")
+
+
+def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
+    """An array of Python objects or strings is counted as not compared, with its dtype."""
+    torch.save({"w": torch.ones(2), "o": np.array([None, 1]), "s": np.array(["a"])}, tmp_path / "f.pth")
+    tensors = syncheck.read(str(tmp_path / "f.pth")).tensors
+    assert {name: t.refused for name, t in tensors.items() if t.refused} == {
+        "o": "a numpy array of dtype O8",
+        "s": "a numpy array of dtype U1",
+    }
 
 
 def test_dtensor_is_sharded_and_not_different(tmp_path: Path) -> None:

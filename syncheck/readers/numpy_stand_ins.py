@@ -1,0 +1,101 @@
+"""Numpy arrays and scalars in a checkpoint's pickle: their bytes lie in the pickle itself.
+
+Formats: numpy/_core/src/multiarray/methods.c (array_reduce, array_setstate), scalartypes.c.src and descriptor.c of
+numpy 1.26 to 2.4. `numpy.core` became `numpy._core` in numpy 2.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from typing import Any
+
+from syncheck.dtypes import DTYPES, DType
+from syncheck.readers.stand_ins import StandIn, TensorPlace, sizes
+
+# numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
+_CODES = {
+    **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
+    **{f"i{size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
+    **{f"u{size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
+    **{f"c{size}": f"complex{8 * size}" for size in (8, 16)},
+    "b1": "bool",
+}
+_FORMATS = {"f2": "e", "f4": "f", "f8": "d", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "b1": "?"}
+_FORMATS |= {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
+
+
+class _NumpyDType:
+    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD."""
+
+    __slots__ = ("_code", "_order")
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self._code, self._order = str(code), "<"
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):
+            raise pickle.UnpicklingError("the byte order of a numpy dtype is off")
+        self._order = state[1]
+
+    @property
+    def code(self) -> str:
+        """As numpy writes it: f8."""
+        return self._code
+
+    @property
+    def big_endian(self) -> bool:
+        """Whether elements are stored most significant byte first."""
+        return self._order == ">"
+
+    @property
+    def dtype(self) -> DType | None:
+        """The row of our table, None for what torch has no name for."""
+        return DTYPES.get(_CODES.get(self._code, ""))
+
+
+class _NumpyArray(TensorPlace):
+    """A numpy array: made empty by _reconstruct, then filled by BUILD with shape, dtype, order and bytes."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__(None, None, 0, (), (), refused="a numpy array without content")
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise pickle.UnpicklingError("the state of a numpy array is off")
+        _, shape, kind, fortran, data = state
+        shape = sizes(shape)
+        dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
+        if dtype is None or not isinstance(data, bytes):
+            code = kind.code if isinstance(kind, _NumpyDType) else "?"
+            self._fill(shape=shape, refused=f"a numpy array of dtype {code:.20}")
+            return
+        if len(data) != math.prod(shape) * dtype.size:
+            raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")
+        dims = range(len(shape))
+        strides = tuple(math.prod(shape[:i] if fortran else shape[i + 1 :]) for i in dims)
+        self._fill(shape=shape, strides=strides, dtype=dtype, data=data, big_endian=kind.big_endian, refused="")
+
+
+def _scalar(kind: Any, data: Any = None) -> Any:
+    """Return a numpy scalar as a Python number; bytes that cannot be read so are kept as they are."""
+    if not isinstance(kind, _NumpyDType) or not isinstance(data, bytes):
+        return None
+    form = _FORMATS.get(kind.code)
+    if form is None or struct.calcsize(form) != len(data):
+        return data
+    return struct.unpack((">" if kind.big_endian else "<") + form, data)[0]
+
+
+NUMPY: dict[str, Any] = {
+    "numpy.dtype": StandIn(_NumpyDType),
+    "numpy.ndarray": StandIn(lambda *_: None),
+    **{
+        f"numpy.{core}.multiarray.{name}": StandIn(call)
+        for core in ("_core", "core")
+        for name, call in (("_reconstruct", _NumpyArray), ("scalar", _scalar))
+    },
+}

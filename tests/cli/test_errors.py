@@ -1,0 +1,213 @@
+"""Bad input: one clear line a file on stderr, no traceback, exit 2, and nothing hidden by it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import Call, Global, changed, network, save_pth, save_records, save_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from checkpoints import Done
+
+    Run = Callable[..., Done]
+    Ranks = Callable[..., list[Path]]
+
+
+def one_line(done: Done, *texts: str) -> None:
+    """Assert exit 2 and one line on stderr that holds these texts."""
+    assert done.code == 2, done
+    assert done.err.count("\n") == 1, done.err
+    assert done.err.startswith("syncheck: error: ")
+    assert all(text in done.err for text in texts), done.err
+
+
+def make_bad(folder: Path, kind: str) -> Path:
+    """Write a file that cannot be compared."""
+    path = folder / ("rank1.safetensors" if kind.endswith("safetensors") else "rank1.pth")
+    if kind == "text":
+        path.write_text("hello, this is no checkpoint\n")
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "folder":
+        (folder / "rank1.pth").mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    elif kind == "evil":
+        evil = Call(Global("os", "system"), (f"touch {folder}/canary",))
+        save_pth(path, {"w": np.ones(2, np.float32), "evil": evil})
+    elif kind == "no pickle":
+        save_records(path, b"\x80\x02nonsense")
+    elif kind.startswith("cut"):
+        whole = (save_safetensors if kind.endswith("safetensors") else save_pth)(path, network()).read_bytes()
+        path.write_bytes(whole[: len(whole) * int(kind.split()[1]) // 100])
+    return path
+
+
+BAD = {
+    "text": "b'hello, this",
+    "empty": "empty",
+    "fifo": "pipe",
+    "dangling": "no such file",
+    "evil": "os.system, which runs code; nothing was run",
+    "no pickle": "the pickle cannot be read",
+    "cut 1 pth": "cut short",
+    "cut 50 pth": "cut short",
+    "cut 99 pth": "cut short",
+    "cut 1 safetensors": "",
+    "cut 50 safetensors": "cut short",
+    "cut 99 safetensors": "cut short",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("others", ["in sync", "out of sync", "none"])
+def test_bad_file_among_others(syncheck: Run, tmp_path: Path, kind: str, others: str) -> None:
+    """A bad file beside replicas in sync is 2, beside replicas out of sync 1, alone 2; it is named in one line."""
+    bad = make_bad(tmp_path, kind)
+    paths = []
+    if others != "none":
+        second = network() if others == "in sync" else changed(network(), "fc.bias")
+        paths = [save_pth(tmp_path / "rank0.pth", network()), save_pth(tmp_path / "rank2.pth", second)]
+    done = syncheck("compare", *paths, bad)
+    assert done.code == (1 if others == "out of sync" else 2)
+    assert done.err.count("\n") == 1
+    assert str(bad) in done.err
+    assert BAD[kind] in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "canary").exists()
+    if others == "in sync":
+        assert done.lines[-2].startswith("COULD NOT TELL: 1 of the files")
+    elif others == "out of sync":
+        assert done.lines[-2] == "OUT OF SYNC, and 1 files could not be read"
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "evil", "cut 50 pth", "cut 50 safetensors"])
+def test_bad_file_in_a_folder(syncheck: Run, tmp_path: Path, kind: str) -> None:
+    """A file with a checkpoint's ending in a folder is never passed over in silence."""
+    for rank in (0, 2):
+        save_pth(tmp_path / f"rank{rank}.pth", network())
+    make_bad(tmp_path, kind)
+    done = syncheck("compare", tmp_path)
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+
+
+def test_two_bad_files_are_two_lines(syncheck: Run, tmp_path: Path) -> None:
+    """Each bad file has its line."""
+    for name in ("a.pth", "b.pth"):
+        (tmp_path / name).write_text("text")
+    done = syncheck("compare", "a.pth", "b.pth")
+    assert (done.code, done.err.count("\n")) == (2, 2)
+
+
+def test_missing_path(syncheck: Run) -> None:
+    """A path that is not there is named."""
+    one_line(syncheck("compare", "no_such.pth"), "no_such.pth", "no such file", "Check the path")
+
+
+def test_glob_without_a_match(syncheck: Run) -> None:
+    """A pattern that matches nothing is said to be one."""
+    one_line(syncheck("compare", "ckpts/*.pth"), "ckpts/*.pth", "no file matches this pattern")
+
+
+def test_folder_without_checkpoints(syncheck: Run, tmp_path: Path) -> None:
+    """A folder without a checkpoint says how many other files it has, empty or not."""
+    (tmp_path / "src").mkdir()
+    one_line(syncheck("compare", "src"), "src", "no checkpoint in this folder (0 other files)")
+    (tmp_path / "src" / "train.py").write_text("print()")
+    (tmp_path / "src" / "latest").write_text("step_3")
+    one_line(syncheck("compare", "src"), "no checkpoint in this folder (2 other files)")
+
+
+def test_one_file(syncheck: Run, ranks: Ranks) -> None:
+    """One replica is nothing to compare: 2, and the reason says what to give."""
+    (path, _) = ranks()
+    done = syncheck("compare", path)
+    assert (done.code, done.err) == (2, "")
+    assert done.lines[-2].startswith("COULD NOT TELL: no two of the files are replicas of one another")
+    assert done.lines[-1] == "0 tensors: 0 identical, 0 close, 0 different, 0 not compared"
+
+
+def test_the_same_file_twice_is_one(syncheck: Run, ranks: Ranks) -> None:
+    """A file is no replica of itself: given twice, by whatever path, nothing was compared."""
+    (path, _) = ranks()
+    assert syncheck("compare", path, path).code == 2
+    assert syncheck("compare", path, f"./{path.name}").code == 2
+    (path.parent / "again_rank1.pth").symlink_to(path)
+    assert syncheck("compare", path, path.parent / "again_rank1.pth").code == 2
+
+
+def test_alone_beside_a_group_decides_nothing(syncheck: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """A group of one is listed and does not change the code of another group that was compared."""
+    ranks()
+    save_pth(tmp_path / "best.pth", changed(network(), "fc.bias"))
+    done = syncheck("compare", tmp_path)
+    assert done.code == 0
+    assert "ALONE" in done.out
+
+
+def test_no_arguments(syncheck: Run) -> None:
+    """Wrong usage is one line and 2."""
+    for arguments in ((), ("compare",), ("nonsense",), ("show",), ("compare", "--rtol")):
+        done = syncheck(*arguments)
+        assert done.code == 2
+        assert done.err.count("\n") == 1
+        assert "--help" in done.err
+
+
+def test_help_and_version_are_0(syncheck: Run) -> None:
+    """Help names the exit codes, and goes to stdout."""
+    assert syncheck("--version").out.startswith("syncheck ")
+    for arguments in (("--help",), ("compare", "--help"), ("report", "--help"), ("show", "-h")):
+        done = syncheck(*arguments)
+        assert (done.code, done.err) == (0, "")
+        assert "exit codes: 0 in sync, 1 out of sync, 2 could not tell" in done.out
+
+
+def test_empty_path_and_nul(syncheck: Run) -> None:
+    """An empty path is bad input and no crash."""
+    one_line(syncheck("compare", ""))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_file_that_may_not_be_read(syncheck: Run, ranks: Ranks) -> None:
+    """A file without permission is unreadable."""
+    paths = ranks()
+    paths[1].chmod(0)
+    done = syncheck("compare", *paths)
+    assert done.code == 2
+    assert "permission denied" in done.err
+
+
+def test_crash_of_ours_is_3(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bug of ours is 3 with what to report, never 1, which would claim that replicas differ."""
+    from syncheck import api, cli
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(api, "compare", broken)
+    assert cli.main(["compare", *map(str, ranks())]) == 3
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: planted" in err
+    assert "this is a crash of syncheck, not a verdict on your files" in err
+
+
+def test_interrupt_is_130(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C is 130 and one line."""
+    from syncheck import api, cli
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "compare", stopped)
+    assert cli.main(["compare", *map(str, ranks())]) == 130
+    assert capsys.readouterr().err == "syncheck: interrupted\n"

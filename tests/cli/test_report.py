@@ -1,0 +1,107 @@
+"""`syncheck report`: all runs and steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import numpy as np
+from checkpoints import changed, network, save_pth
+
+import syncheck as library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoints import Done
+
+    Run = Callable[..., Done]
+
+SCHEMA = json.loads((Path(library.__file__).parent / "report" / "schema.json").read_text())
+
+
+def run(folder: Path, name: str, drift: dict[int | None, float], **block: Any) -> None:
+    """Write two ranks of a run at each step, whose running means lie so far apart; the None step is the final file."""
+    last = max((step for step in drift if step is not None), default=9)
+    for step, gap in drift.items():
+        for rank in range(2):
+            state = changed(network(), "running_mean", by=gap * rank) if gap else network()
+            described = library.metadata(
+                run=name, rank=rank, world_size=2, step=last if step is None else step, run_id=name, **block
+            )
+            where = f"{name}_rank{rank}.pth" if step is None else f"history/{name}/step_{step}/rank_{rank}.pth"
+            save_pth(folder / where, {"model": state, "syncheck": described})
+
+
+def test_default_folder(syncheck: Run, tmp_path: Path) -> None:
+    """Without a path it looks under ckpts/, and says so where there is none."""
+    done = syncheck("report")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "ckpts" in done.err
+    run(tmp_path / "ckpts", "ddp", {None: 0.5})
+    assert syncheck("report").code == 1
+
+
+def test_matrix_drift_and_closure(syncheck: Run, tmp_path: Path) -> None:
+    """Runs by kinds, drift over steps, and by how much SyncBatchNorm closed the gap, in numbers."""
+    run(tmp_path / "ckpts", "ddp", {2: 0.25, 9: 0.5, None: 0.5}, config={"sync_bn": False, "lr": 1})
+    run(tmp_path / "ckpts", "ddp-syncbn", {None: 0.0}, config={"sync_bn": True, "lr": 1})
+    done = syncheck("report", "--only-buffers")
+    assert done.code == 1
+    assert "2/2 differ" in done.out
+    assert "SyncBatchNorm closed the gap: the largest drift of any running statistic was 0.5 in " in done.out
+    assert "and is 0.0 in ddp-syncbn." in done.out
+    drift = [line.split()[:3] for line in done.lines if line.startswith("ddp") and ".bn.running_mean" in line]
+    assert ["2", "0.25"] in [row[1:] for row in drift]
+    assert "fc.weight" not in done.out
+
+
+def test_runs_of_other_settings_are_no_pair(syncheck: Run, tmp_path: Path) -> None:
+    """Runs that differ in more than SyncBatchNorm are not paired."""
+    run(tmp_path / "ckpts", "ddp", {None: 0.5}, config={"sync_bn": False, "lr": 1})
+    run(tmp_path / "ckpts", "ddp-syncbn", {None: 0.0}, config={"sync_bn": True, "lr": 2})
+    assert "SyncBatchNorm closed" not in syncheck("report").out
+
+
+def test_growth_over_steps_is_syn202(syncheck: Run, tmp_path: Path) -> None:
+    """Drift that grows is found in the run's last step, in the document and in the text."""
+    run(tmp_path / "ckpts", "ddp", {1: 0.1, 5: 0.2, 9: 0.4})
+    done = syncheck("report", "--format", "json")
+    found = json.loads(done.out)
+    jsonschema.validate(found, SCHEMA)
+    codes = [[finding["code"] for finding in group["findings"]] for group in found["groups"]]
+    assert codes == [["SYN201"], ["SYN201"], ["SYN202"]]
+    assert [group["step"] for group in found["groups"]] == [1, 5, 9]
+    assert [point["step"] for point in found["drift"]] == [1, 5, 9]
+    assert "SYN202" in syncheck("report").out
+
+
+def test_constant_drift_is_not_growth(syncheck: Run, tmp_path: Path) -> None:
+    """The one-step lag of plain DDP, flat over the steps, is SYN201."""
+    run(tmp_path / "ckpts", "ddp", {1: 0.4, 5: 0.5, 9: 0.45})
+    done = syncheck("report")
+    assert "SYN201" in done.out
+    assert "SYN202" not in done.out
+
+
+def test_allow_and_exit_zero(syncheck: Run, tmp_path: Path) -> None:
+    """--allow and --exit-zero do for report what they do for compare."""
+    run(tmp_path / "ckpts", "ddp", {None: 0.5})
+    assert syncheck("report", "--allow", "SYN201").code == 0
+    assert syncheck("report", "--exit-zero").code == 0
+    assert syncheck("report", "--only-params").code == 0
+    assert syncheck("report", "--only-optimizer").code == 2
+
+
+def test_bystanders_are_counted(syncheck: Run, tmp_path: Path) -> None:
+    """Files that are no checkpoints are skipped and counted, and lone checkpoints are named."""
+    run(tmp_path / "ckpts", "ddp", {None: 0.0})
+    (tmp_path / "ckpts" / "log.json").write_text("{}")
+    (tmp_path / "ckpts" / ".hidden.pth").write_text("text")
+    save_pth(tmp_path / "ckpts" / "best.pth", {"w": np.ones(2, np.float32)})
+    done = syncheck("report")
+    assert done.code == 0
+    assert "1 files in the folders are no checkpoints and were skipped" in done.out
+    assert "nothing to compare with, one file each: best" in done.out
