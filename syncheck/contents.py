@@ -50,7 +50,9 @@ def describe(path: str) -> dict[str, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, int):
+        return abs(value) < 2**64  # Python refuses to write integers of more than 4,300 digits
+    return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _metadata(metadata: Any) -> dict[str, Any]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 KEY = "syncheck"
 SCHEMA = 1
+# Bounds on what an untrusted file may claim: far above any run, and small enough to count up to and to print.
+MOST_STEPS = 2**63 - 1
+MOST = {"rank": 1_000_000, "world_size": 1_000_000}
 
 
 def metadata(
@@ -89,6 +92,8 @@ def parse(block: object, path: str) -> Metadata:
         # bool is an int in Python, but a rank of True is a mistake.
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
             raise _malformed(path, key, value, getattr(kind, "__name__", str(kind)))
+        if isinstance(value, int) and kind is int and not 0 <= value <= MOST.get(key, MOST_STEPS):
+            raise _malformed(path, key, value, f"a number from 0 to {MOST.get(key, MOST_STEPS)}")
         return value
 
     def names(key: str) -> tuple[str, ...]:

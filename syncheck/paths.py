@@ -38,23 +38,24 @@ def open_all(paths: Sequence[str]) -> Opened:
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
+    # A path written in two ways is one file. Links are not followed: a store of equal contents may keep them once.
     seen: set[str] = set()
     for path in _expanded(paths):
         if os.path.isdir(path):
             before = len(opened.snapshots) + len(opened.unreadable)
             skipped = opened.skipped
             for found in _files(path):
-                if found not in seen and _add_from_folder(found, opened):
+                if os.path.abspath(found) not in seen and _add_from_folder(found, opened):
                     opened.roots[found] = path
-                seen.add(found)
+                seen.add(os.path.abspath(found))
             if len(opened.snapshots) + len(opened.unreadable) == before:
                 raise UsageError(
                     f"{path}: no checkpoint in this folder ({opened.skipped - skipped} other files); needs files of "
                     "torch.save or safetensors. Train with --save-per-rank, or name the right folder."
                 )
-        elif path not in seen:
+        elif os.path.abspath(path) not in seen:
             _add(path, opened)
-        seen.add(path)
+        seen.add(os.path.abspath(path))
     return opened
 
 

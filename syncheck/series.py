@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import STATISTICS
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import Closure, DriftPoint
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
 
 def drift_of(group: Group) -> DriftPoint | None:
     """Return the largest gap of any running statistic, 0.0 where all agree; None where none was compared."""
-    if not any(counts.compared for kind, counts in group.kinds.items() if kind in STATISTICS):
+    if not any(counts.compared for kind, counts in group.kinds.items() if kind in BN_STATISTICS):
         return None
-    apart = [diff for diff in group.tensors if diff.kind in STATISTICS and diff.max_abs is not None]
+    apart = [diff for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
     worst = max(apart, key=lambda diff: diff.max_abs or 0, default=None)
     if worst is None or worst.max_abs is None:
         return DriftPoint(group.run, group.step, 0.0, None)

@@ -51,7 +51,9 @@ def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> Tensor
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write 'rank 1' or 'ranks 0, 2'."""
+    """'rank 1', 'ranks 0, 2, 3', or the first and the number where there are many."""
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

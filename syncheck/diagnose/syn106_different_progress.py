@@ -15,9 +15,10 @@ huggingface/transformers#28270; Megatron-LM warns and takes the larger step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Match, suspects
+from syncheck.errors import brief
 from syncheck.records import PROGRESS
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def apply(case: Case) -> Match | None:
     differing = [diff for diff in case.group.values if diff.counts and diff.name in PROGRESS]
     if differing:
         first = differing[0]
-        by_value: dict[str, list[int]] = {}
+        by_value: dict[Any, list[int]] = {}
         for rank, value in first.by_rank.items():
-            by_value.setdefault(str(value), []).append(rank)
+            by_value.setdefault(value if value == value else "nan", []).append(rank)
         sets = sorted(by_value.values(), key=len, reverse=True)
         tied = len(sets[0]) == len(sets[1])
         odd = case.group.ranks if tied else tuple(sorted(rank for found in sets[1:] for rank in found))
         texts = "; ".join(
-            f"{first.name} {value} on rank {', '.join(map(str, found))}" for value, found in by_value.items()
+            f"{first.name} {brief(value)} on rank {', '.join(map(str, found))}" for value, found in by_value.items()
         )
         return Match(case.tensors, odd, texts, case.values)
     steps = case.of_kind("optimizer_step")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from syncheck.diagnose.bn import STATISTICS
 from syncheck.errors import one_line
+from syncheck.kinds import BN_STATISTICS
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def drift(report: Report) -> list[str]:
 
 
 def _gaps(group: Group) -> dict[str, float]:
-    return {d.name: float(d.max_abs) for d in group.tensors if d.kind in STATISTICS and d.max_abs is not None}
+    return {d.name: float(d.max_abs) for d in group.tensors if d.kind in BN_STATISTICS and d.max_abs is not None}
 
 
 def _by_tensor(last: dict[str, Group]) -> str:

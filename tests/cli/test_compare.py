@@ -160,7 +160,14 @@ def test_json_is_valid_and_alone_on_stdout(syncheck: Run, ranks: Ranks) -> None:
 def test_json_of_awkward_values(syncheck: Run, tmp_path: Path) -> None:
     """NaN, infinities, bytes, complex and huge numbers among the values leave the document valid."""
     for rank in range(2):
-        values = {"a": float("nan"), "b": float("inf") * (1 - 2 * rank), "c": b"\xff", "d": 1j, "e": 10**5000 + rank}
+        values = {
+            "a": float("nan"),
+            "b": float("inf") * (1 - 2 * rank),
+            "c": b"\xff",
+            "d": 1j,
+            "e": 10**5000 + rank,
+            "epoch": 10**5000 + rank,
+        }
         weight = np.array([np.nan if rank else np.inf, 1], np.float32)
         save_pth(tmp_path / f"rank{rank}.pth", {"w": weight, "step": rank, **values})
     done = syncheck("compare", "rank0.pth", "rank1.pth", "--format", "json")

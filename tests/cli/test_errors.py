@@ -34,8 +34,6 @@ def make_bad(folder: Path, kind: str) -> Path:
         path.write_text("hello, this is no checkpoint\n")
     elif kind == "empty":
         path.write_bytes(b"")
-    elif kind == "folder":
-        (folder / "rank1.pth").mkdir()
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind == "dangling":
@@ -141,8 +139,9 @@ def test_the_same_file_twice_is_one(syncheck: Run, ranks: Ranks) -> None:
     (path, _) = ranks()
     assert syncheck("compare", path, path).code == 2
     assert syncheck("compare", path, f"./{path.name}").code == 2
-    (path.parent / "again_rank1.pth").symlink_to(path)
-    assert syncheck("compare", path, path.parent / "again_rank1.pth").code == 2
+    save_pth(path.parent / "only.pth", network())
+    assert syncheck("compare", "only.pth", "./only.pth").code == 2
+    assert syncheck("compare", "only.pth", path.parent / "only.pth").code == 2
 
 
 def test_alone_beside_a_group_decides_nothing(syncheck: Run, ranks: Ranks, tmp_path: Path) -> None:

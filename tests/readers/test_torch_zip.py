@@ -12,7 +12,7 @@ import torch
 import syncheck
 from syncheck.blocks import Files, ranges
 from syncheck.dtypes import DTYPES
-from syncheck.errors import MalformedFile, UnsupportedFormat
+from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,6 +107,24 @@ def test_training_checkpoint_has_names_without_containers(tmp_path: Path) -> Non
     )
     assert snapshot.values["epoch"] == 3
     assert snapshot.values["optimizer.param_groups.0.lr"] == 0.001
+
+
+def test_param_names_that_torch_stored_come_first(tmp_path: Path) -> None:
+    """An optimizer built from named parameters in another order says itself whose state it holds."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(list(model.named_parameters())[::-1])
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pth")
+    wanted = expected(optimizer.state[model[0].weight]["exp_avg"])
+    assert content(tmp_path / "f.pth", "optimizer.0.weight.exp_avg") == wanted
+
+
+def test_zip_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+    """A zip without data.pkl is named for what it is."""
+    np.savez(tmp_path / "f.npz", a=np.ones(2))
+    with pytest.raises(NotACheckpoint, match=r"a zip with 0 records data\.pkl; needed one, as torch\.save writes"):
+        syncheck.read(str(tmp_path / "f.npz"))
 
 
 def test_unknown_classes_are_inert_and_their_tensors_found(tmp_path: Path) -> None:

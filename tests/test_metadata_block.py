@@ -1,0 +1,88 @@
+"""The metadata block of an untrusted file is checked before it is believed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import save_pth
+
+import syncheck
+from syncheck.errors import MalformedFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+W = np.ones(2, np.float32)
+
+
+def read(folder: Path, block: Any) -> Any:
+    """Return the metadata of a checkpoint with this block."""
+    return syncheck.read(str(save_pth(folder / "a.pth", {"w": W, "syncheck": block}))).metadata
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    """Every field comes back, and unknown keys are kept out."""
+    block = syncheck.metadata(
+        run="ddp", rank=1, world_size=4, step=7, epoch=2, run_id="x", buffers_synced=False,
+        mesh={"dp": 1}, config={"lr": 0.1}, host="node3",
+    )  # fmt: skip
+    found = read(tmp_path, block | {"of_later_versions": 1})
+    for name in ("run", "rank", "world_size", "step", "epoch", "run_id", "buffers_synced", "mesh", "config", "host"):
+        assert getattr(found, name) == block[name], name
+
+
+def test_model_and_optimizer_are_described(tmp_path: Path) -> None:
+    """Buffers that are saved, frozen parameters, momentum and the optimizer's order are recorded from the model."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3, momentum=None))
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([{"params": [model[1].weight, model[0].weight]}, {"params": [model[1].bias]}], lr=0.1)
+    found = read(tmp_path, syncheck.metadata(run="r", rank=0, world_size=1, model=model, optimizer=optimizer))
+    assert found.buffers == ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert found.frozen == ("0.bias",)
+    assert found.bn_momentum == {"1": None}
+    assert found.optimizer_parameters == ("1.weight", "0.weight", "1.bias")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": "0"}, {"rank": True}, {"rank": -1}, {"rank": 10**5000}, {"rank": 0.5}, {"world_size": 10**9},
+        {"step": 2**63}, {"epoch": [1]}, {"run": 3}, {"mesh": []}, {"buffers": [1]}, {"buffers": "w"}, {"schema": 2},
+        {"buffers_synced": 1}, {"config": "x"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_fields_of_another_type_or_out_of_bounds(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A field that is not what it must be makes the file malformed, in one short line that names it."""
+    block = syncheck.metadata(run="ddp", rank=0, world_size=2, step=7) | change
+    with pytest.raises(MalformedFile, match=f"metadata block 'syncheck', {next(iter(change))}: ") as caught:
+        read(tmp_path, block)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("rank, world", [(-1, 2), (2, 2), (0, 0)])
+def test_writing_an_impossible_rank(rank: int, world: int) -> None:
+    """A rank outside its world is refused when it is written."""
+    with pytest.raises(ValueError, match="needs 0 <= rank < world_size"):
+        syncheck.metadata(run="r", rank=rank, world_size=world)
+
+
+def test_absent_ranks_are_told_in_a_line(tmp_path: Path) -> None:
+    """Ranks that took part and have no file are noted, short where they are many."""
+    for rank in range(2):
+        block = syncheck.metadata(run="r", rank=rank, world_size=100_000, step=1, run_id="x")
+        save_pth(tmp_path / f"rank{rank}.pth", {"w": W, "syncheck": block})
+    (group,) = syncheck.compare(tmp_path).groups
+    (note,) = [note for note in group.notes if note.startswith("no file of")]
+    assert note.startswith("no file of 99998 ranks (2, 3, 4, 5, ...)")
+
+
+def test_a_top_level_key_that_is_no_block(tmp_path: Path) -> None:
+    """A model that happens to have a tensor of that name keeps it."""
+    found = syncheck.read(str(save_pth(tmp_path / "a.pth", {"syncheck": W})))
+    assert list(found.tensors) == ["syncheck"]
+    assert found.metadata is None

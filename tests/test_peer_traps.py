@@ -1,0 +1,192 @@
+"""What tools of today get wrong or pass over in silence: each case with the right answer.
+
+The cases are those on which scripts with torch.equal or allclose and published comparison tools were seen to crash, to
+call different files equal, or to call equal files different.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth, save_safetensors
+
+import syncheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    State = dict[str, Any]
+
+NAME = "fc.weight"
+
+
+def with_bit(bit: int) -> State:
+    """Flip one bit of one element."""
+    state = network()
+    state[NAME].view(np.uint32)[3, 2] ^= np.uint32(1 << bit)
+    return state
+
+
+def with_value(value: Any) -> State:
+    """Set one element."""
+    state = network()
+    state[NAME][3, 2] = value
+    return state
+
+
+def with_tensor(array: Any) -> State:
+    """Put another array in place of a tensor."""
+    return network() | {NAME: array}
+
+
+def without() -> State:
+    """Leave a tensor out."""
+    return {name: array for name, array in network().items() if name != NAME}
+
+
+def permuted() -> State:
+    """Keep the values of a tensor, in another order: all summaries stay."""
+    return with_tensor(network()[NAME][::-1].copy())
+
+
+def training(state: State, epoch: int = 3) -> State:
+    """Wrap a state dict as trainers do, with random state that differs by design."""
+    moments = {0: {"exp_avg": state[NAME].copy(), "step": np.array(4, np.float32)}}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    return {"model": state, "optimizer": optimizer, "epoch": epoch, "rng": np.zeros(4, np.int64)}
+
+
+def single(*values: Any, dtype: Any) -> State:
+    """Return one small tensor."""
+    return {NAME: np.array(values, dtype)}
+
+
+ONE, SMALL = network(), {"a": np.arange(10, dtype=np.float32), "b": np.ones(3, np.float32)}
+PREFIXED = {f"module.{name}": array for name, array in network().items()}
+BF16, HALF = ml_dtypes.bfloat16, np.float16
+
+# name: (first, second, exit code, what is not identical by status, code of the finding)
+CASES: dict[str, tuple[State, State, int, dict[str, str], str | None]] = {
+    "same": (ONE, network(), 0, {}, None),
+    "one mantissa bit": (ONE, with_bit(0), 1, {NAME: "different"}, "SYN299"),
+    "exponent bit": (ONE, with_bit(30), 1, {NAME: "different"}, "SYN299"),
+    "zeros of two signs": (with_value(0.0), with_value(-0.0), 0, {NAME: "equal"}, None),
+    "NaN on one": (ONE, with_value(np.nan), 1, {NAME: "different"}, "SYN299"),
+    "same NaN on both": (with_value(np.nan), with_value(np.nan), 0, {}, None),
+    "infinity on one": (ONE, with_value(np.inf), 1, {NAME: "different"}, "SYN299"),
+    "missing key": (ONE, without(), 1, {NAME: "not_compared"}, "SYN101"),
+    "extra key": (without(), ONE, 1, {NAME: "not_compared"}, "SYN101"),
+    "shape": (ONE, with_tensor(np.ones((4, 10), np.float32)), 1, {NAME: "not_compared"}, "SYN102"),
+    "shape that broadcasts": (ONE, with_tensor(np.ones((1, 1), np.float32)), 1, {NAME: "not_compared"}, "SYN102"),
+    "dtype": (ONE, with_tensor(ONE[NAME].astype(np.float64)), 1, {NAME: "not_compared"}, "SYN102"),
+    "prefix on one": (ONE, PREFIXED, 0, {}, "SYN103"),
+    "permuted values": (ONE, permuted(), 1, {NAME: "different"}, "SYN299"),
+    "2^53 and its neighbour": (
+        single(2**53, dtype=np.int64), single(2**53 + 1, dtype=np.int64), 1, {NAME: "different"}, "SYN299",
+    ),
+    "only small tensors, all differ": (
+        SMALL, {name: array + 1 for name, array in SMALL.items()}, 1, {"a": "different", "b": "different"}, "SYN299",
+    ),
+    "training checkpoints that agree": (training(network()), training(network()), 0, {}, None),
+    "training checkpoints whose model differs": (
+        training(network()), training(network()) | {"model": with_bit(3)}, 1, {NAME: "different"}, "SYN299",
+    ),
+    "epoch": (training(network()), training(network(), epoch=4), 1, {}, "SYN106"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_right_answer(tmp_path: Path, case: str, swapped: bool) -> None:
+    """Each trap gets its verdict, its tensors and its finding, whichever file comes first."""
+    first, second, code, statuses, finding = CASES[case]
+    for rank, state in enumerate((second, first) if swapped else (first, second)):
+        save_pth(tmp_path / f"rank{rank}.pth", state)
+    report = syncheck.compare(tmp_path)
+    (group,) = report.groups
+    assert report.exit_code == code
+    assert {diff.name: diff.status for diff in group.tensors if diff.kind != "rng"} == statuses
+    assert [found.code for found in group.findings] == ([finding] if finding else [])
+
+
+@pytest.mark.parametrize(
+    "save, ending", [(save_pth, ".pth"), (save_safetensors, ".safetensors")], ids=[".pth", ".safetensors"]
+)
+def test_batchnorm_alone(tmp_path: Path, save: Callable[..., Any], ending: str) -> None:
+    """Buffers that differ are not skipped, called fine-tuning or drowned: exactly they differ, and why is said."""
+    for rank in range(2):
+        save(tmp_path / f"rank{rank}{ending}", changed(network(), "running_mean", "running_var", by=rank))
+    (group,) = syncheck.compare(tmp_path).groups
+    assert group.counts.different == 4
+    assert [finding.code for finding in group.findings] == ["SYN201"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF, ml_dtypes.float8_e4m3fn], ids=lambda dtype: np.dtype(dtype).name)
+def test_low_precision(tmp_path: Path, dtype: Any) -> None:
+    """A bfloat16, half or float8 tensor that differs by half its size is no TypeError and no silence."""
+    for rank in range(2):
+        save_safetensors(tmp_path / f"rank{rank}.safetensors", single(1.0, 1.5 if rank else 1.0, dtype=dtype))
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.status, diff.max_abs, diff.index) == ("different", 0.5, (1,))
+
+
+def test_damaged_safetensors_is_not_identical(tmp_path: Path) -> None:
+    """A .safetensors cut short is unreadable, never structurally identical."""
+    for rank in range(2):
+        path = save_safetensors(tmp_path / f"rank{rank}.safetensors", network())
+    path.write_bytes(path.read_bytes()[:-10])
+    report = syncheck.compare(tmp_path)
+    assert (report.exit_code, len(report.unreadable)) == (2, 1)
+
+
+def test_zeroed_bytes_inside_a_tensor(tmp_path: Path) -> None:
+    """64 bytes that a disk zeroed are a run of elements in one tensor."""
+    for rank in range(2):
+        path = save_pth(tmp_path / f"rank{rank}.pth", network())
+    tensor = syncheck.read(str(path)).tensors[NAME]
+    data = bytearray(path.read_bytes())
+    data[tensor.offset + 16 : tensor.offset + 80] = bytes(64)
+    path.write_bytes(data)
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.name, diff.mismatched, diff.extent) == (NAME, 16, "contiguous")
+
+
+def test_files_saved_on_two_gpus(tmp_path: Path) -> None:
+    """Where a tensor was, cuda:0 or cuda:1, is no difference, and no GPU is needed to read it."""
+    for rank in range(2):
+        path = save_pth(tmp_path / f"rank{rank}.pth", network())
+        # The pickle names the device of a storage as text; both texts are of one length.
+        data = path.read_bytes().replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00" + f"cu{rank}".encode())
+        path.write_bytes(data)
+    report = syncheck.compare(tmp_path)
+    assert report.verdict == "in_sync", report.unreadable
+
+
+@pytest.mark.parametrize("tree", [[np.ones(2, np.float32)], np.ones(2, np.float32)], ids=["list", "bare tensor"])
+def test_other_trees(tmp_path: Path, tree: Any) -> None:
+    """A list or a bare tensor is compared as a dict would be."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", tree)
+    assert syncheck.compare(tmp_path).exit_code == 0
+    save_pth(tmp_path / "rank1.pth", [tree[0] + 1] if isinstance(tree, list) else tree + 1)
+    assert syncheck.compare(tmp_path).exit_code == 1
+
+
+def test_empty_dicts_are_nothing_compared(tmp_path: Path) -> None:
+    """Two checkpoints without a tensor are not in sync."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", {})
+    assert syncheck.compare(tmp_path).exit_code == 2
+
+
+def test_the_odd_one_of_eight_is_named(tmp_path: Path) -> None:
+    """No rank is the reference: of eight replicas the odd one is named, rank 0 too."""
+    for odd in (0, 5):
+        for rank in range(8):
+            save_pth(tmp_path / f"{odd}/rank{rank}.pth", changed(network(), "fc.bias", by=float(rank == odd)))
+        (finding,) = syncheck.compare(tmp_path / str(odd)).groups[0].findings
+        assert finding.ranks == (odd,)
