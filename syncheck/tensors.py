@@ -33,7 +33,7 @@ def compare_tensor(
     )
     if not missing:
         return diff
-    diff = diff or replace(_bare(name, kind, tensors), clusters=(tuple(tensors),))
+    diff = diff or _bare(name, kind, tensors)
     here, gone = list(tensors), list(missing)
     return replace(
         diff,
@@ -41,6 +41,7 @@ def compare_tensor(
         reason="missing",
         detail=f"not on {ranks_text(missing)}",
         replica_groups=(ranks,),
+        clusters=diff.clusters or (tuple(here),),
         minority=diff.minority or minority_of(_largest_first((here, gone))),
     )
 

@@ -111,6 +111,11 @@ def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
     return text if len(common[0]) > len(common[1]) else f"{text}; there is no majority"
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """'1 tensor', '2 tensors'."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def names_text(names: Sequence[str], most: int = 3) -> str:
     """Return the first few names and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, names_text, ranks_text
+from syncheck.diagnose.case import Match, counted, names_text, ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -46,5 +46,5 @@ def apply(case: Case) -> Match | None:
     return Match(
         lacking,
         tuple(sorted(odd or everyone)),
-        f"{len(lacking)} tensors are not on {ranks_text(sorted(without))}: {names}",
+        f"{counted(len(lacking), 'tensor')} not on {ranks_text(sorted(without))}: {names}",
     )

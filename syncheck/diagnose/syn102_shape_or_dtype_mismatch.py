@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, names_text, suspects
+from syncheck.diagnose.case import Match, counted, names_text, suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -41,4 +41,4 @@ def apply(case: Case) -> Match | None:
     if not unlike:
         return None
     names = names_text([f"{diff.name} ({diff.detail})" for diff in unlike], most=2)
-    return Match(unlike, suspects(unlike, case.group), f"{len(unlike)} tensors: {names}")
+    return Match(unlike, suspects(unlike, case.group), f"{counted(len(unlike), 'tensor')}: {names}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, gap_text, ranks_text, suspects, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, ranks_text, suspects, worst
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -44,7 +44,8 @@ def apply(case: Case) -> Match | None:
     apart = max(int(diff.max_abs or 0) for diff in counts)
     odd = suspects(counts, case.group)
     evidence = (
-        f"num_batches_tracked differs in {len(counts)} layers, by up to {apart} batches, suspect {ranks_text(odd)}"
+        f"num_batches_tracked differs in {counted(len(counts), 'layer')}, by up to "
+        f"{counted(apart, 'batch', 'batches')}, suspect {ranks_text(odd)}"
         f"{agreement_text(counts, case.group)}"
     )
     statistics = case.of_kind("bn_mean", "bn_var")

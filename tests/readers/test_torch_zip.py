@@ -152,6 +152,14 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
     assert (report.counts.identical, report.counts.not_compared) == (1, len(odd))
 
 
+def test_what_is_not_read_can_still_be_missing(tmp_path: Path) -> None:
+    """A tensor that is refused on one rank and absent on the other is missing there, whatever it holds."""
+    torch.save({"w": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path / "m_rank0.pth")
+    torch.save({"w": torch.ones(2)}, tmp_path / "m_rank1.pth")
+    (finding,) = syncheck.compare(tmp_path).groups[0].findings
+    assert (finding.code, finding.evidence) == ("SYN101", "1 tensor not on rank 1: meta")
+
+
 def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
     """Arrays of every order and byte order are compared like tensors, scalars like Python's numbers."""
     arrays = {
