@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from syncheck.layout_groups import Replicas
-    from syncheck.paths import Opened
     from syncheck.records import Group, Verdict
 
 ONLY = {
@@ -64,6 +63,7 @@ class Options:
                 re.compile(self.group_by)
             except re.error as error:
                 raise UsageError(f"--group-by {self.group_by!r}: not a regular expression: {error}") from None
+        self.selection()  # the tolerance checks itself
 
     def selection(self) -> Selection:
         """Return what of this concerns the comparison of one group."""
@@ -84,7 +84,8 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> R
     opened = open_all([str(path) for path in paths])
     unreadable = list(opened.unreadable)
     selection = options.selection()
-    groups = [_compare(found, selection, unreadable) for found in _grouped(opened, options)]
+    grouped = layout.group(opened.snapshots, options.group_by, opened.roots)
+    groups = [_compare(found, selection, unreadable) for found in grouped]
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(_judge(group, runs.get(group.run, ()), allow) for group in groups)
@@ -96,10 +97,6 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> R
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
-
-
-def _grouped(opened: Opened, options: Options) -> Iterable[Replicas]:
-    return layout.group(opened.snapshots, options.group_by, opened.roots)
 
 
 def _compare(replicas: Replicas, selection: Selection, unreadable: list[Unreadable]) -> Group:

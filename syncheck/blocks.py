@@ -91,12 +91,7 @@ class Files:
                 more = os.preadv(descriptor, [memoryview(data)[got:]], offset + got)
                 got = got + more if more else -1
         if got != length:
-            raise MalformedFile(
-                tensor.path,
-                place=f"tensor '{tensor.name}'",
-                found=f"the file ends before byte {offset + length}",
-                next_step="it was changed while it was read: run again when nothing writes it",
-            )
+            raise _shrunk(tensor, f"byte {offset + length}")
         return data
 
     def _copied(self, tensor: Tensor, start: int, count: int) -> bytes:
@@ -105,13 +100,12 @@ class Files:
         row = DTYPES[tensor.dtype]
         axis = _axis(tensor.shape, row.size)
         inner = math.prod(tensor.shape[axis + 1 :])
-        view: Any = np.ndarray(
-            tensor.shape,
-            f"V{row.size}",
-            self._map(tensor.path) if tensor.data is None else tensor.data,
-            tensor.offset,
-            [s * row.size for s in tensor.strides],
-        )
+        strides = [s * row.size for s in tensor.strides]
+        try:
+            where = self._map(tensor.path) if tensor.data is None else tensor.data
+            view: Any = np.ndarray(tensor.shape, f"V{row.size}", where, tensor.offset, strides)
+        except (TypeError, ValueError):  # the mapping is shorter than the tensor, or empty
+            raise _shrunk(tensor, "the tensor's last element") from None
         if tensor.shape:
             *outer, first = np.unravel_index(start // inner, tensor.shape[: axis + 1])
             view = view[tuple(outer)][first : first + count // inner]
@@ -127,6 +121,15 @@ class Files:
             # A mapping costs address space only; few tensors need one.
             self._maps[path] = mmap.mmap(self.descriptor(path), 0, access=mmap.ACCESS_READ)
         return self._maps[path]
+
+
+def _shrunk(tensor: Tensor, where: str) -> MalformedFile:
+    return MalformedFile(
+        tensor.path,
+        place=f"tensor '{tensor.name}'",
+        found=f"the file ends before {where}",
+        next_step="it was changed while it was read: run again when nothing writes it",
+    )
 
 
 def is_plain(tensor: Tensor) -> bool:

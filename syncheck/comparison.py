@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from syncheck.blocks import Files
 from syncheck.kinds import KINDS, kinds_of, selector
 from syncheck.names import normalize
-from syncheck.records import Counts, Group, Replica, TensorDiff
-from syncheck.tensors import compare_tensor, not_asked_for, ranks_text
+from syncheck.records import Counts, Group, Replica, TensorDiff, ranks_text
+from syncheck.tensors import compare_tensor, not_asked_for
 from syncheck.tolerance import Tolerance
-from syncheck.values import compare_values
+from syncheck.values import compare_values, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +78,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         kinds=counts,
         left_out=left_out,
         normalized=_normalized(names),
+        stores_progress=any(map(stores_progress, snapshots.values())),
         notes=tuple(_notes(replicas, snapshots, guessed=guessed and bool(by_kind))),
         metadata=metadata,
     )

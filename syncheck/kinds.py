@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KINDS = (
     "parameter", "buffer", "bn_mean", "bn_var", "bn_count",
-    "optimizer", "optimizer_step", "scaler", "ema", "rng", "other",
+    "optimizer", "optimizer_step", "scaler", "ema", "rng",
 )  # fmt: skip
 PARAMETERS = frozenset({"parameter"})
 BUFFERS = frozenset({"buffer", "bn_mean", "bn_var", "bn_count"})

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 MODEL_CONTAINERS = frozenset(
     "model state_dict model_state_dict model_state module net network weights params app module_state_dict".split()
 )
-# What DDP and DataParallel, torch.compile and FSDP put in front of, or into, the names.
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+# What torch.compile and FSDP put into names, wherever they wrapped.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
@@ -218,6 +218,8 @@ class Group:
     """Tensors that the options leave out; they are in no count."""
     normalized: Mapping[int, int] = field(default_factory=dict)
     """How many names of a rank had a wrapper's prefix such as `module.` taken off."""
+    stores_progress: bool = False
+    """Whether the files say at which step or epoch they were written."""
     notes: tuple[str, ...] = ()
     """What was decided, normalized, guessed or left out."""
     metadata: Metadata | None = None
@@ -277,3 +279,10 @@ class Report:
     def exit_code(self) -> int:
         """0 in sync, 1 out of sync, 2 could not tell."""
         return {"in_sync": 0, "out_of_sync": 1}.get(self.verdict, 2)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """'rank 1', 'ranks 0, 2, 3', or the first and the number where there are many."""
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -11,7 +11,7 @@ from syncheck.records import Closure, DriftPoint
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.records import Group
+    from syncheck.records import Group, TensorDiff
 
 
 def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
@@ -27,14 +27,25 @@ def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
 
 
 def drift_of(group: Group) -> DriftPoint | None:
-    """Return the largest gap of any running statistic, 0.0 where all agree; None where none was compared."""
+    """Return the largest gap of any running statistic, 0.0 where all agree.
+
+    None where none was compared, and where one is apart by no number (missing, of another shape, not finite): to pass
+    over it would call the others' gap the largest, or 0.0.
+    """
     if not any(counts.compared for kind, counts in group.kinds.items() if kind in BN_STATISTICS):
         return None
-    apart = [diff for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
+    apart = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
+    if any(diff.out_of_sync and (diff.max_abs is None or _nonfinite_somewhere(diff)) for diff in apart):
+        return None
+    apart = [diff for diff in apart if diff.max_abs is not None]
     worst = max(apart, key=lambda diff: diff.max_abs or 0, default=None)
     if worst is None or worst.max_abs is None:
         return DriftPoint(group.run, group.step, 0.0, None)
     return DriftPoint(group.run, group.step, float(worst.max_abs), worst.name)
+
+
+def _nonfinite_somewhere(diff: TensorDiff) -> bool:
+    return len(set(diff.nonfinite.values())) > 1
 
 
 def drifts(runs: Mapping[str, Sequence[Group]]) -> tuple[DriftPoint, ...]:

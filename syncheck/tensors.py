@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel import clusters
-from syncheck.records import TensorDiff
+from syncheck.records import TensorDiff, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -49,13 +49,6 @@ def compare_tensor(
 def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     """Count a random number state, which differs between ranks by design, as not compared."""
     return replace(_bare(name, kind, tensors), reason="rng", detail="random number states differ by design")
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 1', 'ranks 0, 2, 3', or the first and the number where there are many."""
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:

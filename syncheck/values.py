@@ -20,8 +20,7 @@ def compare_values(snapshots: Mapping[int, Snapshot]) -> list[ValueDiff]:
     """
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, snapshot in snapshots.items():
-        progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
-        for name, value in (progress | dict(snapshot.values)).items():
+        for name, value in _values(snapshot).items():
             by_name[name][rank] = value
     diffs = []
     for name, values in by_name.items():
@@ -32,6 +31,17 @@ def compare_values(snapshots: Mapping[int, Snapshot]) -> list[ValueDiff]:
                 ValueDiff(name, {rank: values.get(rank) for rank in snapshots}, counts=differ and _counts(name))
             )
     return diffs
+
+
+def stores_progress(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint says at which step or epoch it was written."""
+    return any(value is not None for name, value in _values(snapshot).items() if name in PROGRESS)
+
+
+def _values(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the values of a checkpoint, those of its metadata where it has no others of that name."""
+    progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
+    return progress | dict(snapshot.values)
 
 
 def _counts(name: str) -> bool:

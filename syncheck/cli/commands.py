@@ -45,7 +45,6 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
         group_by=arguments.group_by,
     )
     output.check_endings(arguments.output)
-    options.selection()  # a wrong tolerance is told before files are read
     found = api.compare(*arguments.paths, options=options)
     for file in found.unreadable:
         print(f"syncheck: error: {output.one_line(f'{file.path}: {file.reason}')}", file=sys.stderr)

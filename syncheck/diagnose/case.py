@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from syncheck.records import ranks_text
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -82,13 +84,6 @@ def gap_text(diff: TensorDiff | None) -> str:
         return "no finite gap"
     where = f"[{', '.join(map(str, diff.index))}]" if diff.index else ""
     return f"largest gap {diff.max_abs:.3g} in {diff.name}{where}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 1', 'ranks 0, 2, 3', or the first and the number where there are many."""
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:

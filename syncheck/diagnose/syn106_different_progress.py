@@ -51,7 +51,8 @@ def apply(case: Case) -> Match | None:
         )
         return Match(case.tensors, odd, texts, case.values)
     steps = case.of_kind("optimizer_step")
-    if steps and not _stores_progress(case):
+    # Where the files name their step, and it is equal, the optimizer's counters are another matter.
+    if steps and not case.group.stores_progress:
         return Match(
             case.tensors,
             suspects(steps, case.group),
@@ -59,8 +60,3 @@ def apply(case: Case) -> Match | None:
             case.values,
         )
     return None
-
-
-def _stores_progress(case: Case) -> bool:
-    """Whether the files say at which step they were written; then the optimizer's counters are another matter."""
-    return case.group.metadata is not None and case.group.metadata.step is not None

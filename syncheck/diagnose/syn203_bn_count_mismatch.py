@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, ranks_text, suspects, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, suspects, worst
+from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

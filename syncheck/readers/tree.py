@@ -45,10 +45,10 @@ def flatten(tree: Any, path: str, size: int = 0) -> Flat:
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
-    optimizers: list[tuple[str, Any]] = []
+    optimizers: list[Any] = []
     _walk(tree, flat, optimizers, path)
     models = {name: place.shape for name, place in flat.tensors.items()}
-    for i, (_, state) in enumerate(optimizers):
+    for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
         names = parameter_names(state, models, flat.metadata)
         _add_optimizer(state, prefix, names, flat, path)
@@ -74,12 +74,12 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, Inert):
         parts: list[tuple[str, Any]] = [(str(key), value) for key, value in node.items.items()]
         for i, given in enumerate(node.given):
-            parts += children(given) or [(str(i), given)] if isinstance(given, dict) else [(str(i), given)]
+            parts += (children(given) or []) if isinstance(given, dict) else [(str(i), given)]
         return parts
     return None
 
 
-def _walk(tree: Any, flat: Flat, optimizers: list[tuple[str, Any]], path: str) -> None:
+def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
     """Depth first, in the order of insertion, without recursion: the tree's depth is the file's to choose."""
     stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
     while stack:
@@ -91,7 +91,7 @@ def _walk(tree: Any, flat: Flat, optimizers: list[tuple[str, Any]], path: str) -
         if isinstance(node, TensorPlace):
             flat.tensors[_free(name, flat.tensors)] = node
         elif is_optimizer(node):
-            optimizers.append((name, node))
+            optimizers.append(node)
         elif isinstance(node, _PLAIN):
             flat.values[_free(name, flat.values)] = node
         else:
