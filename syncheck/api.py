@@ -71,21 +71,39 @@ class Options:
         return Selection(only, self.include, self.exclude, self.buffers, Tolerance(self.rtol, self.atol, self.ulp))
 
 
-def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> Report:
-    """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies under some paths: opened and sorted into groups of replicas, no tensor compared yet."""
 
-    paths: files, folders or globs. Returns the whole answer; `report.exit_code` is the command line's.
-    Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
-    be read do not raise: they are listed, and the verdict is then never "in sync".
+    groups: tuple[Replicas, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+    skipped: int = 0
+    """Files in the folders given that are no checkpoints."""
+
+
+def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
+    """Open the checkpoints under the paths and sort them into groups of replicas.
+
+    paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, or no
+    path at all. Files that cannot be read do not raise: they are listed.
     """
     options = options or Options()
     if not paths:
         raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = open_all([str(path) for path in paths])
-    unreadable = list(opened.unreadable)
-    selection = options.selection()
     grouped = layout.group(opened.snapshots, options.group_by, opened.roots)
-    groups = [_compare(found, selection, unreadable) for found in grouped]
+    return Found(grouped, tuple(opened.unreadable), opened.skipped)
+
+
+def judge(found: Found, options: Options | None = None) -> Report:
+    """Compare the replicas in each group, and diagnose what differs.
+
+    A file that breaks while it is read is listed as unreadable, and the verdict is then never "in sync".
+    """
+    options = options or Options()
+    unreadable = list(found.unreadable)
+    selection = options.selection()
+    groups = [_compare(replicas, selection, unreadable) for replicas in found.groups]
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(_judge(group, runs.get(group.run, ()), allow) for group in groups)
@@ -93,10 +111,20 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> R
         verdict=_verdict(judged, unreadable),
         groups=judged,
         unreadable=tuple(unreadable),
-        skipped=opened.skipped,
+        skipped=found.skipped,
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
+
+
+def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> Report:
+    """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
+
+    paths: files, folders or globs. Returns the whole answer; `report.exit_code` is the command line's.
+    Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
+    be read do not raise: they are listed, and the verdict is then never "in sync".
+    """
+    return judge(find(*paths, options=options), options)
 
 
 def _compare(replicas: Replicas, selection: Selection, unreadable: list[Unreadable]) -> Group:
