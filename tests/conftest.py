@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def syncheck(tmp_path: Path) -> Callable[..., Done]:
+def cli(tmp_path: Path) -> Callable[..., Done]:
     """`python -m syncheck ...` in an empty folder, output to pipes; keyword arguments are environment variables."""
 
     def run(*arguments: Any, **environment: str) -> Done:

@@ -35,18 +35,18 @@ def document(done: Done) -> dict[str, Any]:
     return found
 
 
-def test_in_sync_is_0(syncheck: Run, ranks: Ranks) -> None:
+def test_in_sync_is_0(cli: Run, ranks: Ranks) -> None:
     """Equal replicas exit 0, and the last line counts the tensors."""
     ranks()
-    done = syncheck("compare", "run_rank0.pth", "run_rank1.pth")
+    done = cli("compare", "run_rank0.pth", "run_rank1.pth")
     assert (done.code, done.err) == (0, "")
     assert done.lines[-2:] == ["IN SYNC", "14 tensors: 14 identical, 0 close, 0 different, 0 not compared"]
 
 
-def test_out_of_sync_is_1(syncheck: Run, ranks: Ranks) -> None:
+def test_out_of_sync_is_1(cli: Run, ranks: Ranks) -> None:
     """BatchNorm statistics that differ exit 1, with the finding in words."""
     ranks(network(), changed(network(), *BN))
-    done = syncheck("compare", "*.pth")
+    done = cli("compare", "*.pth")
     assert (done.code, done.err) == (1, "")
     assert "SYN201 bn-local-stats (warning) on ranks 0-1" in done.out
     assert done.lines[-2:] == ["OUT OF SYNC", "14 tensors: 10 identical, 0 close, 4 different, 0 not compared"]
@@ -95,26 +95,26 @@ def test_options_decide_the_exit_code(
         assert " not compared" in out.splitlines()[-1]
 
 
-def test_only_optimizer_steps_are_no_comparison(syncheck: Run, tmp_path: Path) -> None:
+def test_only_optimizer_steps_are_no_comparison(cli: Run, tmp_path: Path) -> None:
     """Agreeing step counters and scalars alone say nothing of a model: 2."""
     for rank in range(2):
         state = {"w": {"step": np.array(3, np.float32)}}
         tree = {"optimizer": {"state": state, "param_groups": [{"params": ["w"]}]}, "epoch": 3}
         save_pth(tmp_path / f"rank{rank}.pth", tree)
-    assert syncheck("compare", "rank0.pth", "rank1.pth").code == 2
+    assert cli("compare", "rank0.pth", "rank1.pth").code == 2
 
 
-def test_rng_is_compared_only_when_asked(syncheck: Run, ranks: Ranks) -> None:
+def test_rng_is_compared_only_when_asked(cli: Run, ranks: Ranks) -> None:
     """Random states differ by design: counted as not compared, and different only under --only-rng."""
     ranks(*({**network(), "rng": np.full(8, rank, np.int64)} for rank in range(2)))
-    done = syncheck("compare", "*.pth")
+    done = cli("compare", "*.pth")
     assert done.code == 0
     assert done.lines[-1] == "15 tensors: 14 identical, 0 close, 0 different, 1 not compared"
-    assert syncheck("compare", "*.pth", "--only-rng").code == 1
+    assert cli("compare", "*.pth", "--only-rng").code == 1
 
 
 @pytest.mark.parametrize("what", ["missing", "shape", "dtype", "value"])
-def test_what_is_out_of_sync(syncheck: Run, ranks: Ranks, what: str) -> None:
+def test_what_is_out_of_sync(cli: Run, ranks: Ranks, what: str) -> None:
     """A tensor that is missing, of another shape or another dtype is out of sync as one of another value is."""
     second = network()
     if what == "missing":
@@ -126,38 +126,38 @@ def test_what_is_out_of_sync(syncheck: Run, ranks: Ranks, what: str) -> None:
             "value": second["fc.bias"] + np.float32(1),
         }[what]
     ranks(network(), second)
-    done = syncheck("compare", "*.pth", "--format", "json")
+    done = cli("compare", "*.pth", "--format", "json")
     assert done.code == 1
     (found,) = document(done)["groups"][0]["findings"]
     assert found["code"] == {"missing": "SYN101", "value": "SYN299"}.get(what, "SYN102")
     assert found["tensors"] == ["fc.bias"]
 
 
-def test_pth_against_safetensors(syncheck: Run, tmp_path: Path) -> None:
+def test_pth_against_safetensors(cli: Run, tmp_path: Path) -> None:
     """Formats mix: the same bytes in a .pth and a .safetensors are identical."""
     save_pth(tmp_path / "rank0.pth", network())
     save_safetensors(tmp_path / "rank1.safetensors", network())
-    assert syncheck("compare", "rank0.pth", "rank1.safetensors").code == 0
+    assert cli("compare", "rank0.pth", "rank1.safetensors").code == 0
     save_safetensors(tmp_path / "rank1.safetensors", changed(network(), "fc.bias"))
-    assert syncheck("compare", "rank0.pth", "rank1.safetensors").code == 1
+    assert cli("compare", "rank0.pth", "rank1.safetensors").code == 1
 
 
-def test_json_is_valid_and_alone_on_stdout(syncheck: Run, ranks: Ranks) -> None:
+def test_json_is_valid_and_alone_on_stdout(cli: Run, ranks: Ranks) -> None:
     """--format json prints the document and nothing else, also where a file is unreadable or nothing is compared."""
     paths = ranks(network(), changed(network(), *BN), network())
-    found = document(syncheck("compare", "*.pth", "--format", "json", "-n", "1"))
+    found = document(cli("compare", "*.pth", "--format", "json", "-n", "1"))
     assert (found["verdict"], found["counts"]["different"], len(found["groups"][0]["tensors"])) == ("out_of_sync", 4, 4)
     assert found["groups"][0]["findings"][0]["ranks"] == [1]
     assert found["groups"][0]["tensors"][0]["clusters"] == [[0, 2], [1]]
     paths[2].write_bytes(b"")
-    done = syncheck("compare", "*.pth", "--format", "json")
+    done = cli("compare", "*.pth", "--format", "json")
     assert document(done)["unreadable"][0]["path"] == "run_rank2.pth"
     assert done.err.count("\n") == 1
-    assert document(syncheck("compare", "run_rank0.pth", "--format", "json"))["verdict"] == "undecided"
-    assert document(syncheck("compare", "no.pth", "--format", "json"))["groups"] == []
+    assert document(cli("compare", "run_rank0.pth", "--format", "json"))["verdict"] == "undecided"
+    assert document(cli("compare", "no.pth", "--format", "json"))["groups"] == []
 
 
-def test_json_of_awkward_values(syncheck: Run, tmp_path: Path) -> None:
+def test_json_of_awkward_values(cli: Run, tmp_path: Path) -> None:
     """NaN, infinities, bytes, complex and huge numbers among the values leave the document valid."""
     for rank in range(2):
         values = {
@@ -170,18 +170,18 @@ def test_json_of_awkward_values(syncheck: Run, tmp_path: Path) -> None:
         }
         weight = np.array([np.nan if rank else np.inf, 1], np.float32)
         save_pth(tmp_path / f"rank{rank}.pth", {"w": weight, "step": rank, **values})
-    done = syncheck("compare", "rank0.pth", "rank1.pth", "--format", "json")
+    done = cli("compare", "rank0.pth", "rank1.pth", "--format", "json")
     assert done.code == 1, done.err
     assert document(done)["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 1}
-    assert syncheck("compare", "rank0.pth", "rank1.pth").code == 1
+    assert cli("compare", "rank0.pth", "rank1.pth").code == 1
 
 
-def test_output_files(syncheck: Run, ranks: Ranks, tmp_path: Path) -> None:
+def test_output_files(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
     """-o writes the format of each ending, all rows whatever -n, and replaces a file as a whole."""
     ranks(network(), changed(network(), *BN))
     (tmp_path / "out.txt").write_text("old")
     names = ["out.json", "out.txt", "OUT.HTML"]
-    done = syncheck("compare", "*.pth", "-q", "-n", "1", *(a for name in names for a in ("-o", name)))
+    done = cli("compare", "*.pth", "-q", "-n", "1", *(a for name in names for a in ("-o", name)))
     assert (done.code, done.out) == (1, "")
     jsonschema.validate(json.loads((tmp_path / "out.json").read_text()), SCHEMA)
     text = (tmp_path / "out.txt").read_text()
@@ -191,25 +191,25 @@ def test_output_files(syncheck: Run, ranks: Ranks, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if "rank" not in p.name) == sorted(names)
 
 
-def test_limit_says_how_many_more(syncheck: Run, ranks: Ranks) -> None:
+def test_limit_says_how_many_more(cli: Run, ranks: Ranks) -> None:
     """-n limits printing and never counting."""
     ranks(network(), changed(network(), *BN))
-    done = syncheck("compare", "*.pth", "-n", "1")
+    done = cli("compare", "*.pth", "-n", "1")
     assert "... and 3 more; -n 0 shows all" in done.out
     assert "4 different" in done.lines[-1]
-    assert "-n 0 shows all" not in syncheck("compare", "*.pth", "-n", "0").out
+    assert "-n 0 shows all" not in cli("compare", "*.pth", "-n", "0").out
 
 
-def test_names_in_a_pipe_are_whole(syncheck: Run, ranks: Ranks) -> None:
+def test_names_in_a_pipe_are_whole(cli: Run, ranks: Ranks) -> None:
     """In a pipe a name of 150 characters stands on one line, with no box drawing."""
     name = "encoder." * 18 + "weight"
     ranks(*({name: np.full(3, rank, np.float32)} for rank in range(2)))
-    done = syncheck("compare", "*.pth", COLUMNS="80")
+    done = cli("compare", "*.pth", COLUMNS="80")
     assert name in done.out
     assert done.out.isascii()
 
 
-def test_colour(syncheck: Run, ranks: Ranks) -> None:
+def test_colour(cli: Run, ranks: Ranks) -> None:
     """Colour follows --color, then NO_COLOR, then FORCE_COLOR, and is off in a pipe."""
     ranks()
     for arguments, environment, colored in [
@@ -220,26 +220,26 @@ def test_colour(syncheck: Run, ranks: Ranks) -> None:
         (["--color", "never"], {"FORCE_COLOR": "1"}, False),
         (["--color", "always"], {"NO_COLOR": "1"}, True),
     ]:
-        done = syncheck("compare", "run_rank0.pth", "run_rank1.pth", *arguments, **environment)
+        done = cli("compare", "run_rank0.pth", "run_rank1.pth", *arguments, **environment)
         assert ("\x1b[" in done.out) == colored, (arguments, environment)
         assert done.code == 0
 
 
-def test_names_cannot_steer_the_terminal(syncheck: Run, tmp_path: Path) -> None:
+def test_names_cannot_steer_the_terminal(cli: Run, tmp_path: Path) -> None:
     """Markup, escape sequences and line ends in names, values and paths come out escaped, coloured or not."""
     evil = "[red]x[/red]\x1b[31m\nIN SYNC\u202e"
     for rank in range(2):
         tree = {evil: np.full(2, rank, np.float32), "note" + evil: f"{evil}{rank}"}
         save_pth(tmp_path / f"a\x1b[2J_rank{rank}.pth", tree)
     for arguments in ([], ["--color", "always"]):
-        done = syncheck("compare", *sorted(tmp_path.glob("*.pth")), *arguments)
+        done = cli("compare", *sorted(tmp_path.glob("*.pth")), *arguments)
         assert done.code == 1
         assert "[red]x[/red]" in done.out
         assert "\x1b[31m\n" not in done.out
         assert "\x1b[2J" not in done.out
         assert "\u202e" not in done.out
         assert "IN SYNC" not in [line.strip() for line in done.lines]
-    syncheck("compare", *sorted(tmp_path.glob("*.pth")), "-o", "out.html")
+    cli("compare", *sorted(tmp_path.glob("*.pth")), "-o", "out.html")
     assert "\x1b" not in (tmp_path / "out.html").read_text()
 
 
@@ -251,12 +251,12 @@ def test_closed_pipe(ranks: Ranks, tmp_path: Path) -> None:
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-def test_plain_locale(syncheck: Run, tmp_path: Path) -> None:
+def test_plain_locale(cli: Run, tmp_path: Path) -> None:
     """Under LANG=C a verdict comes out, whatever characters the names have."""
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", {"gewicht\u00e4\u4e2d": np.full(2, rank, np.float32)})
     environment = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = syncheck("compare", "rank0.pth", "rank1.pth", **environment)
+    done = cli("compare", "rank0.pth", "rank1.pth", **environment)
     assert (done.code, done.err) == (1, "")
     assert done.lines[-2] == "OUT OF SYNC"
 

@@ -67,14 +67,14 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("others", ["in sync", "out of sync", "none"])
-def test_bad_file_among_others(syncheck: Run, tmp_path: Path, kind: str, others: str) -> None:
+def test_bad_file_among_others(cli: Run, tmp_path: Path, kind: str, others: str) -> None:
     """A bad file beside replicas in sync is 2, beside replicas out of sync 1, alone 2; it is named in one line."""
     bad = make_bad(tmp_path, kind)
     paths = []
     if others != "none":
         second = network() if others == "in sync" else changed(network(), "fc.bias")
         paths = [save_pth(tmp_path / "rank0.pth", network()), save_pth(tmp_path / "rank2.pth", second)]
-    done = syncheck("compare", *paths, bad)
+    done = cli("compare", *paths, bad)
     assert done.code == (1 if others == "out of sync" else 2)
     assert done.err.count("\n") == 1
     assert str(bad) in done.err
@@ -88,100 +88,100 @@ def test_bad_file_among_others(syncheck: Run, tmp_path: Path, kind: str, others:
 
 
 @pytest.mark.parametrize("kind", ["text", "empty", "evil", "cut 50 pth", "cut 50 safetensors"])
-def test_bad_file_in_a_folder(syncheck: Run, tmp_path: Path, kind: str) -> None:
+def test_bad_file_in_a_folder(cli: Run, tmp_path: Path, kind: str) -> None:
     """A file with a checkpoint's ending in a folder is never passed over in silence."""
     for rank in (0, 2):
         save_pth(tmp_path / f"rank{rank}.pth", network())
     make_bad(tmp_path, kind)
-    done = syncheck("compare", tmp_path)
+    done = cli("compare", tmp_path)
     assert done.code == 2
     assert done.err.count("\n") == 1
 
 
-def test_two_bad_files_are_two_lines(syncheck: Run, tmp_path: Path) -> None:
+def test_two_bad_files_are_two_lines(cli: Run, tmp_path: Path) -> None:
     """Each bad file has its line."""
     for name in ("a.pth", "b.pth"):
         (tmp_path / name).write_text("text")
-    done = syncheck("compare", "a.pth", "b.pth")
+    done = cli("compare", "a.pth", "b.pth")
     assert (done.code, done.err.count("\n")) == (2, 2)
 
 
-def test_missing_path(syncheck: Run) -> None:
+def test_missing_path(cli: Run) -> None:
     """A path that is not there is named."""
-    one_line(syncheck("compare", "no_such.pth"), "no_such.pth", "no such file", "Check the path")
+    one_line(cli("compare", "no_such.pth"), "no_such.pth", "no such file", "Check the path")
 
 
-def test_glob_without_a_match(syncheck: Run) -> None:
+def test_glob_without_a_match(cli: Run) -> None:
     """A pattern that matches nothing is said to be one."""
-    one_line(syncheck("compare", "ckpts/*.pth"), "ckpts/*.pth", "no file matches this pattern")
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts/*.pth", "no file matches this pattern")
 
 
-def test_folder_without_checkpoints(syncheck: Run, tmp_path: Path) -> None:
+def test_folder_without_checkpoints(cli: Run, tmp_path: Path) -> None:
     """A folder without a checkpoint says how many other files it has, empty or not."""
     (tmp_path / "src").mkdir()
-    one_line(syncheck("compare", "src"), "src", "no checkpoint in this folder (0 other files)")
+    one_line(cli("compare", "src"), "src", "no checkpoint in this folder (0 other files)")
     (tmp_path / "src" / "train.py").write_text("print()")
     (tmp_path / "src" / "latest").write_text("step_3")
-    one_line(syncheck("compare", "src"), "no checkpoint in this folder (2 other files)")
+    one_line(cli("compare", "src"), "no checkpoint in this folder (2 other files)")
 
 
-def test_one_file(syncheck: Run, ranks: Ranks) -> None:
+def test_one_file(cli: Run, ranks: Ranks) -> None:
     """One replica is nothing to compare: 2, and the reason says what to give."""
     (path, _) = ranks()
-    done = syncheck("compare", path)
+    done = cli("compare", path)
     assert (done.code, done.err) == (2, "")
     assert done.lines[-2].startswith("COULD NOT TELL: no two of the files are replicas of one another")
     assert done.lines[-1] == "0 tensors: 0 identical, 0 close, 0 different, 0 not compared"
 
 
-def test_the_same_file_twice_is_one(syncheck: Run, ranks: Ranks) -> None:
+def test_the_same_file_twice_is_one(cli: Run, ranks: Ranks) -> None:
     """A file is no replica of itself: given twice, by whatever path, nothing was compared."""
     (path, _) = ranks()
-    assert syncheck("compare", path, path).code == 2
-    assert syncheck("compare", path, f"./{path.name}").code == 2
+    assert cli("compare", path, path).code == 2
+    assert cli("compare", path, f"./{path.name}").code == 2
     save_pth(path.parent / "only.pth", network())
-    assert syncheck("compare", "only.pth", "./only.pth").code == 2
-    assert syncheck("compare", "only.pth", path.parent / "only.pth").code == 2
+    assert cli("compare", "only.pth", "./only.pth").code == 2
+    assert cli("compare", "only.pth", path.parent / "only.pth").code == 2
 
 
-def test_alone_beside_a_group_decides_nothing(syncheck: Run, ranks: Ranks, tmp_path: Path) -> None:
+def test_alone_beside_a_group_decides_nothing(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
     """A group of one is listed and does not change the code of another group that was compared."""
     ranks()
     save_pth(tmp_path / "best.pth", changed(network(), "fc.bias"))
-    done = syncheck("compare", tmp_path)
+    done = cli("compare", tmp_path)
     assert done.code == 0
     assert "ALONE" in done.out
 
 
-def test_no_arguments(syncheck: Run) -> None:
+def test_no_arguments(cli: Run) -> None:
     """Wrong usage is one line and 2."""
     for arguments in ((), ("compare",), ("nonsense",), ("show",), ("compare", "--rtol")):
-        done = syncheck(*arguments)
+        done = cli(*arguments)
         assert done.code == 2
         assert done.err.count("\n") == 1
         assert "--help" in done.err
 
 
-def test_help_and_version_are_0(syncheck: Run) -> None:
+def test_help_and_version_are_0(cli: Run) -> None:
     """Help names the exit codes, and goes to stdout."""
-    assert syncheck("--version").out.startswith("syncheck ")
+    assert cli("--version").out.startswith("syncheck ")
     for arguments in (("--help",), ("compare", "--help"), ("report", "--help"), ("show", "-h")):
-        done = syncheck(*arguments)
+        done = cli(*arguments)
         assert (done.code, done.err) == (0, "")
         assert "exit codes: 0 in sync, 1 out of sync, 2 could not tell" in done.out
 
 
-def test_empty_path_and_nul(syncheck: Run) -> None:
+def test_empty_path_and_nul(cli: Run) -> None:
     """An empty path is bad input and no crash."""
-    one_line(syncheck("compare", ""))
+    one_line(cli("compare", ""))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_file_that_may_not_be_read(syncheck: Run, ranks: Ranks) -> None:
+def test_file_that_may_not_be_read(cli: Run, ranks: Ranks) -> None:
     """A file without permission is unreadable."""
     paths = ranks()
     paths[1].chmod(0)
-    done = syncheck("compare", *paths)
+    done = cli("compare", *paths)
     assert done.code == 2
     assert "permission denied" in done.err
 

@@ -35,20 +35,20 @@ def run(folder: Path, name: str, drift: dict[int | None, float], **block: Any) -
             save_pth(folder / where, {"model": state, "syncheck": described})
 
 
-def test_default_folder(syncheck: Run, tmp_path: Path) -> None:
+def test_default_folder(cli: Run, tmp_path: Path) -> None:
     """Without a path it looks under ckpts/, and says so where there is none."""
-    done = syncheck("report")
+    done = cli("report")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "ckpts" in done.err
     run(tmp_path / "ckpts", "ddp", {None: 0.5})
-    assert syncheck("report").code == 1
+    assert cli("report").code == 1
 
 
-def test_matrix_drift_and_closure(syncheck: Run, tmp_path: Path) -> None:
+def test_matrix_drift_and_closure(cli: Run, tmp_path: Path) -> None:
     """Runs by kinds, drift over steps, and by how much SyncBatchNorm closed the gap, in numbers."""
     run(tmp_path / "ckpts", "ddp", {2: 0.25, 9: 0.5, None: 0.5}, config={"sync_bn": False, "lr": 1})
     run(tmp_path / "ckpts", "ddp-syncbn", {None: 0.0}, config={"sync_bn": True, "lr": 1})
-    done = syncheck("report", "--only-buffers")
+    done = cli("report", "--only-buffers")
     assert done.code == 1
     assert "2/2 differ" in done.out
     assert "SyncBatchNorm closed the gap: the largest drift of any running statistic was 0.5 in " in done.out
@@ -58,50 +58,50 @@ def test_matrix_drift_and_closure(syncheck: Run, tmp_path: Path) -> None:
     assert "fc.weight" not in done.out
 
 
-def test_runs_of_other_settings_are_no_pair(syncheck: Run, tmp_path: Path) -> None:
+def test_runs_of_other_settings_are_no_pair(cli: Run, tmp_path: Path) -> None:
     """Runs that differ in more than SyncBatchNorm are not paired."""
     run(tmp_path / "ckpts", "ddp", {None: 0.5}, config={"sync_bn": False, "lr": 1})
     run(tmp_path / "ckpts", "ddp-syncbn", {None: 0.0}, config={"sync_bn": True, "lr": 2})
-    assert "SyncBatchNorm closed" not in syncheck("report").out
+    assert "SyncBatchNorm closed" not in cli("report").out
 
 
-def test_growth_over_steps_is_syn202(syncheck: Run, tmp_path: Path) -> None:
+def test_growth_over_steps_is_syn202(cli: Run, tmp_path: Path) -> None:
     """Drift that grows is found in the run's last step, in the document and in the text."""
     run(tmp_path / "ckpts", "ddp", {1: 0.1, 5: 0.2, 9: 0.4})
-    done = syncheck("report", "--format", "json")
+    done = cli("report", "--format", "json")
     found = json.loads(done.out)
     jsonschema.validate(found, SCHEMA)
     codes = [[finding["code"] for finding in group["findings"]] for group in found["groups"]]
     assert codes == [["SYN201"], ["SYN201"], ["SYN202"]]
     assert [group["step"] for group in found["groups"]] == [1, 5, 9]
     assert [point["step"] for point in found["drift"]] == [1, 5, 9]
-    assert "SYN202" in syncheck("report").out
+    assert "SYN202" in cli("report").out
 
 
-def test_constant_drift_is_not_growth(syncheck: Run, tmp_path: Path) -> None:
+def test_constant_drift_is_not_growth(cli: Run, tmp_path: Path) -> None:
     """The one-step lag of plain DDP, flat over the steps, is SYN201."""
     run(tmp_path / "ckpts", "ddp", {1: 0.4, 5: 0.5, 9: 0.45})
-    done = syncheck("report")
+    done = cli("report")
     assert "SYN201" in done.out
     assert "SYN202" not in done.out
 
 
-def test_allow_and_exit_zero(syncheck: Run, tmp_path: Path) -> None:
+def test_allow_and_exit_zero(cli: Run, tmp_path: Path) -> None:
     """--allow and --exit-zero do for report what they do for compare."""
     run(tmp_path / "ckpts", "ddp", {None: 0.5})
-    assert syncheck("report", "--allow", "SYN201").code == 0
-    assert syncheck("report", "--exit-zero").code == 0
-    assert syncheck("report", "--only-params").code == 0
-    assert syncheck("report", "--only-optimizer").code == 2
+    assert cli("report", "--allow", "SYN201").code == 0
+    assert cli("report", "--exit-zero").code == 0
+    assert cli("report", "--only-params").code == 0
+    assert cli("report", "--only-optimizer").code == 2
 
 
-def test_bystanders_are_counted(syncheck: Run, tmp_path: Path) -> None:
+def test_bystanders_are_counted(cli: Run, tmp_path: Path) -> None:
     """Files that are no checkpoints are skipped and counted, and lone checkpoints are named."""
     run(tmp_path / "ckpts", "ddp", {None: 0.0})
     (tmp_path / "ckpts" / "log.json").write_text("{}")
     (tmp_path / "ckpts" / ".hidden.pth").write_text("text")
     save_pth(tmp_path / "ckpts" / "best.pth", {"w": np.ones(2, np.float32)})
-    done = syncheck("report")
+    done = cli("report")
     assert done.code == 0
     assert "1 files in the folders are no checkpoints and were skipped" in done.out
     assert "nothing to compare with, one file each: best" in done.out

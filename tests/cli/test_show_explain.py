@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     Run = Callable[..., Done]
 
 
-def test_statistics_are_numpys(syncheck: Run, tmp_path: Path) -> None:
+def test_statistics_are_numpys(cli: Run, tmp_path: Path) -> None:
     """Minimum, maximum, mean and standard deviation are over finite elements, over several blocks, in float64."""
     values = (np.random.default_rng(0).standard_normal(700_000) * 3 + 1e4).astype(np.float32)
     values[5], values[650_000] = np.nan, np.inf
     save_safetensors(tmp_path / "a.safetensors", {"w": values, "i": np.arange(5), "e": np.zeros((0, 2), np.float32)})
-    done = syncheck("show", "a.safetensors", "--format", "json")
+    done = cli("show", "a.safetensors", "--format", "json")
     rows = {row["name"]: row for row in json.loads(done.out)["tensors"]}
     finite = values[np.isfinite(values)].astype(np.float64)
     assert rows["w"]["nonfinite"] == 2
@@ -41,10 +41,10 @@ def test_statistics_are_numpys(syncheck: Run, tmp_path: Path) -> None:
     assert (rows["e"]["shape"], rows["e"]["mean"]) == ([0, 2], None)
 
 
-def test_listing(syncheck: Run, tmp_path: Path) -> None:
+def test_listing(cli: Run, tmp_path: Path) -> None:
     """The text names every tensor with kind, dtype and shape, the values, and that kinds are guessed."""
     save_pth(tmp_path / "a.pth", {"model": network(), "epoch": 7})
-    done = syncheck("show", "a.pth")
+    done = cli("show", "a.pth")
     assert done.code == 0
     row = next(line.split() for line in done.lines if line.startswith("layer0.bn.running_mean"))
     assert row[1:5] == ["bn_mean", "float32", "4", "16"]
@@ -52,31 +52,31 @@ def test_listing(syncheck: Run, tmp_path: Path) -> None:
     assert "guessed from their names" in done.out
 
 
-def test_show_bad_file(syncheck: Run, tmp_path: Path) -> None:
+def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
     """A bad file is one line and 2, in either format."""
     (tmp_path / "a.pth").write_text("text")
     for arguments in (["a.pth"], ["a.pth", "--format", "json"], ["no.pth"], ["."]):
-        done = syncheck("show", *arguments)
+        done = cli("show", *arguments)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
-def test_explain_prints_the_docstring(syncheck: Run, rule: object) -> None:
+def test_explain_prints_the_docstring(cli: Run, rule: object) -> None:
     """`explain` prints a finding's whole docstring, by code, slug or number."""
     code, slug, text = rule.CODE, rule.SLUG, rule.__doc__ or ""  # type: ignore[attr-defined]
-    done = syncheck("explain", code)
+    done = cli("explain", code)
     assert done.code == 0
     assert done.lines[0].startswith(f"{code} {slug} (")
     assert " ".join(text.split()) in " ".join(done.out.split())
     if code == "SYN201":
-        assert syncheck("explain", slug).out == syncheck("explain", "201").out == done.out
+        assert cli("explain", slug).out == cli("explain", "201").out == done.out
 
 
-def test_explain_lists_all(syncheck: Run) -> None:
+def test_explain_lists_all(cli: Run) -> None:
     """Without a code every finding has its line; an unknown code is 2 and names those there are."""
-    done = syncheck("explain")
+    done = cli("explain")
     assert done.code == 0
     assert [line.split()[0] for line in done.lines[1:]] == sorted(rule.CODE for rule in RULES)
-    done = syncheck("explain", "SYN000")
+    done = cli("explain", "SYN000")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "SYN201" in done.err

@@ -1,0 +1,1 @@
+"""Models in memory: seen as checkpoints are, and compared across ranks."""

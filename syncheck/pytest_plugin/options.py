@@ -1,0 +1,53 @@
+"""The plugin's options: all begin with `--syncheck`, so that they clash with no other plugin's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+# Seconds. A gloo group that hangs does so for 30 minutes by default.
+TIMEOUT = 60.0
+# Of pytest.Config.getoption: which of them say how to compare, by the name that `syncheck.Options` has for it.
+COMPARING = {
+    "only": "syncheck_only",
+    "include": "syncheck_include",
+    "exclude": "syncheck_exclude",
+    "buffers": "syncheck_buffers",
+    "rtol": "syncheck_rtol",
+    "atol": "syncheck_atol",
+    "ulp": "syncheck_ulp",
+    "allow": "syncheck_allow",
+    "group_by": "syncheck_group_by",
+}
+
+
+def add(parser: pytest.Parser) -> None:
+    """Declare the options and ini values."""
+    group = parser.getgroup("syncheck", "syncheck: are the replicas of a model the same?")
+
+    def many(name: str, metavar: str, text: str) -> None:
+        group.addoption(name, action="append", default=[], metavar=metavar, help=f"{text}; repeatable")
+
+    many("--syncheck", "GLOB", "judge these checkpoints, one test per group of replicas and kind of tensor")
+    many("--syncheck-only", "KIND", "judge only params, buffers, optimizer or rng")
+    many("--syncheck-include", "GLOB", "judge only tensors whose name matches")
+    many("--syncheck-exclude", "GLOB", "leave out tensors whose name matches")
+    many("--syncheck-buffers", "GLOB", "names that are buffers, where the files do not say")
+    many("--syncheck-allow", "CODE", "a finding that fails no test")
+    many("--syncheck-output", "FILE", "write the report on the checkpoints to .json, .html, .md or .txt")
+    group.addoption("--syncheck-rtol", type=float, metavar="R", help="|a-b| <= atol + rtol * max(|a|,|b|) is close")
+    group.addoption("--syncheck-atol", type=float, metavar="A", help="see --syncheck-rtol; both or none")
+    group.addoption("--syncheck-ulp", type=int, metavar="N", help="floats within N steps of their dtype are close")
+    group.addoption(
+        "--syncheck-group-by", metavar="REGEX", help="files whose path gives equal captured groups are replicas"
+    )
+    group.addoption(
+        "--syncheck-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"limit of a test marked syncheck(ranks=...); its timeout=SECONDS wins (default: {TIMEOUT:g})",
+    )
+    parser.addini("syncheck_checkpoints", "checkpoints to judge when no path is given", type="args", default=[])
+    parser.addini("syncheck_timeout", "seconds; --syncheck-timeout wins", default=str(TIMEOUT))
