@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+pytest_plugins = ["pytester"]
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., Done]:
     """`python -m syncheck ...` in an empty folder, output to pipes; keyword arguments are environment variables."""

@@ -1,0 +1,153 @@
+"""The failure of a test on several ranks as pytest shows it: the first failing rank's own, then the others'."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from _pytest._code.code import ExceptionChainRepr, ReprEntry, ReprEntryNative, ReprFileLocation, ReprTraceback
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pytest
+
+    from syncheck.pytest_plugin.ranks.results import Result
+
+# Lines of a stack that are not the test's: pytest's and ours, up to the start of the process.
+_FRAMEWORK = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/syncheck/pytest_plugin/|<string>)')
+# Of a failure that came after the first one.
+MOST_LINES = 12
+_LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in _listen")
+STARTUP_LIMIT = "the ranks' process groups were not ready in {:g} s"
+TEST_LIMIT = "time limit of {:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
+
+
+class RanksFailed(Exception):
+    """A test did not pass on all ranks. shown: what pytest prints."""
+
+    def __init__(self, shown: ExceptionChainRepr) -> None:
+        self.shown = shown
+        super().__init__(shown.reprcrash.message if shown.reprcrash else "")
+
+
+def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFailed:
+    """Say how a test failed: what passed the time limit or which rank failed first, and how all the others stand.
+
+    late: the time limit passed, in words, or "".
+    """
+    world = len(results)
+    failed = sorted((r for r in results if r.failed_at is not None), key=lambda r: r.failed_at or 0)
+    stuck = [r for r in results if not r.over]
+    if late or not failed:
+        passed = [r for r in results if r.clean]
+        headline = late or "the ranks did not end alike"
+        shown = _text(item, [f"{headline}\n", *_standing(passed, stuck, world)], headline)
+    else:
+        first = failed.pop(0)
+        shown = _own(item, first, world)
+    texts: dict[str, list[Result]] = {}
+    for result in failed:
+        texts.setdefault(_told(result), []).append(result)
+    first_text = "" if late else _told(first)
+    for text, same in texts.items():
+        if _unnumbered(text) == _unnumbered(first_text):
+            text = "with the same failure\n"
+        elif item.config.get_verbosity() < 2:
+            text = _shortened(same[0]) + "-vv shows all of it\n"
+        shown.addsection(f"{_named(same)}: failed too", text)
+    for result in stuck:
+        where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
+        shown.addsection(f"rank {result.rank}: had not finished; its stack, innermost call first", where)
+    return RanksFailed(shown)
+
+
+def disagreement(item: pytest.Item, kinds: dict[str, list[int]]) -> RanksFailed:
+    """Say which ranks passed and which skipped: a test that is not run everywhere proves nothing."""
+    parts = [f"{kind} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for kind, ranks in kinds.items()]
+    headline = f"the ranks do not agree on the outcome: {'; '.join(parts)}"
+    return RanksFailed(_text(item, [headline], headline))
+
+
+def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
+    """Show a rank's own failure: the repr that its pytest made, behind a line that says whose it is."""
+    report = next((report for report in result.reports if report.outcome == "failed"), None)
+    if report is None or not isinstance(report.longrepr, ExceptionChainRepr):
+        told = _told(result)
+        return _text(item, [f"rank {result.rank} of {world} failed:\n", told], f"rank {result.rank}: {_brief(told)}")
+    shown = report.longrepr
+    crash = shown.reprcrash
+    phase = "" if report.when == "call" else f" in {report.when}"
+    title = ReprTraceback([ReprEntryNative([f"rank {result.rank} of {world} failed{phase}:\n"])], None, "native")
+    made = ExceptionChainRepr([(title, None, None), *shown.chain])
+    for name, content, separator in shown.sections:
+        made.addsection(name, content, separator)
+    if crash is not None:
+        made.reprcrash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
+        made.chain[-1] = (made.chain[-1][0], made.reprcrash, made.chain[-1][2])
+    return made
+
+
+def _text(item: pytest.Item, lines: list[str], headline: str) -> ExceptionChainRepr:
+    path, line, _ = item.location
+    traceback = ReprTraceback([ReprEntryNative(lines)], None, "native")
+    return ExceptionChainRepr([(traceback, ReprFileLocation(path, (line or 0) + 1, headline), None)])
+
+
+def _told(result: Result) -> str:
+    """Return all that a rank told of its failure."""
+    texts = [report.longreprtext for report in result.reports if report.outcome == "failed"] + result.problems
+    if result.left_with is not None:
+        texts.append(result.fate())
+    return "\n".join(texts) + "\n"
+
+
+def _shortened(result: Result) -> str:
+    """Return the places and the messages of a failure that came after another rank's: most are its echo."""
+    lines = []
+    for report in result.reports:
+        if report.outcome == "failed" and isinstance(report.longrepr, ExceptionChainRepr):
+            entries = report.longrepr.reprtraceback.reprentries
+            places = (entry.reprfileloc for entry in entries if isinstance(entry, ReprEntry))
+            lines += [f"{place.path}:{place.lineno}" for place in places if place is not None]
+            crash = report.longrepr.reprcrash
+            lines += [f"E   {line}" for line in (crash.message if crash else "").splitlines()[:MOST_LINES]]
+        elif report.outcome == "failed":
+            lines += report.longreprtext.splitlines()[-MOST_LINES:]
+    lines += [line for problem in result.problems for line in problem.splitlines()[-MOST_LINES:]]
+    return "\n".join([*lines, *([result.fate()] if result.left_with is not None else [])]) + "\n"
+
+
+def _standing(passed: Sequence[Result], stuck: Sequence[Result], world: int) -> list[str]:
+    lines = [f"{_named(passed)} of {world} passed\n"] if passed else []
+    return lines + ([f"{_named(stuck)} of {world} had not finished\n"] if stuck else [])
+
+
+def _named(results: Sequence[Result]) -> str:
+    return f"rank{'s' * (len(results) > 1)} {', '.join(str(result.rank) for result in results)}"
+
+
+def _brief(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _unnumbered(text: str) -> str:
+    """Leave out what differs between ranks that failed alike: rank numbers, addresses, folders of tmp_path."""
+    return re.sub(r"0x[0-9a-f]+|\brank_?\d+\b|\brank \d+\b|\brank=\d+\b", "#", text)
+
+
+def _trimmed(stacks: str) -> str:
+    """Leave out frames of pytest below the test, and threads that hold nothing else; name what is left."""
+    kept = []
+    for thread in re.split(r"\n(?=Thread 0x|Current thread 0x)", stacks):
+        if _LISTENER.search(thread):
+            continue
+        head, *frames = thread.splitlines() or [""]
+        own = []
+        for frame in frames:
+            if _FRAMEWORK.search(frame):
+                break
+            own.append(frame)
+        if own:
+            kept.append("\n".join([head, *own]) + "\n")
+    return "".join(kept) or stacks

@@ -1,0 +1,90 @@
+"""A rank's process group: made ready before the test's fixtures, let go when all ranks have ended the test."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed
+
+# Seconds that a collective waits beyond the test's limit: the limit comes first, and shows where each rank stands.
+LONGER = 30.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the fixture `syncheck_rank` gives a test: who this process is.
+
+    rank: 0 to world_size - 1. device: where its tensors belong, the CPU. group: the gloo process group of all ranks,
+    None for syncheck(group=False). shared: a folder that all ranks of this test see, empty at first; tmp_path is each
+    rank's own. seed: that random, numpy and torch were seeded with, another one on each rank, the same in each run.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: torch.distributed.ProcessGroup | None
+    shared: Path
+    seed: int
+
+    def __repr__(self) -> str:  # it stands above every traceback
+        return f"<rank {self.rank} of {self.world_size}>"
+
+
+def prepare(task: dict[str, Any]) -> None:
+    """Seed the random number generators and join the process group, unless the test wants to do that itself."""
+    import torch
+    import torch.distributed as dist
+
+    _defaults(torch)
+    # Another seed on each rank: equal random weights or data everywhere would hide what is not synchronized.
+    seed = task["seed"] + task["rank"]
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if task["group"]:
+        from datetime import timedelta
+
+        store = dist.FileStore(task["store"], task["world_size"])
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=task["rank"],
+            world_size=task["world_size"],
+            timeout=timedelta(seconds=task["limit"] + LONGER),
+        )
+
+
+def this_rank(task: dict[str, Any]) -> Rank:
+    """Return what the fixture gives."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    seed = task["seed"] + task["rank"]
+    return Rank(task["rank"], task["world_size"], torch.device("cpu"), group, Path(task["shared"]), seed)
+
+
+def destroy() -> None:
+    """Leave the process group, where there is one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _defaults(torch: Any) -> None:
+    """Take back what an earlier test in this process may have set for all that follow."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    # Torch logs every failed collective to a logger that is meant to go nowhere, and pytest would show it.
+    logging.getLogger("c10d-NullHandler-default").propagate = False

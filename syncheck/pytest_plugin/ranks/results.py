@@ -1,0 +1,73 @@
+"""What came back from the ranks of one test."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+# Characters of a stream that are shown; the middle of more is left out.
+MOST_OUTPUT = 100_000
+
+
+@dataclass
+class Result:
+    """One rank's. Times are seconds of time.monotonic."""
+
+    rank: int
+    folder: Path
+    ready: float | None = None
+    """When its process group was ready, None before."""
+    reports: list[pytest.TestReport] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What went wrong outside the test: an import that failed, no process group, `pytest.exit`."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    failed_at: float | None = None
+    done: bool = False
+    left_with: int | None = None
+    """Exit code, or minus a signal, of a process that ended by itself in the middle of the test."""
+    reusable: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come from it."""
+        return self.done or self.left_with is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank failed by itself; one that was only ended with the others did not."""
+        return self.failed_at is not None
+
+    @property
+    def clean(self) -> bool:
+        """Whether the rank finished the test without a failure."""
+        return self.done and not self.failed
+
+    def output(self, stream: str) -> str:
+        """Return what it wrote to `stdout`, `stderr` or, when it was asked for them, `stacks`; bounded."""
+        try:
+            data = (self.folder / stream).read_bytes()
+        except OSError:
+            return ""
+        if len(data) > MOST_OUTPUT:
+            half = MOST_OUTPUT // 2
+            left_out = f"\n... {len(data) - 2 * half} bytes left out ...\n".encode()
+            data = data[:half] + left_out + data[-half:]
+        return data.decode(errors="replace")
+
+    def fate(self) -> str:
+        """Say how the process ended."""
+        assert self.left_with is not None
+        if self.left_with >= 0:
+            return f"its process left with exit code {self.left_with} in the middle of the test"
+        try:
+            name = signal.Signals(-self.left_with).name
+        except ValueError:
+            name = f"signal {-self.left_with}"
+        hint = " (if you did not send it, the machine may have run out of memory)" if name == "SIGKILL" else ""
+        return f"its process was ended by {name} in the middle of the test{hint}"
