@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import signal
-import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any

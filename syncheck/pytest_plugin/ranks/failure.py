@@ -44,7 +44,9 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
         headline = late or "the ranks did not end alike"
         shown = _text(item, [f"{headline}\n", *_standing(passed, stuck, world)], headline)
     else:
-        first = failed.pop(0)
+        alike = [r for r in failed if _unnumbered(_told(r)) == _unnumbered(_told(failed[0]))]
+        first = min(alike, key=lambda r: r.rank)
+        failed.remove(first)
         shown = _own(item, first, world)
     texts: dict[str, list[Result]] = {}
     for result in failed:
@@ -66,7 +68,7 @@ def disagreement(item: pytest.Item, kinds: dict[str, list[int]]) -> RanksFailed:
     """Say which ranks passed and which skipped: a test that is not run everywhere proves nothing."""
     parts = [f"{kind} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for kind, ranks in kinds.items()]
     headline = f"the ranks do not agree on the outcome: {'; '.join(parts)}"
-    return RanksFailed(_text(item, [headline], headline))
+    return RanksFailed(_text(item, [f"{headline}\n"], headline))
 
 
 def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
@@ -79,12 +81,12 @@ def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
     crash = shown.reprcrash
     phase = "" if report.when == "call" else f" in {report.when}"
     title = ReprTraceback([ReprEntryNative([f"rank {result.rank} of {world} failed{phase}:\n"])], None, "native")
-    made = ExceptionChainRepr([(title, None, None), *shown.chain])
+    *before, (traceback, _, text) = shown.chain
+    if crash is not None:
+        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
+    made = ExceptionChainRepr([(title, None, None), *before, (traceback, crash, text)])
     for name, content, separator in shown.sections:
         made.addsection(name, content, separator)
-    if crash is not None:
-        made.reprcrash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
-        made.chain[-1] = (made.chain[-1][0], made.reprcrash, made.chain[-1][2])
     return made
 
 

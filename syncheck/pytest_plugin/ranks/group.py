@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,62 +22,68 @@ LONGER = 30.0
 class Rank:
     """What the fixture `syncheck_rank` gives a test: who this process is.
 
-    rank: 0 to world_size - 1. device: where its tensors belong, the CPU. group: the gloo process group of all ranks,
-    None for syncheck(group=False). shared: a folder that all ranks of this test see, empty at first; tmp_path is each
-    rank's own. seed: that random, numpy and torch were seeded with, another one on each rank, the same in each run.
+    rank: 0 to world_size - 1. shared: a folder that all ranks of this test see, empty at first; tmp_path is each rank's
+    own. seed: that random, numpy and torch were seeded with, another one on each rank, the same in each run.
     """
 
     rank: int
     world_size: int
-    device: torch.device
-    group: torch.distributed.ProcessGroup | None
     shared: Path
     seed: int
 
     def __repr__(self) -> str:  # it stands above every traceback
         return f"<rank {self.rank} of {self.world_size}>"
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rank's tensors belong: the CPU."""
+        import torch
+
+        return torch.device("cpu")
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The gloo process group of all ranks; None while there is none, which syncheck(group=False) begins with."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD if dist.is_initialized() else None
+
 
 def prepare(task: dict[str, Any]) -> None:
     """Seed the random number generators and join the process group, unless the test wants to do that itself."""
-    import torch
-    import torch.distributed as dist
-
-    _defaults(torch)
-    # Another seed on each rank: equal random weights or data everywhere would hide what is not synchronized.
-    seed = task["seed"] + task["rank"]
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
     if task["group"]:
-        from datetime import timedelta
-
-        store = dist.FileStore(task["store"], task["world_size"])
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=task["rank"],
-            world_size=task["world_size"],
-            timeout=timedelta(seconds=task["limit"] + LONGER),
-        )
+        import_module("torch")
+    torch: Any = sys.modules.get("torch")
+    rank = this_rank(task)
+    random.seed(rank.seed)
+    if torch is not None:
+        _defaults(torch)
+        torch.manual_seed(rank.seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(rank.seed)
+    if task["group"]:
+        _join(task)
 
 
 def this_rank(task: dict[str, Any]) -> Rank:
     """Return what the fixture gives."""
-    import torch
-    import torch.distributed as dist
+    # Another seed on each rank: equal random weights or data everywhere would hide what is not synchronized.
+    return Rank(task["rank"], task["world_size"], Path(task["shared"]), task["seed"] + task["rank"])
 
-    group = dist.group.WORLD if dist.is_initialized() else None
-    seed = task["seed"] + task["rank"]
-    return Rank(task["rank"], task["world_size"], torch.device("cpu"), group, Path(task["shared"]), seed)
+
+def _join(task: dict[str, Any]) -> None:
+    from datetime import timedelta
+
+    dist: Any = import_module("torch.distributed")
+    timeout = timedelta(seconds=task["limit"] + LONGER)
+    store = dist.FileStore(task["store"], task["world_size"])
+    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
 
 
 def destroy() -> None:
     """Leave the process group, where there is one."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
 
 

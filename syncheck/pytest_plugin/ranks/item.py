@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import sys
+import tempfile
+import types
 import warnings
 import zlib
 from importlib import util
@@ -48,7 +50,7 @@ class OnRanks:
         __tracebackhide__ = True
         run(self)
 
-    def repr_failure(self: Any, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+    def repr_failure(self: Any, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
         """Show the failing ranks' own failures in place of a traceback of ours."""
         if isinstance(excinfo.value, RanksFailed):
             return excinfo.value.shown
@@ -58,30 +60,43 @@ class OnRanks:
 def spread(item: pytest.Item) -> None:
     """Make an item one that runs on ranks."""
     own = type(item)
-    item.__class__ = type(own)(own.__name__, (OnRanks, own), {})
+    item.__class__ = types.new_class(own.__name__, (OnRanks, own))
 
 
 def run(item: Any) -> None:
     """Run an item on its ranks."""
     __tracebackhide__ = True
-    if util.find_spec("torch") is None:
-        pytest.fail("a test on several ranks needs torch: pip install 'syncheck[live]'", pytrace=False)
     wanted = marker.of(item)
+    assert wanted is not None
+    if wanted.group and util.find_spec("torch") is None:
+        pytest.fail("a test on several ranks needs torch: pip install 'syncheck[live]'", pytrace=False)
     world = marker.ranks_of(item)
     limit = wanted.timeout or item.config.stash[LIMIT]
-    shared = item.config._tmp_path_factory.mktemp(re.sub(r"\W", "_", item.name)[:30])
+    shared = _folder(item)
     results = [Result(rank, shared / f"rank{rank}") for rank in range(world)]
     for result in results:
         result.folder.mkdir()
     (shared / "shared").mkdir()
     tasks = _tasks(item, shared, world, limit, group=wanted.group)
-    tail = Tail(results, live=item.config.getoption("capture", "") == "no")
+    live = item.config.getoption("capture", "") == "no"
+    tail = Tail(results, live=live)
     try:
         late = item.config.stash[POOL].run(tasks, results, limit, tail)
     finally:
         tail()
-        _keep(item, results)
+        _keep(item, results, output=not live)
     _judge(item, results, {"startup": STARTUP_LIMIT.format(STARTUP), "test": TEST_LIMIT.format(limit)}.get(late, ""))
+
+
+def _folder(item: pytest.Item) -> Path:
+    """Make a folder for a test's ranks where pytest makes those of tmp_path: it keeps the last few runs'."""
+    name = re.sub(r"\W", "_", item.name)[:30]
+    # The value of the fixture tmp_path_factory, which an item has no public way to; it is not there under -p no:tmpdir.
+    factory = getattr(item.config, "_tmp_path_factory", None)
+    if factory is None:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    made: Path = factory.mktemp(name)
+    return made
 
 
 def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) -> list[dict[str, Any]]:
@@ -128,11 +143,11 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
     ]
 
 
-def _keep(item: pytest.Item, results: Sequence[Result]) -> None:
-    """Add to the item what the ranks wrote, logged, recorded and warned of."""
+def _keep(item: pytest.Item, results: Sequence[Result], *, output: bool) -> None:
+    """Add to the item what the ranks wrote, if that was not shown already, logged, recorded and warned of."""
     seen: set[tuple[Any, ...]] = set()
     for result in results:
-        for stream in ("stdout", "stderr"):
+        for stream in ("stdout", "stderr") if output else ():
             if text := result.output(stream):
                 item.add_report_section("call", f"{stream} rank {result.rank}", text)
         for report in result.reports:
@@ -179,7 +194,7 @@ def _judge(item: pytest.Item, results: Sequence[Result], late: str) -> None:
     if len(kinds) > 1:
         raise disagreement(item, kinds)
     if "skipped" in kinds:
-        pytest.skip(reasons["skipped"])
+        raise pytest.skip.Exception(reasons["skipped"], _use_item_location=True)
 
 
 def _outcome(result: Result) -> tuple[str, str]:
@@ -187,7 +202,8 @@ def _outcome(result: Result) -> tuple[str, str]:
         if report.outcome == "skipped":
             if hasattr(report, "wasxfail"):
                 return "xfailed", str(report.wasxfail)
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            # A tuple of file, line and reason, which JSON made a list.
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, (list, tuple)) else report.longrepr)
             return "skipped", reason.removeprefix("Skipped: ")
     return "passed", ""
 

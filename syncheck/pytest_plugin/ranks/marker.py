@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -21,7 +21,8 @@ MOST_RANKS = 64
 class Wanted:
     """What the marker says. ranks: numbers of ranks to run the test on. several: whether they came as a list.
 
-    timeout: seconds, None for the run's own limit. group: whether a process group is to be ready.
+    timeout: seconds, None for the run's own limit. group: whether a process group is to be ready; without one, torch is
+    not imported either.
     """
 
     ranks: tuple[int, ...]
@@ -40,8 +41,10 @@ def ranks_of(item: Any) -> int:
     """Return the number of ranks of one test, of the list its own entry."""
     wanted = of(item)
     assert wanted is not None
-    callspec = getattr(item, "callspec", None)
-    number: int = callspec.params[PARAMETER] if callspec and PARAMETER in callspec.params else wanted.ranks[0]
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if wanted.several and PARAMETER not in parameters:
+        _refuse(item.nodeid, "with a list of ranks must stand on the test, its class or module, not on a parameter")
+    number: int = parameters[PARAMETER] if wanted.several else wanted.ranks[0]
     return number
 
 
@@ -77,5 +80,5 @@ def _read(args: Sequence[Any], kwargs: Mapping[str, Any], node: str) -> Wanted:
     return Wanted(listed, several, timeout, bool(given.get("group", True)))
 
 
-def _refuse(node: str, why: str) -> None:
+def _refuse(node: str, why: str) -> NoReturn:
     pytest.fail(f"{node}: @pytest.mark.syncheck {why}", pytrace=False)

@@ -31,7 +31,9 @@ class Pool:
         self._start_in, self._report = start_in, report
         self._processes: list[RankProcess | None] = []
 
-    def run(self, tasks: Sequence[dict[str, Any]], results: Sequence[Result], limit: float, tail: Callable[[], None]) -> str:
+    def run(
+        self, tasks: Sequence[dict[str, Any]], results: Sequence[Result], limit: float, tail: Callable[[], None]
+    ) -> str:
         """Run one test on as many ranks as there are tasks, and wait for all of them.
 
         results: each rank's, filled in. limit: seconds after which all are ended. tail: called now and then.
@@ -76,7 +78,9 @@ class Pool:
             running.append(process)
         return running
 
-    def _wait(self, running: Sequence[RankProcess], results: Sequence[Result], limit: float, tail: Callable[[], None]) -> str:
+    def _wait(
+        self, running: Sequence[RankProcess], results: Sequence[Result], limit: float, tail: Callable[[], None]
+    ) -> str:
         """Take in messages until all ranks are done, one has failed and the others do not follow, or time is up."""
         by_connection = {process.connection: i for i, process in enumerate(running)}
         started = time.monotonic()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,8 @@ class RankProcess:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message. A dead child is noticed by who waits for its answer."""
-        try:
+        with suppress(OSError):
             self.connection.send_bytes(json.dumps(message).encode())
-        except OSError:
-            pass
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next message, None when the child is gone."""
@@ -72,10 +71,8 @@ class RankProcess:
     def kill(self) -> int:
         """End the process and all of its group; return what it left with: an exit code, or minus a signal."""
         if self.popen.returncode is None:
-            try:
+            with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies may not be signalled
                 os.killpg(self.popen.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # macOS: a group of zombies may not be signalled
-                pass
             self.popen.wait()
         self.connection.close()
         return self.popen.returncode

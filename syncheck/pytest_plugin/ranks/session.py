@@ -6,7 +6,6 @@ import faulthandler
 import os
 import sys
 import threading
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from syncheck.pytest_plugin.ranks import coverage, group
 from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
 if TYPE_CHECKING:
+    import warnings
     from collections.abc import Callable, Iterator
 
     from _pytest._code.code import ExceptionRepr
@@ -81,6 +81,7 @@ def release() -> None:
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
     """Stand in for breakpoint(), which would wait for input that no one can give."""
+    __tracebackhide__ = True
     pytest.fail("breakpoint() in a test on several ranks: a rank has no terminal. Print, or run the code in one rank.")
 
 
