@@ -44,20 +44,18 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
         headline = late or "the ranks did not end alike"
         shown = _text(item, [f"{headline}\n", *_standing(passed, stuck, world)], headline)
     else:
-        alike = [r for r in failed if _unnumbered(_told(r)) == _unnumbered(_told(failed[0]))]
-        first = min(alike, key=lambda r: r.rank)
+        first = min((r for r in failed if _unnumbered(_told(r)) == _unnumbered(_told(failed[0]))), key=lambda r: r.rank)
         failed.remove(first)
         shown = _own(item, first, world)
-    texts: dict[str, list[Result]] = {}
+    alike: dict[str, list[Result]] = {}
     for result in failed:
-        texts.setdefault(_told(result), []).append(result)
-    first_text = "" if late else _told(first)
-    for text, same in texts.items():
-        if _unnumbered(text) == _unnumbered(first_text):
-            text = "with the same failure\n"
-        elif item.config.get_verbosity() < 2:
-            text = _shortened(same[0]) + "-vv shows all of it\n"
-        shown.addsection(f"{_named(same)}: failed too", text)
+        alike.setdefault(_unnumbered(_told(result)), []).append(result)
+    for text, same in alike.items():
+        if not late and text == _unnumbered(_told(first)):
+            told = "with the same failure\n"
+        else:
+            told = _told(same[0]) if item.config.get_verbosity() > 1 else f"{_shortened(same[0])}-vv shows all of it\n"
+        shown.addsection(f"{_named(same)}: failed too", told)
     for result in stuck:
         where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
         shown.addsection(f"rank {result.rank}: had not finished; its stack, innermost call first", where)

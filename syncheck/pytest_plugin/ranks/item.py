@@ -80,12 +80,16 @@ def run(item: Any) -> None:
     tasks = _tasks(item, shared, world, limit, group=wanted.group)
     live = item.config.getoption("capture", "") == "no"
     tail = Tail(results, live=live)
+    late = ""
     try:
-        late = item.config.stash[POOL].run(tasks, results, limit, tail)
+        passed = item.config.stash[POOL].run(tasks, results, limit, tail)
+        late = {"startup": STARTUP_LIMIT.format(STARTUP), "test": TEST_LIMIT.format(limit)}.get(passed, "")
+    except pytest.fail.Exception as error:  # another plugin's limit, raised where this process waits
+        late = str(error)
     finally:
         tail()
         _keep(item, results, output=not live)
-    _judge(item, results, {"startup": STARTUP_LIMIT.format(STARTUP), "test": TEST_LIMIT.format(limit)}.get(late, ""))
+    _judge(item, results, late)
 
 
 def _folder(item: pytest.Item) -> Path:

@@ -65,11 +65,14 @@ def run(task: dict[str, Any], send: Send) -> None:
         try:
             _session(task, send)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test must be told of it
-            if not isinstance(error, pytest.UsageError):
+            if isinstance(error, pytest.UsageError):
+                hint = ". Has the test the same id in every process?"
+            else:
                 import traceback
 
                 traceback.print_exc()
-            send({"problem": f"its pytest session did not start: {type(error).__name__}: {error}"})
+                hint = ""
+            send({"problem": f"its pytest session did not start: {type(error).__name__}: {error}{hint}"})
         coverage.save(measured)
     send({"done": {"reusable": _alive() == before}})
 
@@ -131,7 +134,8 @@ class _Plugin:
     def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
         if len(session.items) != 1 and not session.testsfailed:
             found = ", ".join(item.nodeid for item in session.items[:3]) or "none"
-            self.send({"problem": f"needs the one test {self.task['nodeid']}, collected: {found}. Are its ids random?"})
+            hint = "Has it the same id in every process?"
+            self.send({"problem": f"needs the one test {self.task['nodeid']}, collected: {found}. {hint}"})
             session.items.clear()
         elif session.items:
             try:

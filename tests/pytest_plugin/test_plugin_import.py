@@ -1,0 +1,41 @@
+"""What the plugin costs those who do not use it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
+    """A run that uses nothing of syncheck imports no other part of it, and neither torch nor numpy nor rich."""
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            ours = [name for name in sys.modules if name.startswith("syncheck.")]
+            assert "syncheck.pytest_plugin" in ours
+            assert all(name.startswith("syncheck.pytest_plugin") for name in ours), ours
+            assert not {"torch", "numpy", "rich", "ml_dtypes", "matplotlib"} & sys.modules.keys()
+        """
+    )
+    pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cov").assert_outcomes(passed=1)
+
+
+def test_import_is_fast() -> None:
+    """Importing the plugin takes under 20 ms beyond pytest; the best of five, for machines are busy."""
+    assert min(milliseconds() for _ in range(5)) < 20
+
+
+def milliseconds() -> float:
+    """Import pytest, then the plugin; return what the plugin took."""
+    code = "import pytest, syncheck.pytest_plugin"
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+    found = re.findall(r"\| +(\d+) \| (syncheck|  syncheck\.pytest_plugin|syncheck\.pytest_plugin)$", done.stderr, re.M)
+    assert {name.strip() for _, name in found} == {"syncheck", "syncheck.pytest_plugin"}
+    return sum(int(microseconds) for microseconds, _ in found) / 1000

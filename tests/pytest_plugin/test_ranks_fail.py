@@ -1,0 +1,294 @@
+"""Tests on several ranks that fail: each way is told with its rank, none hangs, and no process is left."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# Without a group there is no torch to wait for, and most of what can go wrong has nothing to do with one.
+SUITE = """
+import os, pathlib, subprocess, sys, threading, time
+import pytest
+
+if "RANK" in os.environ:
+    pathlib.Path(__file__).with_name("pids").open("a").write(f"{os.getpid()}\\n")
+on_ranks = pytest.mark.syncheck(ranks=2, group=False)
+
+@on_ranks
+def test_own_assertion(syncheck_rank):
+    print("said on", syncheck_rank.rank)
+    seen = [1, 2, syncheck_rank.rank]
+    assert seen == [1, 2, 0]
+
+@pytest.mark.syncheck(ranks=3, group=False)
+def test_alike(syncheck_rank):
+    assert syncheck_rank is None, f"seen by rank {syncheck_rank.rank}"
+
+@pytest.mark.syncheck(ranks=2)
+def test_others_wait(syncheck_rank):
+    import torch.distributed as dist
+    if syncheck_rank.rank == 1:
+        raise RuntimeError("only here")
+    dist.barrier()
+
+@pytest.mark.syncheck(ranks=2, group=False, timeout=1)
+def test_hangs(syncheck_rank):
+    def wait_for_nothing():
+        time.sleep(1000)
+    if syncheck_rank.rank == 1:
+        wait_for_nothing()
+
+@on_ranks
+def test_killed(syncheck_rank):
+    if syncheck_rank.rank == 1:
+        os.kill(os.getpid(), 9)
+
+@on_ranks
+def test_leaves(syncheck_rank):
+    if syncheck_rank.rank == 0:
+        print("last words")
+        os._exit(7)
+
+@on_ranks
+def test_sys_exit(syncheck_rank):
+    sys.exit("I am leaving")
+
+@on_ranks
+def test_pytest_exit(syncheck_rank):
+    pytest.exit("no more")
+
+@on_ranks
+def test_skips_on_one(syncheck_rank):
+    if syncheck_rank.rank == 1:
+        pytest.skip("not for me")
+
+@pytest.fixture
+def broken():
+    raise ValueError("the fixture is broken")
+
+@on_ranks
+def test_setup(broken):
+    pass
+
+@pytest.fixture
+def ends_badly():
+    yield
+    raise ValueError("the end is broken")
+
+@on_ranks
+def test_teardown(ends_badly):
+    pass
+
+@on_ranks
+def test_breakpoint():
+    breakpoint()
+
+@on_ranks
+@pytest.mark.xfail(raises=KeyError)
+def test_another_error_than_expected():
+    raise ValueError("not a KeyError")
+
+@on_ranks
+@pytest.mark.xfail(strict=True, reason="should fail")
+def test_strict(): pass
+
+@on_ranks
+def test_unpicklable(record_property):
+    record_property("lock", threading.Lock())
+    raise type("Local", (Exception,), {"__reduce__": None})(threading.Lock())
+
+@on_ranks
+def test_segfault(syncheck_rank):
+    import ctypes
+    if syncheck_rank.rank == 0:
+        ctypes.string_at(0)
+
+@on_ranks
+def test_leaves_a_child(syncheck_rank):
+    if syncheck_rank.rank == 0:
+        child = subprocess.Popen(["sleep", "1000"])
+        pathlib.Path(__file__).with_name("pids").open("a").write(f"{child.pid}\\n")
+
+@on_ranks
+def test_random_name(): pass
+globals()[f"test_{os.getpid()}"] = globals().pop("test_random_name")
+
+@on_ranks
+def test_afterwards(): pass
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    """Wait for processes to end; return whether they did."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(alive, pids)):
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run the suite once; return its folder and output."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "test_suite.py").write_text(SUITE)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    return folder, run.stdout
+
+
+def shown(done: tuple[Path, str], test: str) -> str:
+    """What pytest prints of one failure."""
+    match = re.search(rf"_+ {test} _+\n(.*?)\n(?=_{{5,}} \w+ _{{5,}}\n|={{5,}})", done[1], re.DOTALL)
+    assert match, done[1]
+    return match[1]
+
+
+@pytest.mark.parametrize(
+    ("test", "texts"),
+    [
+        ("test_own_assertion", ["rank 1 of 2 failed:", ">       assert seen == [1, 2, 0]", "At index 2 diff: 1 != 0"]),
+        (
+            "test_own_assertion",
+            ["Captured stdout rank 0 call", "said on 0", "Captured stdout rank 1 call", "said on 1"],
+        ),
+        ("test_alike", ["rank 0 of 3 failed:", "seen by rank 0", "ranks 1, 2: failed too", "with the same failure"]),
+        (
+            "test_others_wait",
+            ["rank 1 of 2 failed:", "RuntimeError: only here", "rank 0: had not finished", "in barrier"],
+        ),
+        ("test_hangs", ["time limit of 1 s passed", "rank 0 of 2 passed", "rank 1: had not finished"]),
+        ("test_hangs", [' in wait_for_nothing\n  File "', "in test_hangs"]),
+        ("test_killed", ["rank 1 of 2 failed:", "ended by SIGKILL in the middle of the test", "out of memory"]),
+        ("test_leaves", ["rank 0 of 2 failed:", "left with exit code 7 in the middle of the test", "last words"]),
+        ("test_sys_exit", ["SystemExit: I am leaving"]),
+        ("test_pytest_exit", ["its session was left by Exit: no more"]),
+        ("test_skips_on_one", ["do not agree on the outcome: passed on rank 0; skipped on rank 1"]),
+        ("test_setup", ["rank 0 of 2 failed in setup:", "ValueError: the fixture is broken"]),
+        ("test_teardown", ["rank 0 of 2 failed in teardown:", "ValueError: the end is broken"]),
+        ("test_breakpoint", ["breakpoint() in a test on several ranks: a rank has no terminal"]),
+        ("test_another_error_than_expected", ["ValueError: not a KeyError"]),
+        ("test_strict", ["[XPASS(strict)] should fail"]),
+        ("test_unpicklable", ["test_suite.Local: <unlocked _thread.lock object"]),
+        ("test_segfault", ["ended by SIGSEGV", "Captured stderr rank 0", "in string_at"]),
+        (r"test_\d+", ["not found: ", "Has the test the same id in every process?"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_failure_is_told(done: tuple[Path, str], test: str, texts: list[str]) -> None:
+    """The failing rank's own words are shown, and where the others stood."""
+    text = shown(done, test)
+    for expected in texts:
+        assert expected in text, text
+
+
+def test_nothing_of_ours_is_shown(done: tuple[Path, str]) -> None:
+    """No traceback leads through the plugin's own files."""
+    told = done[1].replace(shown(done, "test_segfault"), "")  # there, the interpreter tells of every thread
+    assert "pytest_plugin/" not in told
+
+
+def test_summary_names_rank_and_reason(done: tuple[Path, str]) -> None:
+    """The short summary has one line a test, which begins with the rank."""
+    assert "FAILED test_suite.py::test_own_assertion - rank 1: assert [1, 2" in done[1]
+    assert re.search(r"FAILED test_suite.py::test_hangs - time limit of 1 s passed", done[1])
+
+
+def test_the_next_test_runs(done: tuple[Path, str]) -> None:
+    """After all of these, a test on ranks passes; what leaves a process behind passes too, but is not used again."""
+    assert "17 failed, 2 passed" in done[1]
+
+
+def test_no_process_is_left(done: tuple[Path, str]) -> None:
+    """Neither ranks nor what they started outlive pytest."""
+    pids = [int(line) for line in (done[0] / "pids").read_text().split()]
+    assert len(set(pids)) > 30
+    assert gone(pids)
+
+
+WAITS = """
+import os, pathlib, subprocess, time
+import pytest
+
+@pytest.mark.syncheck(ranks=2, group=False)
+def test_waits():
+    child = subprocess.Popen(["sleep", "1000"])
+    pathlib.Path(__file__).with_name("pids").open("a").write(f"{os.getpid()}\\n{child.pid}\\n")
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
+def test_ending_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
+    """Ctrl-C, a scheduler's SIGTERM and a kill of pytest take all ranks and their children with it."""
+    (tmp_path / "test_it.py").write_text(WAITS)
+    pids = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as running:
+        deadline = time.monotonic() + 30
+        while (not pids.exists() or pids.read_text().count("\n") < 4) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        started = [int(line) for line in pids.read_text().split()]
+        assert len(started) == 4
+        assert all(map(alive, started))
+        subprocess.run(["kill", f"-{signal}", str(running.pid)], check=True)
+        out = running.communicate(timeout=30)[0]
+    assert gone(started)
+    assert ("KeyboardInterrupt" in out) == (signal == "INT")
+
+
+def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
+    """When pytest-timeout ends the test first, the ranks are ended and their stacks are shown."""
+    path = pytester.makepyfile(WAITS)
+    result = pytester.runpytest_subprocess("--timeout=1", timeout=60)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*rank 0: had not finished*", "*in test_waits"])
+    assert gone([int(line) for line in path.with_name("pids").read_text().split()])
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("ranks=0", "ranks=0: needs a number from 1 to 64"),
+        ("ranks=1000", "ranks=1000: needs a number from 1 to 64"),
+        ("ranks=[]", "ranks=[]: needs a number"),
+        ("ranks=[2, 2]", "or a list of different ones"),
+        ("ranks='2'", "ranks='2': needs a number"),
+        ("ranks=True", "ranks=True: needs a number"),
+        ("rank=2", "does not know 'rank'; it takes ranks, timeout and group"),
+        ("ranks=2, timeout=0", "timeout=0: needs a number of seconds above 0"),
+    ],
+)
+def test_wrong_markers_are_refused(pytester: pytest.Pytester, marker: str, message: str) -> None:
+    """A marker that makes no sense fails at collection, in one line that says what is needed."""
+    pytester.makepyfile(f"import pytest\n@pytest.mark.syncheck({marker})\ndef test_it(): pass\n")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    assert message in result.stdout.str()
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_the_fixture_needs_the_marker(pytester: pytest.Pytester) -> None:
+    """syncheck_rank in a test that runs in one process says which marker is missing."""
+    pytester.makepyfile("def test_it(syncheck_rank): pass")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["the fixture syncheck_rank needs @pytest.mark.syncheck(ranks=2) on the test"])

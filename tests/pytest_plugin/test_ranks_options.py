@@ -1,0 +1,144 @@
+"""pytest's own options and other plugins with tests on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+SUITE = """
+import os, time
+import pytest
+import measured
+
+pytestmark = pytest.mark.syncheck(ranks=2, group=False)
+
+def test_first(syncheck_rank, worker_id):
+    print("worker", worker_id, "on", syncheck_rank.rank)
+    measured.branch(syncheck_rank.rank)
+
+def test_second(syncheck_rank):
+    assert syncheck_rank.rank == 0
+
+def test_third():
+    pass
+"""
+MEASURED = """
+def branch(rank):
+    if rank == 0:
+        return "zero"
+    return "other"
+
+def never():
+    return 1
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """Three tests on two ranks, of which the second fails."""
+    pytester.makepyfile(measured=MEASURED, test_suite=SUITE)
+    return pytester
+
+
+def test_xdist(suite: pytest.Pytester) -> None:
+    """`-n 2`: each worker has ranks of its own, the failing rank's words and the worker's id arrive."""
+    result = suite.runpytest_subprocess("-n", "2", "-rA")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines_random(["rank 1 of 2 failed:", "E * assert 1 == 0", "worker gw[01] on 1"])
+    result.stdout.fnmatch_lines(["FAILED test_suite.py::test_second - rank 1: assert 1 == 0*"])
+
+
+def test_stop_at_first_failure_and_begin_there(suite: pytest.Pytester) -> None:
+    """`-x` stops after the failing test; `--lf` then runs that one only."""
+    result = suite.runpytest_subprocess("-x")
+    result.assert_outcomes(passed=1, failed=1)
+    result = suite.runpytest_subprocess("--lf")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["collected 1 item*", "*- rank 1: assert 1 == 0", "*= 1 failed in *"])
+
+
+def test_choosing(suite: pytest.Pytester) -> None:
+    """`-k`, `-m` and a node id choose as usual, and the ranks do not choose again."""
+    suite.runpytest_subprocess("-k", "first or third").assert_outcomes(passed=2, deselected=1)
+    suite.runpytest_subprocess("-m", "not syncheck").assert_outcomes(deselected=3)
+    suite.runpytest_subprocess("test_suite.py::test_third").assert_outcomes(passed=1)
+
+
+def test_without_capturing(suite: pytest.Pytester) -> None:
+    """`-s` shows what the ranks print at once, each line behind its rank, and not a second time."""
+    result = suite.runpytest_subprocess("-s", "-k", "first", "-rA")
+    result.stdout.fnmatch_lines_random(["*[[]rank 0[]] worker master on 0", "*[[]rank 1[]] worker master on 1"])
+    assert result.stdout.str().count("worker master on 0") == 1
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "with xdist"])
+def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
+    """pytest-cov counts the lines that ran in the ranks: both branches, and not the function no one called."""
+    suite.makefile(".toml", pyproject="[tool.coverage.run]\nbranch = true\n")
+    result = suite.runpytest_subprocess("--cov=measured", "--cov-report=term-missing", "-k", "first", *workers)
+    result.assert_outcomes(passed=1, deselected=0 if workers else 2)
+    result.stdout.re_match_lines([r"measured\.py +6 +1 +2 +0 +88% +7"])
+    assert [path.name for path in suite.path.glob(".coverage*")] == [".coverage"]
+
+
+@pytest.mark.parametrize("option", ["--pdb", "--trace"])
+def test_debuggers_are_refused(suite: pytest.Pytester, option: str) -> None:
+    """A debugger is refused with the reason when a test on ranks is selected, and works when none is."""
+    result = suite.runpytest_subprocess(option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [f"ERROR: {option} does not work with tests on several ranks, such as test_suite.py::*"]
+    )
+    assert suite.runpytest_subprocess(option, "-m", "not syncheck").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_conftest_ini_and_options_reach_the_ranks(pytester: pytest.Pytester) -> None:
+    """Ranks see the same rootdir, ini file, conftest, command line and warnings filter."""
+    pytester.makeini("[pytest]\nminversion = 8\nmarkers = mine\nfilterwarnings = error\n")
+    pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_addoption(parser):
+            parser.addoption("--flavour", default="none")
+
+        @pytest.fixture
+        def flavour(request):
+            return request.config.getoption("flavour")
+        """
+    )
+    pytester.mkdir("sub").joinpath("test_it.py").write_text(
+        """
+import os, warnings
+import pytest
+
+@pytest.mark.mine
+@pytest.mark.syncheck(ranks=2, group=False)
+def test_it(flavour, pytestconfig):
+    assert flavour == "sweet"
+    assert pytestconfig.rootpath == pytestconfig.invocation_params.dir.parent
+    assert pytestconfig.inipath.name == "tox.ini"
+    with pytest.raises(UserWarning):
+        warnings.warn("an error here")
+    assert [1, 2] != [1, 3]
+"""
+    )
+    import os
+
+    os.chdir("sub")
+    result = pytester.runpytest_subprocess("--flavour=sweet", "--strict-markers", "-p", "no:cacheprovider", "-x", ".")
+    result.assert_outcomes(passed=1)
+
+
+def test_ranks_without_torch_say_what_to_install(pytester: pytest.Pytester) -> None:
+    """Where torch is missing, a test that needs a group fails with what to install, and starts nothing."""
+    pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2)\ndef test_it(): pass\n")
+    pytester.makeconftest(
+        """
+        from importlib import util
+        find = util.find_spec
+        util.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["a test on several ranks needs torch: pip install 'syncheck[[]live[]]'"])

@@ -1,0 +1,203 @@
+"""Tests on several ranks that pass: what a rank finds ready, where fixtures are set up, process reuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SUITE = """
+import json, os, pathlib, random, time, unittest, warnings
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+LOG = pathlib.Path(__file__).with_name("log.jsonl")
+
+def log(**entry):
+    with LOG.open("a") as file:
+        entry |= {"pid": os.getpid(), "test": os.environ["PYTEST_CURRENT_TEST"].split()[0]}
+        file.write(json.dumps(entry) + "\\n")
+
+@pytest.fixture(scope="session", autouse=True)
+def session_wide():
+    log(fixture="session")
+
+@pytest.fixture
+def each(request, from_conftest):
+    log(fixture="each")
+    yield from_conftest
+    assert dist.is_initialized(), "fixtures end before the group does"
+    dist.barrier()
+
+@pytest.mark.syncheck(ranks=2)
+def test_ready(syncheck_rank, tmp_path, each):
+    assert each == "conftest of the rank"
+    total = torch.tensor([float(syncheck_rank.rank + 1)])
+    dist.all_reduce(total, group=syncheck_rank.group)
+    assert total.item() == 3 and dist.get_backend() == "gloo"
+    assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(dist.get_rank()) == str(syncheck_rank.rank)
+    assert os.environ["WORLD_SIZE"] == str(dist.get_world_size()) == str(syncheck_rank.world_size) == "2"
+    (syncheck_rank.shared / f"from{syncheck_rank.rank}").touch()
+    dist.barrier()
+    assert len(list(syncheck_rank.shared.iterdir())) == 2
+    log(tmp_path=str(tmp_path), device=str(syncheck_rank.device), seed=syncheck_rank.seed,
+        drawn=[random.random(), np.random.rand(), torch.rand(1).item()])
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir(tmp_path)
+    torch.set_default_dtype(torch.float64)
+    torch.distributed.new_group([0, 1])
+
+@pytest.mark.syncheck(ranks=2)
+def test_afresh(syncheck_rank):
+    assert "LEFT_BEHIND" not in os.environ and torch.rand(1).dtype == torch.float32
+    assert pathlib.Path.cwd() == LOG.parent
+    assert not list(syncheck_rank.shared.iterdir())
+    log(started=time.time())
+
+@pytest.mark.syncheck(ranks=[2, 3])
+@pytest.mark.parametrize("word", ["a::b", "[x]"])
+def test_numbers(syncheck_rank, word, record_property):
+    dist.barrier()
+    record_property("word", word)
+    record_property("rank", syncheck_rank.rank)
+    log(world_size=syncheck_rank.world_size, word=word)
+
+class TestWithUnittest(unittest.TestCase):
+    def setUp(self):
+        self.world_size = dist.get_world_size()
+
+    @pytest.mark.syncheck(ranks=2)
+    def test_method(self):
+        self.assertEqual(self.world_size, 2)
+        log()
+
+@pytest.mark.syncheck(ranks=2, group=False)
+def test_own_group(syncheck_rank):
+    assert syncheck_rank.group is None
+    dist.init_process_group("gloo")
+    dist.barrier()
+    log(own=dist.get_world_size())
+
+@pytest.mark.syncheck
+def test_bare(syncheck_rank):
+    assert syncheck_rank.world_size == 2
+    warnings.warn("mind the gap", DeprecationWarning)
+
+@pytest.mark.syncheck(ranks=2)
+def test_skips():
+    pytest.skip("nothing to do here")
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.xfail(reason="known", raises=ZeroDivisionError)
+def test_fails_as_expected():
+    1 / 0
+
+def test_without_ranks():
+    log()
+"""
+CONFTEST = """
+import os
+import pytest
+
+@pytest.fixture
+def from_conftest():
+    return "conftest of the rank" if "RANK" in os.environ else "conftest"
+"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run the suite once; return its folder and output."""
+    import subprocess
+    import sys
+
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "test_suite.py").write_text(SUITE)
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -ra -v --junitxml=junit.xml\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest"], cwd=folder, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder, run.stdout
+
+
+@pytest.fixture(scope="module")
+def entries(done: tuple[Path, str]) -> list[dict[str, Any]]:
+    """What the tests of the suite wrote down."""
+    found = [json.loads(line) for line in (done[0] / "log.jsonl").read_text().splitlines()]
+    return [entry | {"test": entry["test"].partition("::")[2]} for entry in found]
+
+
+def test_outcomes_are_those_of_a_usual_run(done: tuple[Path, str]) -> None:
+    """Passes, a skip and an expected failure are counted once for all ranks, with the reasons the ranks gave."""
+    assert "10 passed, 1 skipped, 1 xfailed, 1 warning" in done[1]
+    assert re.search(r"SKIPPED \[1\] test_suite.py:\d+: nothing to do here", done[1])
+    assert "XFAIL test_suite.py::test_fails_as_expected - known" in done[1]
+    assert "DeprecationWarning: mind the gap" in done[1]
+
+
+def test_ranks_have_their_own_folder_and_seed(entries: list[dict[str, Any]]) -> None:
+    """tmp_path is another folder on each rank; random numbers differ between ranks and are drawn from a known seed."""
+    ready = [entry for entry in entries if "tmp_path" in entry]
+    assert len({entry["tmp_path"] for entry in ready}) == len({entry["pid"] for entry in ready}) == 2
+    assert sorted(entry["seed"] for entry in ready)[0] + 1 == sorted(entry["seed"] for entry in ready)[1]
+    drawn = [entry["drawn"] for entry in ready]
+    assert not set(drawn[0]) & set(drawn[1])
+    assert {entry["device"] for entry in ready} == {"cpu"}
+
+
+def test_fixtures_are_set_up_in_the_ranks_only(entries: list[dict[str, Any]]) -> None:
+    """The outer pytest sets up the fixtures of its own test and none of those that run on ranks."""
+    (outer,) = {entry["pid"] for entry in entries if entry["test"] == "test_without_ranks"}
+    fixtures = [entry for entry in entries if entry.get("fixture")]
+    assert [entry["test"] for entry in fixtures if entry["pid"] == outer] == ["test_without_ranks"]
+    assert sum(entry["fixture"] == "each" for entry in fixtures) == 2
+
+
+def test_each_number_of_ranks_is_a_test(done: tuple[Path, str], entries: list[dict[str, Any]]) -> None:
+    """`ranks=[2, 3]` gives two tests with ids of their own, beside other parameters with awkward ids."""
+    for world in (2, 3):
+        for word in ("a::b", "[x]"):
+            assert f"test_suite.py::test_numbers[{world}ranks-{word}] PASSED" in done[1] or (
+                f"test_suite.py::test_numbers[{word}-{world}ranks] PASSED" in done[1]
+            )
+            ran = [entry for entry in entries if (entry.get("world_size"), entry.get("word")) == (world, word)]
+            assert len(ran) == world
+
+
+def test_a_test_may_open_the_group_itself(entries: list[dict[str, Any]]) -> None:
+    """With group=False the code under test finds what torchrun sets, and init_process_group of its own works."""
+    assert [entry["own"] for entry in entries if "own" in entry] == [2, 2]
+
+
+def test_processes_are_used_again(entries: list[dict[str, Any]]) -> None:
+    """All tests that pass one after another run in the same processes, three for the test on three ranks."""
+    (outer,) = {entry["pid"] for entry in entries if entry["test"] == "test_without_ranks"}
+    assert len({entry["pid"] for entry in entries} - {outer}) == 3
+
+
+def test_junit_has_what_ranks_recorded(done: tuple[Path, str]) -> None:
+    """A property that is equal on all ranks stands there once, another one with its rank; no rank wrote the file."""
+    import xml.etree.ElementTree as ET
+
+    cases = {case.get("name"): case for case in ET.parse(done[0] / "junit.xml").iter("testcase")}
+    assert len(cases) == 12
+    case = next(case for name, case in cases.items() if name and "2ranks" in name and "a::b" in name)
+    found = {(p.get("name"), p.get("value")) for p in case.iter("property")}
+    assert found == {("word", "a::b"), ("rank[rank 0]", "0"), ("rank[rank 1]", "1")}
+
+
+def test_seeds_are_the_same_in_every_run(done: tuple[Path, str], entries: list[dict[str, Any]]) -> None:
+    """The seed follows from the test's id alone."""
+    import zlib
+
+    seeds = {entry["seed"] for entry in entries if "seed" in entry}
+    assert min(seeds) == zlib.crc32(b"test_suite.py::test_ready") & 0xFFFFFF
