@@ -11,41 +11,46 @@ from syncheck.errors import UsageError
 if TYPE_CHECKING:
     import argparse
 
+    from syncheck.config import Config
     from syncheck.records import Report
 
 
 def compare(arguments: argparse.Namespace) -> int:
     """`syncheck compare`."""
-    return _answer(arguments, "comparison")
+    return _answer(arguments, _project(arguments), "comparison")
 
 
 def report(arguments: argparse.Namespace) -> int:
     """`syncheck report`."""
     from pathlib import Path
 
-    if arguments.paths == ["ckpts"] and not Path("ckpts").exists():
+    project = _project(arguments)
+    if not arguments.paths and not project.checkpoints and not Path("ckpts").exists():
         raise UsageError(
             "ckpts: no such folder here, and no path was given. Train with --save-per-rank, or name the checkpoints."
         )
-    return _answer(arguments, "overview")
+    return _answer(arguments, project, "overview")
 
 
-def _answer(arguments: argparse.Namespace, layout: str) -> int:
-    from syncheck import api
+def _project(arguments: argparse.Namespace) -> Config:
+    from syncheck import config
 
-    options = api.Options(
-        only=tuple(arguments.only or ()),
-        include=tuple(arguments.include),
-        exclude=tuple(arguments.exclude),
-        buffers=tuple(arguments.buffers),
-        rtol=arguments.rtol,
-        atol=arguments.atol,
-        ulp=arguments.ulp,
-        allow=tuple(arguments.allow),
-        group_by=arguments.group_by,
-    )
+    return config.Config() if arguments.no_config else config.load()
+
+
+def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
+    from syncheck import api, config
+
+    given = {field: getattr(arguments, field) for field in api.Options.__slots__}
+    options = config.options(project, **given)
     output.check_endings(arguments.output)
-    found = api.compare(*arguments.paths, options=options)
+    from_file = [*config.applied(project, **given)]
+    if not arguments.paths and project.checkpoints:
+        from_file.insert(0, "checkpoints")
+    if from_file and not arguments.quiet:
+        # What excuses a difference is said, even where nobody remembers that file.
+        print(f"syncheck: options from {output.one_line(str(project.path))}: {', '.join(from_file)}", file=sys.stderr)
+    found = api.compare(*(arguments.paths or project.checkpoints or ["ckpts"]), options=options)
     for file in found.unreadable:
         print(f"syncheck: error: {output.one_line(f'{file.path}: {file.reason}')}", file=sys.stderr)
     for path in arguments.output:
@@ -57,8 +62,8 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
 
 def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
     if arguments.format == "json":
-        from syncheck.cli.parser import version
         from syncheck.report import json_document
+        from syncheck.report.files import version
 
         sys.stdout.write(json_document.render(found, version()))
     elif found.groups:

@@ -7,17 +7,15 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from syncheck.errors import UsageError, one_line
+from syncheck.errors import one_line
+from syncheck.report.files import check_endings, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Report
     from syncheck.report.parts import Part
 
 __all__ = ["check_endings", "color_wanted", "one_line", "terminal_width", "write", "write_file"]
-
-ENDINGS = (".html", ".json", ".txt")
 
 
 def terminal_width() -> int | None:
@@ -49,56 +47,3 @@ def write(parts: Sequence[Part], color: str) -> None:
         drawn = terminal.render(parts, width, colored)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(drawn.encode(encoding, "replace").decode(encoding))
-
-
-def check_endings(paths: Sequence[str]) -> None:
-    """Raise UsageError for an output file whose ending names no format, before anything is compared."""
-    for path in paths:
-        if not path.lower().endswith(ENDINGS):
-            raise UsageError(f"-o {path}: the ending names the format; needs one of {', '.join(ENDINGS)}")
-
-
-def write_file(path: str, report: Report) -> None:
-    """Write a report in the format of the file's ending. Either the whole file is there afterwards or the old one.
-
-    Raises UsageError when it cannot be written.
-    """
-    try:
-        _replace(path, _drawn(path.lower(), report))
-    except OSError as error:
-        raise UsageError(f"-o {path}: cannot write it: {error.strerror or error}") from None
-
-
-def _drawn(path: str, report: Report) -> str:
-    from syncheck.cli.parser import version
-
-    if path.endswith(".json"):
-        from syncheck.report import json_document
-
-        return json_document.render(report, version())
-    if path.endswith(".html"):
-        from syncheck.report import html
-
-        return html.render(report, version())
-    from syncheck.report import plain, text
-
-    return plain.render(text.comparison(report, 0))
-
-
-def _replace(path: str, content: str) -> None:
-    import tempfile
-
-    folder, name = os.path.split(path)
-    descriptor, beside = tempfile.mkstemp(dir=folder or ".", prefix=f".{name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o666 & ~umask)  # mkstemp's files are private, a report is not
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise

@@ -6,18 +6,12 @@ import argparse
 import re
 from typing import Any, NoReturn
 
+from syncheck.report.files import version
+
+__all__ = ["EPILOG", "build", "version"]
+
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
-
-
-def version() -> str:
-    """Return the installed version of syncheck."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("syncheck")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class _Version(argparse.Action):
@@ -77,7 +71,10 @@ def build() -> argparse.ArgumentParser:
     _comparing(compare)
     report = command("report", commands.report, "look at all runs and steps: matrix, drift, what SyncBatchNorm closed")
     report.add_argument(
-        "paths", nargs="*", metavar="PATH", default=["ckpts"], help="files, folders or globs (default: ckpts)"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="files, folders or globs (default: checkpoints of pyproject.toml, else ckpts)",
     )
     _comparing(report)
     show = command("show", commands.show, "list what is in a checkpoint: name, kind, dtype, shape, bytes, statistics")
@@ -99,6 +96,7 @@ def build() -> argparse.ArgumentParser:
 
 
 def _comparing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-config", action="store_true", help="do without the table tool.syncheck of pyproject.toml")
     _selecting(parser.add_argument_group("what to compare"))
     _excusing(parser.add_argument_group("what to excuse (default: nothing, replicas are bitwise equal)"))
     _printing(parser.add_argument_group("output"))
@@ -166,7 +164,7 @@ def _printing(out: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="also write .html, .json or .txt; repeatable",
+        help="also write .html, .json, .md or .txt; repeatable",
     )
     out.add_argument(
         "-n",

@@ -1,0 +1,217 @@
+"""The page for a pull request: what it says, that names in files cannot do anything on it, and that it stays small."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth
+from markdown_it import MarkdownIt  # of rich, which we need anyway
+
+import syncheck
+from syncheck.records import Closure, Counts, DriftPoint, Finding, Group, Replica, Report, TensorDiff, Unreadable
+from syncheck.report import markdown, words
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+# Each does something on a page where it stands bare: in markdown, in HTML, or by what GitHub makes of it.
+HOSTILE = [
+    "@team", "cc:@octo-org/all", "#1", "org/repo#12", "GH-12", "https://evil.example/x", "www.evil.example",
+    "a@b.example", "[x](https://e.example)", "![x](//e.example/p.png)", "<script>alert(1)</script>", "</details>",
+    "<img src=x>", "&#64;team", "a|b", "`@team`", "``", "```", "\\|", "\\", "a\\", "a`b", "*b*", "_i_", "~~s~~", "$x$",
+    ":tada:", "<!--", "a\n\n# b", "a\r- b", "a\x1b[31m", "\u202ecba", "| a |", "<https://e.example>",
+    "[x]: //e.example", "---", "===",
+    "4f0c3e9b7d", "", " ", "`", "(@team)", "'@team',", "x" * 5000, "`" * 5000, "@a " * 5000, "(" * 5000 + "@a",
+    "1." * 500, "mailto:a@b.example", "name, with @team and `tick` | bar", "1. @team", "- [ ] task", "\u00e4\u4e2d",
+]  # fmt: skip
+
+
+def parse(page: str) -> list[Token]:
+    """Return all tokens of a page, those inside paragraphs and cells too."""
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(page)
+    return [inner for token in tokens for inner in [token, *(token.children or [])]]
+
+
+def hostile(name: str) -> Report:
+    """Return a report whose every text that can come from a file is the name."""
+    diff = TensorDiff(
+        name, "bn_mean", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=2, numel=2, max_abs=1.5
+    )
+    missing = TensorDiff(name, "bn_mean", "float32", (2,), "not_compared", reason="missing", detail=name)
+    finding = Finding("SYN201", "bn-local-stats", "warning", (0, 1), (name,), name, name, f"fix {name}.")
+    replicas = (Replica(name, 0, "torch-zip", 1, 8), Replica(name, 1, "torch-zip", 1, 8))
+    bad = Group(
+        name, name, 3, "out_of_sync", replicas, Counts(2, different=1, not_compared=1), (diff, missing), (finding,),
+        notes=(name,),
+    )  # fmt: skip
+    point = DriftPoint(name, 3, 0.5, name)
+    return Report(
+        "out_of_sync",
+        (
+            bad,
+            replace(bad, step=1),
+            replace(bad, verdict="in_sync", findings=()),
+            replace(bad, verdict="alone", findings=()),
+        ),
+        (Unreadable(name, name),),
+        closures=(Closure(point, point, f"The gap {name} closed ({name})."),),
+    )
+
+
+def test_a_real_comparison() -> None:
+    """Verdict, counts, closure, findings and worst tensors of a real run stand on a well-formed page."""
+    report = syncheck.compare(FIXTURES / "desync", FIXTURES / "in_sync")
+    page = markdown.render(report)
+    assert page.startswith(
+        f"## syncheck: OUT OF SYNC\n\n{words.counts_line(report)}\n\n**SyncBatchNorm closed the gap: "
+    )
+    for group in report.groups:
+        for finding in group.findings:
+            assert f"{finding.code}" in page
+            assert group.step != 12 or f"#### {words.headline(finding)}\n" in page
+    tokens = parse(page)
+    spans = {token.content for token in tokens if token.type == "code_inline"}
+    (local,) = (group for group in report.groups if group.findings[:1] and group.findings[0].code == "SYN201")
+    assert len(local.tensors) > 10
+    assert {diff.name for diff in local.tensors} < spans
+    assert "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)" in spans
+    assert (
+        [token.type for token in tokens].count("table_open") == page.count("<details>") == page.count("</details>") == 2
+    )
+    # Of a run with several steps, the last one is drawn and the others have a line.
+    assert page.count("### `ddp-nobufsync") == 1
+    assert re.findall(r"^- `ddp-nobufsync step (\d+)`, 2 replicas: OUT OF SYNC, SYN202$", page, re.MULTILINE) == [
+        "2",
+        "5",
+    ]
+    assert re.search("\nIn sync: .*`ddp-syncbn step 12`", page)
+
+
+def test_a_comparison_in_sync_is_short(tmp_path: Path) -> None:
+    """Replicas in sync are the verdict, the counts and their names."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", network())
+    report = syncheck.compare(tmp_path)
+    assert markdown.render(report) == (
+        "## syncheck: IN SYNC\n\n14 tensors: 14 identical, 0 close, 0 different, 0 not compared\n\n"
+        f"In sync: `{report.groups[0].name}`\n"
+    )
+
+
+def test_short_tables_are_open_and_long_ones_folded(tmp_path: Path) -> None:
+    """Up to five tensors are seen at once, more behind a fold that says how many; beyond the limit they are counted."""
+    for tensors, folded, more in (
+        (5, False, ""),
+        (6, True, ""),
+        (40, True, "... and 10 more; the .json report has all."),
+    ):
+        for rank in range(2):
+            tree = {f"w_{i}": np.full(2, rank * i, np.float32) for i in range(1, tensors + 1)}
+            save_pth(tmp_path / f"{tensors}_rank{rank}.pth", tree)
+        page = markdown.render(syncheck.compare(tmp_path / f"{tensors}_rank?.pth"))
+        assert (f"<summary>{tensors} tensors, worst first</summary>" in page) == folded
+        assert (more or "... and") in page if more else "... and" not in page
+        rows = re.findall(r"^\| `w_(\d+)` \|", page, re.MULTILINE)
+        assert rows == [str(i) for i in range(tensors, max(0, tensors - 30), -1)]
+
+
+def test_allowed_and_unread_are_said(tmp_path: Path) -> None:
+    """A page in sync says what was excused for it, and a file that was not read has its line with the reason."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", changed(network(), "running_mean", by=rank))
+    allowed = markdown.render(syncheck.compare(tmp_path, options=syncheck.Options(allow=("SYN201",))))
+    assert allowed.startswith("## syncheck: IN SYNC but for allowed findings: SYN201\n")
+    assert "#### SYN201 bn-local-stats (warning, allowed) on ranks 0-1" in allowed
+    (tmp_path / "rank2.pth").write_text("no checkpoint")
+    page = markdown.render(syncheck.compare(tmp_path))
+    assert page.startswith("## syncheck: OUT OF SYNC, and 1 files could not be read\n")
+    assert re.search(r"\nNot read:\n\n- `[^`]*rank2\.pth`: .*no checkpoin", page)
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+def test_names_can_do_nothing(name: str) -> None:
+    """Whatever a name is made of, the page keeps its shape, and all that means something to GitHub is in code spans."""
+    page = markdown.render(hostile(name))
+    assert all(c.isprintable() or c == "\n" for c in page)
+    tokens, calm = parse(page), parse(markdown.render(hostile("calm")))
+    inner = {"text", "code_inline"}
+    # The same blocks as with a harmless name: no heading, list, table, rule or paragraph more.
+    assert [t.type for t in tokens if t.type not in inner] == [t.type for t in calm if t.type not in inner]
+    assert [t.content for t in tokens if t.type.startswith("html")] == [
+        t.content for t in calm if t.type.startswith("html")
+    ]
+    bare = "\n".join(token.content for token in tokens if token.type == "text")
+    assert not re.search(r"[@#<>`\[\]\\*_~$&]|://|www\.|\bGH-\d|:\w+:|\b4f0c", bare.replace("0 | 1", "")), bare
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {8}
+
+
+def test_the_bare_text_check_can_fail() -> None:
+    """The planted fault: without the escape, the checks above see a mention."""
+    tokens = parse("- **What:** a @team `b`")
+    assert [token.content for token in tokens if token.type == "text" and "@" in token.content] == [" a @team "]
+
+
+def test_names_are_told_apart_and_long_ones_cut_in_the_middle() -> None:
+    """A name stands as it is where it can; a long one keeps both ends."""
+    assert markdown.name("layer1.0.bn1.running_mean") == "`layer1.0.bn1.running_mean`"
+    assert markdown.name("a`b|c") == r"`a\x60b\x7cc`"
+    long = markdown.name("first." + "x" * 500 + ".last")
+    assert len(long) == 202
+    assert long.startswith("`first.x")
+    assert long.endswith("x.last`")
+    assert markdown.name("") == "`(blank)`"
+
+
+def test_sentences_stay_sentences() -> None:
+    """Only the words that need it become code, without the punctuation around them."""
+    assert markdown.text("All 23 agree; see running_mean (in bn_1), x@y.") == (
+        "All 23 agree; see `running_mean` (in `bn_1`), `x@y`."
+    )
+    assert markdown.text("call convert_it(model).") == "call `convert_it(model)`."
+    assert markdown.text("rank 0's, at 50%: a/b --allow SYN201") == "rank 0's, at 50%: a/b --allow SYN201"
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 5000, "_ " * 5000, "`" * 5000, "\x00" * 5000, "\u4e2d|" * 3000, "(" * 5000 + "@a", "calm"]
+)
+@pytest.mark.parametrize("groups", [1, 30, 2000])
+def test_a_page_fits_into_a_comment(name: str, groups: int) -> None:
+    """However many groups, findings, tensors and unread files, and however long their names: the page fits, keeps
+    verdict and counts, and counts what it leaves out."""
+    one = hostile(name)
+    diffs = one.groups[0].tensors * 1000
+    scattered = tuple(tuple(range(i, 2048, 4)) for i in range(4))
+    diffs = tuple(replace(diff, clusters=scattered) for diff in diffs)
+    finding = replace(one.groups[0].findings[0], ranks=scattered[0])
+    bad = [
+        replace(one.groups[0], run=f"{i}", name=f"{i}{name}", tensors=diffs, findings=(finding,) * 8)
+        for i in range(groups)
+    ]
+    alone, in_sync = replace(one.groups[3]), one.groups[2]
+    report = replace(
+        one,
+        groups=(*bad, *[alone] * groups, *[in_sync] * groups),
+        unreadable=one.unreadable * groups,
+        closures=one.closures * groups,
+    )
+    page = markdown.render(report)
+    assert len(page) <= markdown.MOST
+    assert page.startswith("## syncheck: OUT OF SYNC, and ")
+    assert words.counts_line(report) in page
+    assert "SYN201" in page
+    drawn = len(re.findall(r"^(?:### |- )`\d+.*: OUT OF SYNC", page, re.MULTILINE))
+    hidden = re.search(r"\.\.\. and (\d+) more groups, for which a comment has no room", page)
+    assert drawn + (int(hidden[1]) if hidden else 0) == groups
+    assert (hidden is None) <= (groups <= 30)
+    # A harmless report keeps its table, even with ranks that fill lines.
+    assert (name == "calm") <= ("| tensor |" in page)
+    if groups > 10:
+        assert f"\n- and {groups - 10} more\n" in page
+        assert page.count(f" and {groups - 10} more\n") == 3
