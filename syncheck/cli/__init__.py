@@ -40,7 +40,7 @@ def _report_crash(argv: list[str]) -> None:
     import platform
     import traceback
 
-    from syncheck.cli.parser import version
+    from syncheck.report.files import version
 
     traceback.print_exc()
     print(

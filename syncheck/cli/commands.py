@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
-from syncheck.errors import UsageError
+from syncheck.errors import UsageError, one_line
+from syncheck.report import files
 
 if TYPE_CHECKING:
     import argparse
@@ -43,18 +44,18 @@ def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
 
     given = {field: getattr(arguments, field) for field in api.Options.__slots__}
     options = config.options(project, **given)
-    output.check_endings(arguments.output)
+    files.check_endings(arguments.output)
     from_file = [*config.applied(project, **given)]
     if not arguments.paths and project.checkpoints:
         from_file.insert(0, "checkpoints")
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
-        print(f"syncheck: options from {output.one_line(str(project.path))}: {', '.join(from_file)}", file=sys.stderr)
+        print(f"syncheck: options from {one_line(str(project.path))}: {', '.join(from_file)}", file=sys.stderr)
     found = api.compare(*(arguments.paths or project.checkpoints or ["ckpts"]), options=options)
-    for file in found.unreadable:
-        print(f"syncheck: error: {output.one_line(f'{file.path}: {file.reason}')}", file=sys.stderr)
+    for broken in found.unreadable:
+        print(f"syncheck: error: {one_line(f'{broken.path}: {broken.reason}')}", file=sys.stderr)
     for path in arguments.output:
-        output.write_file(path, found)
+        files.write_file(path, found)
     if not arguments.quiet:
         _print(arguments, found, layout)
     return 0 if arguments.exit_zero and found.exit_code == 1 else found.exit_code
@@ -63,9 +64,8 @@ def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
 def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
     if arguments.format == "json":
         from syncheck.report import json_document
-        from syncheck.report.files import version
 
-        sys.stdout.write(json_document.render(found, version()))
+        sys.stdout.write(json_document.render(found, files.version()))
     elif found.groups:
         from syncheck.report import text
 

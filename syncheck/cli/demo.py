@@ -36,7 +36,7 @@ def run(color: str) -> int:
         _say(f"\nTraining {name}: {RANKS} processes on this machine, a small ResNet with BatchNorm, handwritten digits")
         _train(script, options)
     from syncheck import api
-    from syncheck.report import text
+    from syncheck.report import files, text
 
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
     _say(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth\n")
@@ -46,7 +46,7 @@ def run(color: str) -> int:
     buffers = api.compare(str(FOLDER / "ckpts"), options=api.Options(only=("buffers",)))
     output.write(text.overview(buffers, 3), color)
     page = FOLDER / "index.html"
-    output.write_file(str(page), found)
+    files.write_file(str(page), found)
     _check(compared)
     _say(f"\nOpen {page} in a browser. The checkpoints are in {FOLDER}/ckpts/.")
     _say(

@@ -7,15 +7,10 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
-from syncheck.report.files import check_endings, write_file
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.report.parts import Part
-
-__all__ = ["check_endings", "color_wanted", "one_line", "terminal_width", "write", "write_file"]
 
 
 def terminal_width() -> int | None:

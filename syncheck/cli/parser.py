@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 
 from syncheck.report.files import version
 
-__all__ = ["EPILOG", "build", "version"]
-
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
 
