@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 pytest_plugins = ["pytester"]
+collect_ignore = ["examples"]  # a project of its own; test_examples.py runs it
 
 
 @pytest.fixture

@@ -29,13 +29,6 @@ def test_own_assertion(syncheck_rank):
 def test_alike(syncheck_rank):
     assert syncheck_rank is None, f"seen by rank {syncheck_rank.rank}"
 
-@pytest.mark.syncheck(ranks=2)
-def test_others_wait(syncheck_rank):
-    import torch.distributed as dist
-    if syncheck_rank.rank == 1:
-        raise RuntimeError("only here")
-    dist.barrier()
-
 @pytest.mark.syncheck(ranks=2, group=False, timeout=1)
 def test_hangs(syncheck_rank):
     def wait_for_nothing():
@@ -172,10 +165,6 @@ def shown(done: tuple[Path, str], test: str) -> str:
             ["Captured stdout rank 0 call", "said on 0", "Captured stdout rank 1 call", "said on 1"],
         ),
         ("test_alike", ["rank 0 of 3 failed:", "seen by rank 0", "ranks 1, 2: failed too", "with the same failure"]),
-        (
-            "test_others_wait",
-            ["rank 1 of 2 failed:", "RuntimeError: only here", "rank 0: had not finished", "in barrier"],
-        ),
         ("test_hangs", ["time limit of 1 s passed", "rank 0 of 2 passed", "rank 1: had not finished"]),
         ("test_hangs", [' in wait_for_nothing\n  File "', "in test_hangs"]),
         ("test_killed", ["rank 1 of 2 failed:", "ended by SIGKILL in the middle of the test", "out of memory"]),
@@ -215,7 +204,7 @@ def test_summary_names_rank_and_reason(done: tuple[Path, str]) -> None:
 
 def test_the_next_test_runs(done: tuple[Path, str]) -> None:
     """After all of these, a test on ranks passes; what leaves a process behind passes too, but is not used again."""
-    assert "17 failed, 2 passed" in done[1]
+    assert "16 failed, 2 passed" in done[1]
 
 
 def test_no_process_is_left(done: tuple[Path, str]) -> None:

@@ -201,3 +201,25 @@ def test_seeds_are_the_same_in_every_run(done: tuple[Path, str], entries: list[d
 
     seeds = {entry["seed"] for entry in entries if "seed" in entry}
     assert min(seeds) == zlib.crc32(b"test_suite.py::test_ready") & 0xFFFFFF
+
+
+def test_who_waits_for_a_failed_rank_is_shown(pytester: pytest.Pytester) -> None:
+    """A rank that waits in a collective for one that has failed is ended soon, and its stack says where it waits."""
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch.distributed as dist
+
+        @pytest.mark.syncheck(ranks=2)
+        def test_it(syncheck_rank):
+            if syncheck_rank.rank == 1:
+                raise RuntimeError("only here")
+            dist.barrier()
+        """
+    )
+    result = pytester.runpytest_subprocess(timeout=60)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["rank 1 of 2 failed:", "*RuntimeError: only here", "*rank 0: had not finished*", "*in barrier", "*in test_it"]
+    )
+    assert "_listen" not in result.stdout.str()

@@ -124,7 +124,7 @@ def _standing(passed: Sequence[Result], stuck: Sequence[Result], world: int) -> 
 
 
 def _named(results: Sequence[Result]) -> str:
-    return f"rank{'s' * (len(results) > 1)} {', '.join(str(result.rank) for result in results)}"
+    return f"rank{'s' * (len(results) > 1)} {', '.join(map(str, sorted(r.rank for r in results)))}"
 
 
 def _brief(text: str) -> str:

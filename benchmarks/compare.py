@@ -1,0 +1,64 @@
+"""`syncheck compare` on two ranks of resnet18, against importing torch and against a script that loads both files."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.timing import bar, table, take_turns
+
+ROUNDS = 9
+# Two ranks of torchvision's resnet18 whose BatchNorm statistics differ: 122 tensors, 40 different, 47 MB a file.
+MAKE = """
+import sys, torch, torchvision
+torch.manual_seed(0)
+model = torchvision.models.resnet18().eval()
+for rank in range(2):
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer += rank * 1e-3
+    torch.save(model.state_dict(), f"{sys.argv[1]}/model_rank{rank}.pth")
+"""
+NAIVE = """
+import sys, torch
+a, b = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
+bad = [name for name in a if not torch.allclose(a[name], b[name])]
+print(len(bad), "tensors differ")
+sys.exit(bool(bad))
+"""
+# What a command costs, and the bars: (command, against, at most).
+BARS = (("syncheck compare", "import torch", 0.25), ("syncheck compare", "torch.load + torch.allclose", 0.1))
+
+
+def run(rounds: int) -> tuple[str, bool]:
+    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-c", MAKE, folder], check=True)
+        syncheck = str(Path(sys.executable).parent / "syncheck")
+        files = sorted(str(path) for path in Path(folder).glob("*.pth"))
+        times = take_turns(
+            {
+                "python -c pass": [sys.executable, "-c", "pass"],
+                "syncheck --help": [syncheck, "--help"],
+                "syncheck compare": [syncheck, "compare", *files],
+                "import torch": [sys.executable, "-c", "import torch"],
+                "torch.load + torch.allclose": [sys.executable, "-c", NAIVE, *files],
+            },
+            rounds,
+        )
+    median = {name: statistics.median(found) for name, found in times.items()}
+    lines = [
+        "Two ranks of torchvision's resnet18 (122 tensors, 40 different), whole processes, files in the page cache.",
+        "",
+        *table(times),
+        "",
+        "| ratio | measured | at most | |",
+        "|---|---|---|---|",
+    ]
+    bars = [bar(f"`{name}` / `{against}`", median[name] / median[against], most) for name, against, most in BARS]
+    more = median["syncheck --help"] - median["python -c pass"]
+    bars.append(bar("`syncheck --help` - `python -c pass`, s", more, 0.1))
+    return "\n".join([*lines, *(text for text, _ in bars)]) + "\n", all(met for _, met in bars)

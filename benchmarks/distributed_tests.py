@@ -1,0 +1,90 @@
+"""Twenty tests on two ranks: `@pytest.mark.syncheck(ranks=2)` against one torch.multiprocessing.spawn a test."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from benchmarks.timing import bar, table, take_turns
+
+ROUNDS = 3
+TESTS = 20
+BODY = """
+def body():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    model(torch.full((4, 8), float(dist.get_rank()))).sum().backward()
+    gathered = [torch.empty(8, 8) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, model.module.weight.grad)
+    assert gathered[0].equal(gathered[1])
+"""
+MARKED = f"""
+import pytest, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+{BODY}
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("i", range({TESTS}))
+def test_gradients_agree(i):
+    body()
+"""
+# As most projects write it: two processes a test, a file to meet at, errors through spawn's own pipe.
+SPAWNED = f"""
+import pytest, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+{BODY}
+def on_rank(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{{store}}", rank=rank, world_size=2)
+    body()
+    dist.barrier()
+    dist.destroy_process_group()
+
+@pytest.mark.parametrize("i", range({TESTS}))
+def test_gradients_agree(i, tmp_path):
+    mp.spawn(on_rank, args=(tmp_path / "store",), nprocs=2)
+"""
+# Seconds from the second test on: the first one starts python and imports torch. The project's own bar.
+MOST_SECONDS = 0.5
+
+
+def run(rounds: int) -> tuple[str, bool]:
+    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        commands = {}
+        for what, content in (("syncheck(ranks=2)", MARKED), ("spawn", SPAWNED)):
+            file = folder / what.partition("(")[0] / "test_it.py"
+            file.parent.mkdir()
+            file.write_text(content)
+            commands[what] = [
+                sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={file.parent}",
+                f"--junitxml={file.with_suffix('.xml')}", str(file),
+            ]  # fmt: skip
+        times = take_turns(commands, rounds, warm=False)
+        cases = ET.parse(folder / "syncheck" / "test_it.xml").findall(".//testcase")
+        each = [float(case.get("time", "nan")) for case in cases]
+        assert len(each) == TESTS
+        failures = ET.parse(folder / "spawn" / "test_it.xml").findall(".//failure")
+        # Some versions of gloo abort now and then when the interpreter ends; the test itself was over by then.
+        assert all("SIGABRT" in (failure.get("message") or "") for failure in failures)
+    later = statistics.median(each[1:])
+    lines = [
+        f"A file of {TESTS} tests on two ranks, each with DDP and a collective, as a whole pytest run.",
+        "",
+        *table(times),
+        "",
+        "| | measured | at most | |",
+        "|---|---|---|---|",
+    ]
+    ratio = statistics.median(times["syncheck(ranks=2)"]) / statistics.median(times["spawn"])
+    bars = [bar("`syncheck(ranks=2)` / `spawn`", ratio, 0.25), bar("a test after the first, s", later, MOST_SECONDS)]
+    lines += [text for text, _ in bars]
+    lines += ["", f"The first test took {each[0]:.2f} s, the slowest of the others {max(each[1:]):.2f} s."]
+    if failures:
+        lines += [f"Of the spawned tests {len(failures)} failed: a process was aborted by gloo when it ended."]
+    return "\n".join(lines) + "\n", all(met for _, met in bars)

@@ -1,0 +1,44 @@
+"""The small project in tests/examples does what its README says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def test_the_suite_finds_the_bug(pytester: pytest.Pytester) -> None:
+    """DDP's ranks stay in sync, and the layer that no one wrapped is found, by the assertion in the test."""
+    shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)
+    result = pytester.runpytest_subprocess(timeout=90)
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank 0 of 2 failed:",
+            ">       assert_in_sync(trainer.fine_tune(trained[[]0[]]))",
+            "E       *replicas are out of sync: SYN299",
+            "E * weight * parameter * 0 | 1 * 288 of 288 *",
+            "*rank 1: failed too*",
+            "with the same failure",
+            "FAILED tests/test_training.py::test_fine_tuning_stays_in_sync - rank 0: *",
+        ]
+    )
+
+
+def test_the_checkpoints_are_judged(pytester: pytest.Pytester) -> None:
+    """What two ranks of the trainer saved agrees but for BatchNorm's statistics, and can be accepted."""
+    shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)
+    # gloo may abort when an interpreter ends, after the files are written; that is not looked at here.
+    pytester.run("torchrun", "--nproc-per-node", "2", "trainer.py", timeout=90)
+    result = pytester.runpytest_subprocess("--syncheck", "ckpts/*.pth")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(
+        ["SYN201 bn-local-stats *", "*fix*", "FAILED ckpts::digits::bn-stats - SYN201 bn-local-stats on ranks 0-1*"]
+    )
+    result = pytester.runpytest_subprocess("--syncheck", "ckpts/*.pth", "--syncheck-allow", "SYN201")
+    result.assert_outcomes(passed=4)
