@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck import kinds, layout, series
+from syncheck import comparison, kinds, layout, series
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
 from syncheck.diagnose import RULES, diagnose
@@ -14,6 +14,7 @@ from syncheck.errors import CheckpointError, UsageError
 from syncheck.paths import open_all
 from syncheck.records import Report, Unreadable
 from syncheck.tolerance import Tolerance
+from syncheck.values import holds_counted
 
 if TYPE_CHECKING:
     import os
@@ -93,6 +94,15 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     opened = open_all([str(path) for path in paths])
     grouped = layout.group(opened.snapshots, options.group_by, opened.roots)
     return Found(grouped, tuple(opened.unreadable), opened.skipped)
+
+
+def kinds_in(replicas: Replicas, options: Options | None = None) -> tuple[str, ...]:
+    """Name the kinds of what would be compared in a group, from the names alone: no tensor is read.
+
+    The last is `value` where the files hold Python values that count, such as the step.
+    """
+    counted = any(holds_counted(snapshot) for _, snapshot in replicas.ranks)
+    return comparison.kinds_in(replicas, (options or Options()).selection()) + (("value",) if counted else ())
 
 
 def judge(found: Found, options: Options | None = None) -> Report:

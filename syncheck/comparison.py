@@ -84,6 +84,16 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     )
 
 
+def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
+    """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
+    snapshots = dict(replicas.ranks)
+    found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
+    kinds, _ = _kinds(found, snapshots, selection)
+    wanted = selector(selection.only, selection.include, selection.exclude)
+    present = {kind for name, kind in kinds.items() if wanted(name, kind)}
+    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only))
+
+
 def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:
     """Collect each tensor's replicas by normalized name, in the order of the first checkpoint."""
     found: dict[str, dict[int, Tensor]] = {}

@@ -33,6 +33,11 @@ def compare_values(snapshots: Mapping[int, Snapshot]) -> list[ValueDiff]:
     return diffs
 
 
+def holds_counted(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint holds Python values that make a group out of sync when they differ."""
+    return any(value is not None and _counts(name) for name, value in _values(snapshot).items())
+
+
 def stores_progress(snapshot: Snapshot) -> bool:
     """Whether a checkpoint says at which step or epoch it was written."""
     return any(value is not None for name, value in _values(snapshot).items() if name in PROGRESS)

@@ -43,8 +43,9 @@ def apply(case: Case) -> Match | None:
         by_kind: dict[str, int] = {}
         for diff in case.tensors:
             by_kind[diff.kind] = by_kind.get(diff.kind, 0) + 1
-        kinds = ", ".join(f"{count} {kind}" for kind, count in by_kind.items())
-        parts.append(f"{kinds} differ, {gap_text(worst(case.tensors))}{agreement_text(case.tensors, case.group)}")
+        kinds = ", ".join(f"{count} {kind} tensor{'s' * (count != 1)}" for kind, count in by_kind.items())
+        verb = "differs" if len(case.tensors) == 1 else "differ"
+        parts.append(f"{kinds} {verb}, {gap_text(worst(case.tensors))}{agreement_text(case.tensors, case.group)}")
     if case.values:
         parts.append(f"values differ: {names_text(case.values)}")
     return Match(case.tensors, suspects(case.tensors, case.group), "; ".join(parts), case.values)

@@ -13,6 +13,9 @@ import pytest
 from syncheck.pytest_plugin import checkpoints, options, ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from syncheck.pytest_plugin.fixture import Syncheck
     from syncheck.pytest_plugin.ranks.group import Rank
 
 
@@ -38,6 +41,41 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ranks.generate(metafunc)
 
 
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Say which tensors of two state dicts differ."""
+    if op != "==" or not (hasattr(left, "values") and hasattr(right, "values")):
+        return None
+    from syncheck.pytest_plugin import assertion
+
+    return assertion.explain(op, left, right)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Help who compared state dicts with ==: Python gives up before pytest can ask for an explanation."""
+    report = yield
+    if call.excinfo is not None and "is ambiguous" in str(call.excinfo.value):
+        from syncheck.pytest_plugin import assertion
+
+        if (text := assertion.help_for(call.excinfo)) is not None:
+            report.sections.append(("syncheck", text))
+    return report
+
+
+@pytest.fixture
+def syncheck(request: pytest.FixtureRequest) -> Syncheck:
+    """Compare replicas: `compare(...)` returns a report, `assert_in_sync(...)` fails the test; see syncheck.testing.
+
+    The run's --syncheck-* options and the project's [tool.syncheck] count, unless a call says else.
+    """
+    from syncheck.pytest_plugin.fixture import Syncheck
+
+    config = request.config
+    return Syncheck(config.rootpath, {field: config.getoption(name) for field, name in options.COMPARING.items()})
+
+
 @pytest.fixture
 def _syncheck_ranks(request: pytest.FixtureRequest) -> int:
     """Number of ranks of this test; it stands in the test's id."""
@@ -46,5 +84,5 @@ def _syncheck_ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def syncheck_rank(request: pytest.FixtureRequest) -> Rank:
-    """This process's rank, world_size, device, group, seed and the folder `shared` by all ranks of the test."""
+    """Who this process is: rank, world_size, device, group, seed and the folder `shared` by all ranks of the test."""
     return ranks.this_rank(request)

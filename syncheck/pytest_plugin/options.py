@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ def add(parser: pytest.Parser) -> None:
     def many(name: str, metavar: str, text: str) -> None:
         group.addoption(name, action="append", default=[], metavar=metavar, help=f"{text}; repeatable")
 
-    many("--syncheck", "GLOB", "judge these checkpoints, one test per group of replicas and kind of tensor")
+    many(
+        "--syncheck",
+        "GLOB",
+        "judge these checkpoints, one test per group of replicas and kind of tensor; no others without a path",
+    )
     many("--syncheck-only", "KIND", "judge only params, buffers, optimizer or rng")
     many("--syncheck-include", "GLOB", "judge only tensors whose name matches")
     many("--syncheck-exclude", "GLOB", "leave out tensors whose name matches")
@@ -49,5 +54,16 @@ def add(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help=f"limit of a test marked syncheck(ranks=...); its timeout=SECONDS wins (default: {TIMEOUT:g})",
     )
-    parser.addini("syncheck_checkpoints", "checkpoints to judge when no path is given", type="args", default=[])
+    parser.addini(
+        "syncheck_checkpoints",
+        "checkpoints to judge beside the tests, in a run from the rootdir that names no path",
+        type="args",
+        default=[],
+    )
     parser.addini("syncheck_timeout", "seconds; --syncheck-timeout wins", default=str(TIMEOUT))
+
+
+def in_pytests_words(text: str) -> str:
+    """Name options in a text of the library as they are called here: --allow becomes --syncheck-allow."""
+    text = re.sub(r"^only='(.*)':", r"--syncheck-only \1:", text)
+    return re.sub(r"(?<![\w-])--(?=(?:allow|rtol|atol|ulp|group-by|include|exclude|buffers)\b)", "--syncheck-", text)

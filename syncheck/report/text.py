@@ -66,7 +66,7 @@ def _title(group: Group) -> Line:
 
 def _group(group: Group, limit: int) -> list[Part]:
     files = [
-        f"rank {r.rank}: {r.path} ({r.format}, {r.tensors} tensors, {words.bytes_text(r.bytes)})"
+        f"rank {r.rank}: {r.path} ({r.format}, {r.tensors} tensor{'s' * (r.tensors != 1)}, {words.bytes_text(r.bytes)})"
         for r in group.replicas[:_MOST_REPLICAS]
     ]
     if len(group.replicas) > _MOST_REPLICAS:

@@ -1,0 +1,165 @@
+"""How a test item on checkpoints ends: a pure function of the compared group, so that no pass can be vacuous."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from syncheck.errors import CheckpointError, one_line
+from syncheck.pytest_plugin import checkpoint_text as text
+from syncheck.pytest_plugin.checkpoint_plan import ALONE, NOTHING, VALUES, item_of
+from syncheck.records import Counts
+from syncheck.report import words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncheck.pytest_plugin.checkpoint_judge import Judge
+    from syncheck.pytest_plugin.checkpoint_plan import Planned
+    from syncheck.records import Finding, Group, TensorDiff
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an item ended. headline: the one line of pytest's short summary. body: what a failure or skip prints.
+
+    properties: for junit and for the summary, strings only, so that they reach both from another process.
+    """
+
+    status: Literal["passed", "failed", "skipped"]
+    headline: str = ""
+    body: str = ""
+    properties: tuple[tuple[str, str], ...] = ()
+
+
+def outcome(planned: Planned, judge: Judge) -> Outcome:
+    """Judge one item. Only what the item needs is compared."""
+    if planned.unreadable is not None:
+        return _failed(f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}", _told("undecided"))
+    assert planned.group is not None
+    if planned.item == ALONE:
+        return _alone(planned, judge)
+    try:
+        group, lost = judge.group(planned.group)
+    except CheckpointError as error:
+        return _failed(f"could not tell: {error}", _told("undecided"))
+    if lost:
+        broken = "; ".join(f"{file.path}: {file.reason}" for file in lost)
+        return _failed(f"could not tell: broken since the run began: {broken}", _told("undecided", group))
+    return _judged(planned, group, judge)
+
+
+def concerning(group: Group, planned: Planned) -> list[Finding]:
+    """Return the findings that an item has to tell: those on a tensor or value of its own.
+
+    A finding on nothing that any item of the group judges is told by all of them: one that fails must fail something.
+    """
+    kinds = {diff.name: diff.kind for diff in group.tensors}
+    told = []
+    for finding in group.findings:
+        concerned = {item_of(kinds[name]) for name in finding.tensors if name in kinds}
+        if finding.values:
+            concerned.add(VALUES)
+        concerned &= set(planned.siblings)
+        if planned.item in (concerned or planned.siblings):
+            told.append(finding)
+    return told
+
+
+def _alone(planned: Planned, judge: Judge) -> Outcome:
+    assert planned.group is not None
+    replicas = judge.found.groups[planned.group]
+    reason = f"one file only, nothing to compare it with: {replicas.ranks[0][1].path} ({replicas.note})"
+    if any(len(other.ranks) > 1 for other in judge.found.groups):
+        return _skipped(reason, _told("alone"))
+    headline = "could not tell: no two of the files are replicas of one another"
+    advice = (
+        "Give the files of at least two ranks of one run, or say with --syncheck-group-by REGEX which belong together."
+    )
+    return _failed(headline, _told("undecided"), f"{headline}\n{text.bounded(reason)}\n{advice}")
+
+
+def _judged(planned: Planned, group: Group, judge: Judge) -> Outcome:
+    counts = sum((of for kind, of in group.kinds.items() if item_of(kind) == planned.item), Counts())
+    mine = [diff for diff in group.tensors if item_of(diff.kind) == planned.item]
+    findings = concerning(group, planned)
+    failing = [finding for finding in findings if finding.fails]
+    measured = _told(
+        "out_of_sync" if failing else "undecided" if _nothing(planned, group, counts) else "in_sync",
+        group,
+        findings,
+        counts,
+        mine,
+    )
+    if failing:
+        shown = [finding for finding in findings if finding.severity != "info"]
+        body = text.failure(group, shown, counts, mine, values=planned.item == VALUES)
+        return _failed(text.headline(failing), measured, body)
+    reason = _nothing(planned, group, counts)
+    if reason:
+        return _skipped(reason, measured) if _told_elsewhere(judge) else _failed(f"could not tell: {reason}", measured)
+    return Outcome("passed", properties=measured)
+
+
+def _nothing(planned: Planned, group: Group, counts: Counts) -> str:
+    """Say why an item can tell nothing; empty where it can."""
+    if planned.item == NOTHING:
+        return "no tensor was compared: the options leave all of them out, or the files hold none"
+    if planned.item != VALUES and not counts.compared:
+        reasons = Counter(
+            f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}"
+            for diff in group.tensors
+            if item_of(diff.kind) == planned.item
+        )
+        why = "; ".join(f"{count} {one_line(reason)}" for reason, count in reasons.most_common(3))
+        return f"no tensor was compared ({why})" if why else "no tensor was compared"
+    if group.verdict == "undecided":
+        return "no tensor of a model was compared, and what else agrees says nothing of one"
+    return ""
+
+
+def _told_elsewhere(judge: Judge) -> bool:
+    try:
+        return judge.decided()
+    except CheckpointError:
+        return False
+
+
+def _failed(headline: str, properties: tuple[tuple[str, str], ...], body: str = "") -> Outcome:
+    headline = text.bounded(headline)
+    return Outcome("failed", headline, body or headline, properties)
+
+
+def _skipped(reason: str, properties: tuple[tuple[str, str], ...]) -> Outcome:
+    return Outcome("skipped", text.bounded(reason), text.bounded(reason), properties)
+
+
+def _told(
+    verdict: str,
+    group: Group | None = None,
+    findings: Iterable[Finding] = (),
+    counts: Counts | None = None,
+    mine: Iterable[TensorDiff] = (),
+) -> tuple[tuple[str, str], ...]:
+    """Return the properties of an item."""
+    told = {"verdict": verdict}
+    if group is not None:
+        told["replicas"] = str(len(group.replicas))
+        # The first tells only how the group was found.
+        if group.notes[1:]:
+            told["notes"] = text.bounded("; ".join(group.notes[1:]), 500)
+    listed = list(findings)
+    if listed:
+        told["findings"] = ",".join(dict.fromkeys(finding.code for finding in listed))
+    allowed = dict.fromkeys(finding.code for finding in listed if finding.allowed)
+    if allowed:
+        told["allowed"] = ",".join(allowed)
+    if counts is not None:
+        for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
+            told[name] = str(getattr(counts, name))
+    gaps = [diff for diff in words.worst_first(list(mine)) if diff.max_abs is not None]
+    if gaps:
+        told["max_abs"] = f"{gaps[0].max_abs:.6g}"
+        told["worst"] = text.bounded(gaps[0].name)
+    return tuple((f"syncheck_{name}", value) for name, value in told.items())

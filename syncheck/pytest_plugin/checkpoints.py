@@ -1,0 +1,170 @@
+"""`--syncheck GLOB` and the ini value `syncheck_checkpoints`: test items that judge checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from syncheck.pytest_plugin import options
+from syncheck.pytest_plugin.checkpoint_arguments import Asked, asked_for
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from syncheck.pytest_plugin.checkpoint_judge import Judge
+    from syncheck.pytest_plugin.checkpoint_plan import Planned
+
+_MOST_IDS = 6
+
+
+def configure(config: pytest.Config) -> None:
+    """Find the checkpoints that this run has to judge, and register what judges them; without any, nothing.
+
+    Each process of pytest-xdist does this, and all get the same items; wrong usage is told before a worker starts.
+    """
+    if config.getoption("help"):
+        return
+    asked = asked_for(config)
+    outputs: list[str] = config.getoption("syncheck_output")
+    if asked.paths:
+        with _usage():
+            config.pluginmanager.register(_plugin(config, asked, outputs), "syncheck-checkpoints")
+    elif outputs:
+        raise pytest.UsageError(
+            f"--syncheck-output {outputs[0]}: there is no checkpoint to report on; name some with --syncheck GLOB"
+        )
+
+
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
+    """Turn an error of ours into pytest's: one line, and exit code 4."""
+    from syncheck.errors import SyncheckError
+
+    try:
+        yield
+    except SyncheckError as error:
+        raise pytest.UsageError(options.in_pytests_words(str(error))) from None
+
+
+def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> CheckpointPlugin:
+    from syncheck import api
+    from syncheck import config as project
+    from syncheck.pytest_plugin import checkpoint_judge
+    from syncheck.pytest_plugin.checkpoint_plan import plan
+    from syncheck.report.files import check_endings
+
+    start = config.invocation_params.dir
+    check_endings(outputs, option="--syncheck-output")
+    given: dict[str, Any] = {name: config.getoption(option) for name, option in options.COMPARING.items()}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    how = project.options(project.load(start), **given)
+    with checkpoint_judge.folder(start):
+        found = api.find(*asked.paths, options=how)
+    planned = plan(found, how, start, config.rootpath)
+    judge = checkpoint_judge.Judge(found, how, start, whole=bool(outputs) and not _is_worker(config))
+    return CheckpointPlugin(judge, _chosen(planned, asked, config), outputs)
+
+
+def _chosen(planned: list[Planned], asked: Asked, config: pytest.Config) -> list[Planned]:
+    """Return the items whose ids were given, in the order of all; all of them where none was."""
+    if not asked.ids:
+        return planned
+    from syncheck.pytest_plugin.checkpoint_plan import seen_from
+
+    start, known = config.invocation_params.dir, [one.nodeid for one in planned]
+    wanted: set[str] = set()
+    for given in asked.ids:
+        folder, _, rest = given.partition("::")
+        absolute = os.path.normpath(start / folder)
+        matching = [
+            one.nodeid
+            for one in planned
+            if str(one.folder) == absolute and f"{one.owner}::{one.item}::".startswith(f"{rest}::")
+        ]
+        if not matching:
+            more = f" and {len(known) - _MOST_IDS} more" if len(known) > _MOST_IDS else ""
+            shown = ", ".join(seen_from(start, config.rootpath, nodeid) for nodeid in known[:_MOST_IDS])
+            raise pytest.UsageError(f"not found: {given}; there are {shown}{more} (--collect-only -q lists all)")
+        wanted.update(matching)
+    return [one for one in planned if one.nodeid in wanted]
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is a process that pytest-xdist started."""
+    return hasattr(config, "workerinput")
+
+
+class CheckpointPlugin:
+    """The hooks of a run that judges checkpoints."""
+
+    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str]) -> None:
+        self.judge = judge
+        self.planned = planned
+        self.outputs = outputs
+        self.written: list[str] = []
+        self.errors: list[str] = []
+
+    def pytest_report_header(self) -> str:
+        """Say what will be judged: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
+        from syncheck.pytest_plugin.summary import in_force
+
+        found = self.judge.found
+        files = sum(len(group.ranks) for group in found.groups) + len(found.unreadable)
+        how = in_force(self.judge.options)
+        what = f"{files} checkpoint{'s' * (files != 1)}, {len(found.groups)} group{'s' * (len(found.groups) != 1)}"
+        skipped = f", {found.skipped} other files skipped" if found.skipped else ""
+        return f"syncheck: {what}{skipped}{f'; options: {how}' if how else ''}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Add the checkpoints to what the session collects, so that pytest counts and selects them as its own."""
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed:
+            from syncheck.pytest_plugin.checkpoint_items import tree
+
+            report.result.extend(tree(collector, self.planned, self.judge))
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Name the folder as the place of a skip of ours, where pytest would name a line of its own."""
+        from syncheck.pytest_plugin.checkpoint_items import CheckpointItem
+
+        report = yield
+        if isinstance(item, CheckpointItem) and report.skipped and isinstance(report.longrepr, tuple):
+            reason: Any = (str(item.reportinfo()[0]), None, report.longrepr[2])
+            report.longrepr = reason
+        return report
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the report; a run of several processes compares once more here, for no process has seen all."""
+        finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if _is_worker(session.config) or session.config.getoption("collectonly") or exitstatus not in finished:
+            return
+        for path in self.outputs:
+            self._write(path)
+        if self.errors and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def _write(self, path: str) -> None:
+        from syncheck.errors import SyncheckError
+        from syncheck.report.files import write_file
+
+        try:
+            report = self.judge.report()
+            with self.judge.here():
+                write_file(path, report, option="--syncheck-output")
+            self.written.append(path)
+        except SyncheckError as error:
+            self.errors.append(options.in_pytests_words(str(error)))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print what was found, by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
+        from syncheck.pytest_plugin import summary
+
+        summary.write(terminalreporter, self)

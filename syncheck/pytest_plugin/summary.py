@@ -1,0 +1,120 @@
+"""The section `syncheck` at the end of a run: one line per group, what was excused, files written.
+
+It is made of the reports' properties, which reach the controlling process of pytest-xdist from all others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from syncheck.pytest_plugin.checkpoint_plan import ALONE, NOTHING, READABLE, seen_from
+from syncheck.report import words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import pytest
+
+    from syncheck.api import Options
+    from syncheck.pytest_plugin.checkpoints import CheckpointPlugin
+
+_MOST_GROUPS = 20
+_MOST_NOTES = 5
+# Options that change what is compared or excused, and so what "in sync" means.
+_NEUTRAL = ("buffers", "group_by")
+# Of the items of a group, the one that says most of it.
+_ORDER = ("out_of_sync", "undecided", "in_sync", "alone")
+_SAID = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree", "alone": ""}
+# Items that stand for a file or a group as a whole, and have one thing to say.
+_WHOLE = {
+    READABLE: "cannot be read",
+    ALONE: "one file, nothing to compare it with",
+    NOTHING: "no tensor left to compare",
+}
+_COLORS = {"out_of_sync": "red", "undecided": "yellow", "in_sync": "green", "alone": "light"}
+
+
+def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
+    """Print the section."""
+    order = {one.nodeid: number for number, one in enumerate(plugin.planned)}
+    groups = _groups(reporter, order)
+    if not groups and not plugin.errors and not plugin.written:
+        return
+    reporter.write_sep("=", "syncheck")
+    ranked = sorted(groups.items(), key=lambda of: _ORDER.index(_verdict(of[1])))
+    for owner, items in ranked[:_MOST_GROUPS]:
+        verdict = _verdict(items)
+        reporter.write(words.VERDICTS[verdict], **{_COLORS[verdict]: True})
+        shown = seen_from(reporter.config.invocation_params.dir, reporter.config.rootpath, owner)
+        reporter.line(f"  {shown}: {'; '.join(_item(item, told) for item, told in items.items())}")
+    if len(ranked) > _MOST_GROUPS:
+        rest = [_verdict(items) for _, items in ranked[_MOST_GROUPS:]]
+        told = ", ".join(
+            f"{rest.count(verdict)} {words.VERDICTS[verdict].lower()}" for verdict in _ORDER if verdict in rest
+        )
+        reporter.line(f"... and {len(rest)} more groups: {told}")
+    notes = Counter(next(iter(items.values())).get("notes", "") for items in groups.values())
+    notes.pop("", None)
+    for note, count in notes.most_common(_MOST_NOTES):
+        reporter.line(f"note on {count} of {len(groups)} groups: {note}")
+    how = in_force(plugin.judge.options)
+    if how:
+        reporter.line(f"options in force: {how}")
+    for path in plugin.written:
+        reporter.line(f"report written: {path}")
+    for error in plugin.errors:
+        reporter.line(f"ERROR: {error}", red=True, bold=True)
+
+
+def in_force(options: Options) -> str:
+    """Name the options that leave tensors out or excuse differences, the project's included."""
+    parts = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _NEUTRAL and value not in (None, ()):
+            parts.append(f"{field.name} {', '.join(value) if isinstance(value, tuple) else value}")
+    return "; ".join(parts)
+
+
+def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> dict[str, dict[str, Mapping[str, str]]]:
+    """Collect the properties of the items that ran, by group and item, in the order of collection."""
+    found: dict[str, Mapping[str, str]] = {}
+    for reports in reporter.stats.values():
+        for report in reports:
+            # Warnings and deselected items are in `stats` too, and have other attributes.
+            told = {
+                name.removeprefix("syncheck_"): str(value)
+                for name, value in getattr(report, "user_properties", ())
+                if str(name).startswith("syncheck_")
+            }
+            if "verdict" in told and getattr(report, "when", "") == "call":
+                found[report.nodeid] = told
+    groups: dict[str, dict[str, Mapping[str, str]]] = {}
+    for nodeid in sorted(found, key=lambda nodeid: order.get(nodeid, len(order))):
+        owner, _, item = nodeid.rpartition("::")
+        groups.setdefault(owner, {})[item] = found[nodeid]
+    return groups
+
+
+def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:
+    return min((told["verdict"] for told in items.values()), key=_ORDER.index)
+
+
+def _item(item: str, told: Mapping[str, str]) -> str:
+    """Say how one kind of tensor of a group stands: 'bn-stats 14/21 differ (SYN201)'."""
+    if item in _WHOLE:
+        return _WHOLE[item]
+    parts = []
+    tensors = int(told.get("tensors", 0))
+    for name, said in (("different", "differ"), ("not_compared", "not compared"), ("close", "close")):
+        if int(told.get(name, 0)):
+            parts.append(f"{told[name]}/{tensors} {said}")
+    stands = ", ".join(parts) or (f"{tensors} " if tensors else "") + _SAID[told["verdict"]]
+    codes = [f"{code} allowed" if code in _codes(told, "allowed") else code for code in _codes(told, "findings")]
+    return f"{item} {stands}" + (f" ({', '.join(codes)})" if codes else "")
+
+
+def _codes(told: Mapping[str, str], name: str) -> Iterable[str]:
+    return told[name].split(",") if name in told else ()

@@ -1,0 +1,273 @@
+"""The test items of `--syncheck`: ids, texts, and how pytest's own options and other plugins get on with them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save, save_pth
+from sessions import Session, session, sessions
+
+from syncheck import metadata
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BN = ("running_mean", "running_var")
+EVIL = "[red]\x1b[31m\n::x\x00\u202e]]>"
+
+
+@pytest.fixture
+def drifted(tmp_path: Path) -> Path:
+    """Two checkpoints of which the running statistics differ, and two of another run that are equal."""
+    for rank in range(2):
+        save(tmp_path / "ckpts" / f"ddp_rank{rank}.pth", changed(network(), *BN) if rank else network())
+        save(tmp_path / "ckpts" / f"ddp-syncbn_rank{rank}.pth", network())
+    return tmp_path
+
+
+def failure(ended: Session, nodeid: str) -> str:
+    """Return what a session printed on a failed item."""
+    after = re.split(rf"^_+ syncheck {re.escape(nodeid)} _+$", ended.out, flags=re.MULTILINE)[1]
+    return re.split(r"^(?:___|===)", after, flags=re.MULTILINE)[0]
+
+
+def test_a_failure_is_told_without_a_traceback(drifted: Path) -> None:
+    """A failing item shows finding, cause, fix, its own worst tensors and its own counts, and nothing of our code."""
+    wide, uncached, short, native = sessions(
+        (drifted, ["--syncheck", "ckpts"]),
+        (drifted, ["--syncheck", "ckpts", "-p", "no:cacheprovider"]),
+        (drifted, ["--syncheck", "ckpts", "--tb=line"]),
+        (drifted, ["--syncheck", "ckpts", "--tb=native"]),
+    )
+    told = failure(wide, "ckpts::ddp::bn-stats")
+    for part in (
+        "SYN201 bn-local-stats (warning) on ranks 0-1",
+        "  what  4 of 4",
+        "  why   Each rank",
+        "  fix   Convert",
+    ):
+        assert part in told
+    assert "--syncheck-allow SYN201" in told
+    assert " --allow" not in told
+    assert "ddp: 6 tensors: 2 identical, 4 different, 0 not compared" in told
+    assert told.count("running_var") == 3  # two rows, and the evidence
+    assert "fc.weight" not in told
+    assert "rank 1: ckpts/ddp_rank1.pth" in told
+    summary = next(line for line in wide.lines if line.startswith("FAILED "))
+    assert summary.startswith("FAILED ckpts::ddp::bn-stats - SYN201 bn-local-stats on ranks 0-1: 4 of 4 running")
+    assert uncached.code == short.code == native.code == 1
+    for ended in (wide, uncached, short, native):
+        assert "Traceback" not in ended.out
+        assert ".py" not in ended.out.partition("FAILURES")[2]
+    assert f"{drifted}/ckpts:0: SYN201 bn-local-stats" in short.out
+
+
+def test_texts_fit_the_terminal(tmp_path: Path) -> None:
+    """On a narrow terminal sentences are wrapped and columns left out, never names; on a wide one all columns stand."""
+    for rank in range(2):
+        state = {f"encoder.layers.{i}.attention.weight": np.full(3, rank, np.float32) for i in range(30)}
+        save(tmp_path / f"ddp_rank{rank}.pth", state)
+    narrow = failure(session(tmp_path, "--syncheck", "*.pth", columns=70), ".::ddp::parameters")
+    assert max(map(len, narrow.splitlines())) <= 70
+    assert "encoder.layers.7.attention.weight" in narrow
+    assert "max ulp" not in narrow
+    wide = failure(session(tmp_path, "--syncheck", "*.pth", columns=200), ".::ddp::parameters")
+    assert "max ulp" in wide
+    assert "... and 20 more; --syncheck-output" in wide
+
+
+def test_one_group_per_run_and_step(tmp_path: Path) -> None:
+    """Steps of one run are groups of their own, the step stands in the id only where there are several."""
+    for step in (2, 10):
+        for rank in range(2):
+            block = metadata(run="ddp", rank=rank, world_size=2, step=step, run_id="a")
+            tree = {"model": network(), "syncheck": block}
+            save_pth(tmp_path / "history" / "ddp" / f"step_{step}" / f"rank_{rank}.pth", tree)
+    both, one = sessions(
+        (tmp_path, ["--collect-only", "-q", "--syncheck", "history"]),
+        (tmp_path, ["--collect-only", "-q", "--syncheck", "history/ddp/step_2"]),
+    )
+    items = ("parameters", "bn-stats", "values")
+    ids = [f"history/ddp::ddp-step-{step}::{item}" for step in (2, 10) for item in items]
+    assert both.lines[:6] == ids
+    assert "6 tests collected" in both.out
+    assert one.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
+
+
+@pytest.mark.parametrize("folder", ["plain", "a::b[c] d", "\udcff\x1b[31m"], ids=["plain", "brackets", "bytes"])
+def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) -> None:
+    """Control characters, brackets and `::` in the names of runs, files and tensors break neither ids nor XML."""
+    place = tmp_path / folder
+    for rank in range(2):
+        for run_id in ("one", "two"):
+            block = metadata(run=EVIL, rank=rank, world_size=2, step=1, run_id=run_id)
+            tree = {
+                "model": {EVIL: np.full(3, rank, np.float32), "\udc80": np.ones(1)},
+                "syncheck": block,
+                "step": EVIL,
+            }
+            save_pth(place / run_id / f"r{rank}.pth", tree)
+    (place / f"{EVIL[:8]}.pth").write_bytes(b"")
+    base = ["--syncheck", ".", "-p", "no:cacheprovider"]
+    one, spread, listed = sessions(
+        (tmp_path, [*base, "-rA", "--junitxml", "one.xml"]),
+        (tmp_path, [*base, "-v", "-n", "2", "--junitxml", "spread.xml"]),
+        (tmp_path, [*base, "--collect-only", "-q"]),
+    )
+    ids = [line for line in listed.lines if "::" in line]
+    assert len(set(ids)) == len(ids) == 5
+    assert all(nodeid.isprintable() and nodeid.count("::") == 2 and "[" not in nodeid for nodeid in ids), ids
+    assert set(spread.outcomes()) == set(ids), spread.out
+    assert one.code == spread.code == 1
+    for ended in (one, spread, listed):
+        assert "\x1b[31m" not in ended.out
+        assert "\x00" not in ended.out
+        assert "\u202e" not in ended.out
+    for name in ("one.xml", "spread.xml"):
+        assert len(ET.parse(tmp_path / name).getroot().findall(".//testcase")) == 5
+
+
+def test_names_that_are_equal_once_escaped_are_numbered(tmp_path: Path) -> None:
+    """Two runs whose names differ only in what an id cannot hold have ids of their own, the same on every worker."""
+    for name in ("a::b", "a:b", "a[b", "a(b"):
+        for rank in range(2):
+            block = metadata(run=name, rank=rank, world_size=2, run_id="one")
+            tree = {"w": np.full(2, rank if name == "a:b" else 0, np.float32), "syncheck": block}
+            save_pth(tmp_path / f"{'abcd'[len(list(tmp_path.glob('*.pth'))) // 2]}_rank{rank}.pth", tree)
+    one, spread = sessions(
+        (tmp_path, ["-v", "--syncheck", "*.pth"]), (tmp_path, ["-v", "--syncheck", "*.pth", "-n", "2"])
+    )
+    ids = {f".::{name}::parameters" for name in ("a:b", "a:b~2", "a(b", "a(b~2")}
+    assert set(one.outcomes()) == ids, one.out
+    assert one.outcomes() == spread.outcomes(), spread.out
+    assert sorted(one.outcomes().values()) == ["FAILED", "PASSED", "PASSED", "PASSED"]
+
+
+def test_junit_has_the_numbers(drifted: Path) -> None:
+    """Verdict, findings, counts and the worst tensor are properties of each test case, with -n too."""
+    sessions(
+        (drifted, ["--syncheck", "ckpts", "--junitxml", "one.xml"]),
+        (drifted, ["--syncheck", "ckpts", "--junitxml", "spread.xml", "-n", "2"]),
+    )
+    for name in ("one.xml", "spread.xml"):
+        cases = {
+            (case.get("classname"), case.get("name")): case
+            for case in ET.parse(drifted / name).getroot().findall(".//testcase")
+        }
+        assert set(cases) == {
+            (f"ckpts.{run}", item) for run in ("ddp", "ddp-syncbn") for item in ("parameters", "bn-stats")
+        }
+        failed, passed = cases["ckpts.ddp", "bn-stats"], cases["ckpts.ddp-syncbn", "bn-stats"]
+        told = {each.get("name"): each.get("value") for each in failed.findall(".//property")}
+        assert str(told.pop("syncheck_notes")).startswith("which tensors are parameters")
+        assert told.pop("syncheck_worst") in {f"layer{i}.bn.{of}" for i in range(2) for of in BN}
+        assert told == {
+            "syncheck_verdict": "out_of_sync",
+            "syncheck_replicas": "2",
+            "syncheck_findings": "SYN201",
+            "syncheck_tensors": "6",
+            "syncheck_identical": "2",
+            "syncheck_equal": "0",
+            "syncheck_close": "0",
+            "syncheck_different": "4",
+            "syncheck_not_compared": "0",
+            "syncheck_max_abs": "1",
+        }
+        (element,) = failed.findall("failure")
+        assert str(element.get("message")).startswith("SYN201 bn-local-stats on ranks 0-1: ")
+        assert "fix   Convert" in str(element.text)
+        assert passed.find("failure") is None
+
+
+def test_selecting_and_stopping(drifted: Path) -> None:
+    """-k, -m, --deselect, -x, --lf, --ff and --collect-only treat the items as any others."""
+    base = ["-v", "--syncheck", "ckpts"]
+    first, last_failed, stopped, chosen, deselected, marked, spread, scoped = sessions(
+        (drifted, base),
+        (drifted, [*base, "--lf"]),
+        (drifted, [*base, "-x", "--ff"]),
+        (drifted, [*base, "-k", "syncbn and not parameters"]),
+        (drifted, [*base, "--deselect", "ckpts::ddp::bn-stats"]),
+        (drifted, [*base, "-m", "not slow", "-p", "no:terminalprogress"]),
+        (drifted, [*base, "-n", "2"]),
+        (drifted, [*base, "-n", "2", "--dist", "loadscope"]),
+    )
+    failed = {"ckpts::ddp::bn-stats": "FAILED"}
+    passed = {"ckpts::ddp::parameters": "PASSED"} | {
+        f"ckpts::ddp-syncbn::{item}": "PASSED" for item in ("parameters", "bn-stats")
+    }
+    assert (first.code, first.outcomes()) == (1, failed | passed), first.out
+    assert (last_failed.code, last_failed.outcomes()) == (1, failed), last_failed.out
+    assert (stopped.code, stopped.outcomes()) == (1, failed), stopped.out
+    assert (chosen.code, chosen.outcomes()) == (0, {"ckpts::ddp-syncbn::bn-stats": "PASSED"}), chosen.out
+    assert (deselected.code, deselected.outcomes()) == (0, passed), deselected.out
+    assert (marked.code, marked.outcomes()) == (1, failed | passed), marked.out
+    for run in (spread, scoped):
+        assert (run.code, run.outcomes()) == (1, failed | passed), run.out
+        assert "bn-stats 4/6 differ (SYN201)" in run.out
+
+
+def test_other_plugins_and_the_conftest_of_a_project(drifted: Path) -> None:
+    """Coverage, time limits, and a conftest that looks at every item as if it were a function, do not stumble."""
+    (drifted / "conftest.py").write_text(
+        "import pytest\n\n"
+        "def pytest_collection_modifyitems(config, items):\n"
+        "    for item in items:\n"
+        "        assert item.path.exists() and str(item.fspath) and item.location and item.name\n"
+        "        assert item.get_closest_marker('slow') is None and 'gpu' not in item.keywords\n"
+        "        item.add_marker(pytest.mark.seen)\n\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def every_test():\n"
+        "    yield\n\n"
+        "@pytest.hookimpl(wrapper=True)\n"
+        "def pytest_runtest_makereport(item, call):\n"
+        "    report = yield\n"
+        "    item.rep_call = report\n"
+        "    return report\n\n"
+        "def pytest_configure(config):\n"
+        "    config.addinivalue_line('markers', 'seen: by the conftest')\n"
+    )
+    (drifted / "test_suite.py").write_text("def test_own():\n    pass\n")
+    base = ["--syncheck", "ckpts/ddp-syncbn*.pth", "test_suite.py", "--strict-markers", "-W", "error"]
+    for ended in sessions(
+        (drifted, [*base, "--timeout", "30", "--cov", "test_suite"]),
+        (drifted, [*base, "--timeout", "30", "--timeout-method", "thread", "-n", "2", "--dist", "loadfile"]),
+        (drifted, [*base, "--maxfail=1", "--durations=3", "--setup-show"]),
+        (drifted, [*base, "-q", "--no-header", "--no-summary"]),
+    ):
+        assert ended.code == 0, ended.out
+        assert "3 passed" in ended.out
+
+
+def test_what_is_odd_about_the_files_is_told(tmp_path: Path) -> None:
+    """A rank whose file was not given, and files that are no checkpoints, are no failure and not passed over."""
+    for rank in range(2):
+        block = metadata(run="ddp", rank=rank, world_size=3, run_id="a")
+        save_pth(tmp_path / "ckpts" / f"ddp_rank{rank}.pth", {"model": network(), "syncheck": block})
+    (tmp_path / "ckpts" / "log.txt").write_text("a log")
+    for ended in sessions((tmp_path, ["--syncheck", "ckpts"]), (tmp_path, ["--syncheck", "ckpts", "-n", "2"])):
+        assert ended.code == 0
+        assert "note on 1 of 1 groups: no file of rank 2, which the metadata says took part" in ended.out
+        assert "syncheck: 2 checkpoints, 1 group, 1 other files skipped" in ended.out
+
+
+def test_the_summary_is_bounded(tmp_path: Path) -> None:
+    """Of many groups the worst are listed first, the others are counted; so it is with -n."""
+    for i in range(30):
+        for rank in range(2):
+            state = {"w": np.full(2, rank if i == 29 else 0, np.float32)}
+            save(tmp_path / f"run{chr(97 + i % 26)}{chr(97 + i // 26)}_rank{rank}.pth", state)
+    (tmp_path / "lone.pth").write_bytes((tmp_path / "runaa_rank0.pth").read_bytes())
+    for ended in sessions((tmp_path, ["--syncheck", ".", "-rs"]), (tmp_path, ["--syncheck", ".", "-rs", "-n", "2"])):
+        section = re.split(r"^=+ syncheck =+$", ended.out, flags=re.MULTILINE)[1].split("\n===")[0]
+        lines = section.strip().splitlines()
+        assert lines[0] == "OUT OF SYNC  .::rundb: parameters 1/1 differ (SYN299)", section
+        assert len(lines) == 22
+        assert lines[20] == "... and 11 more groups: 10 in sync, 1 alone"
+        assert lines[21].startswith("note on 30 of 31 groups: which tensors are parameters")
+        # A skip is where its file is, not on a line of ours.
+        assert "SKIPPED [1] .: one file only, nothing to compare it with: " in ended.out

@@ -1,0 +1,263 @@
+"""pytest's exit code with `--syncheck` says what `syncheck.compare` says: there is no pass that is none."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save, save_pth
+from sessions import sessions
+
+import syncheck
+from syncheck import api
+from syncheck.pytest_plugin.checkpoint_outcomes import concerning, outcome
+from syncheck.pytest_plugin.checkpoint_plan import Planned
+from syncheck.pytest_plugin.options import COMPARING
+from syncheck.records import Counts, Finding, Group, TensorDiff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+STEP = {"state": {0: {"step": np.array(3.0, np.float32), "exp_avg": np.ones(3, np.float32)}}}
+
+
+def ranks(*trees: Any, name: str = "run_rank{}.pth") -> Callable[[Path], None]:
+    """Return what writes one checkpoint per rank."""
+
+    def write(folder: Path) -> None:
+        for rank, tree in enumerate(trees):
+            save_pth(folder / name.format(rank), tree)
+
+    return write
+
+
+def several(*writers: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Return what writes all of these."""
+    return lambda folder: [writer(folder) for writer in writers] and None
+
+
+def empty(folder: Path) -> None:
+    """Write a checkpoint that cannot be read."""
+    (folder / "broken.pth").write_bytes(b"")
+
+
+def without(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a state dict that lacks a tensor."""
+    return {key: value for key, value in state.items() if key != name}
+
+
+SAME = ranks(network(), network())
+BIAS = ranks(network(), changed(network(), "fc.bias"), name="bias_rank{}.pth")
+DRIFT = ranks(network(), changed(network(), "running_var"), name="drift_rank{}.pth")
+RNG = ranks(*({"rng_state": np.full(4, rank, np.int64)} for rank in range(2)))
+LONE = ranks(network(3), name="lone{}.pth")
+# What is written, and with which options it is judged.
+CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+    "equal": (SAME, {}),
+    "parameters": (BIAS, {}),
+    "statistics": (DRIFT, {}),
+    "statistics allowed": (DRIFT, {"allow": ("SYN201",)}),
+    "another allowed": (DRIFT, {"allow": ("SYN299",)}),
+    "one of two runs": (several(SAME, BIAS), {}),
+    "three ranks": (ranks(network(), network(), changed(network(), "fc.bias")), {}),
+    "within a tolerance": (ranks(network(), changed(network(), "fc.bias", by=1e-7)), {"rtol": 1e-3, "atol": 1e-3}),
+    "outside a tolerance": (BIAS, {"rtol": 1e-3, "atol": 1e-3}),
+    "missing": (ranks(network(), without(network(), "fc.bias")), {}),
+    "shape": (ranks(network(), network() | {"fc.bias": np.ones(3, np.float32)}), {}),
+    "dtype": (ranks(network(), network() | {"fc.bias": np.ones(10, np.float64)}), {}),
+    "not a number on one": (ranks(network(), network() | {"fc.bias": np.full(10, np.nan, np.float32)}), {}),
+    "a prefix": (ranks(network(), {f"module.{name}": of for name, of in network().items()}), {}),
+    "one file": (LONE, {}),
+    "one file beside two": (several(SAME, LONE), {}),
+    "one file beside two that differ": (several(BIAS, LONE), {}),
+    "unreadable": (empty, {}),
+    "unreadable beside two": (several(SAME, empty), {}),
+    "unreadable beside two that differ": (several(BIAS, empty), {}),
+    "unreadable beside one": (several(LONE, empty), {}),
+    "no tensor": (ranks({}, {}), {}),
+    "values alone": (ranks({"step": 1}, {"step": 1}), {}),
+    "values alone that differ": (ranks({"step": 1}, {"step": 2}), {}),
+    "step": (ranks({"model": network(), "step": 1}, {"model": network(), "step": 2}), {}),
+    "step, parameters only": (
+        ranks({"model": network(), "step": 1}, {"model": network(), "step": 2}),
+        {"only": ("params",)},
+    ),
+    "a note": (ranks({"model": network(), "note": "a"}, {"model": network(), "note": "b"}), {}),
+    "a scaler's state": (ranks(*({"model": network(), "scaler": {"scale": 2.0**rank}} for rank in range(2))), {}),
+    "an optimizer": (ranks(*({"model": network(), "optimizer": STEP} for _ in range(2))), {}),
+    "an optimizer alone": (ranks(*({"optimizer": STEP} for _ in range(2))), {}),
+    "an optimizer's steps alone": (
+        ranks(*({"optimizer": {"state": {0: {"step": np.array(3.0, np.float32)}}}} for _ in range(2))),
+        {},
+    ),
+    "an averaged copy": (ranks(*({"model": network(), "ema": {"w": np.full(2, r, np.float32)}} for r in range(2))), {}),
+    "random states": (RNG, {}),
+    "random states asked for": (RNG, {"only": ("rng",)}),
+    "nothing matches": (SAME, {"include": ("nothing",)}),
+    "all left out": (BIAS, {"exclude": ("*",)}),
+    "the difference left out": (BIAS, {"exclude": ("fc.*",)}),
+    "nothing matches in one of two": (
+        several(SAME, ranks({"w": np.ones(2, np.float32)}, {"w": np.zeros(2, np.float32)}, name="w_rank{}.pth")),
+        {"include": ("fc.*",)},
+    ),
+    "buffers of what has none": (ranks(*({"w": np.ones(2, np.float32)} for _ in range(2))), {"only": ("buffers",)}),
+    "grouped into one": (several(SAME, BIAS), {"group_by": "(rank)"}),
+    "grouped into many": (SAME, {"group_by": "(rank.)"}),
+    "steps": (several(*(ranks(network(), network(), name=f"step_{n}/rank_{{}}.pth") for n in (1, 2))), {}),
+}  # fmt: skip
+
+
+def arguments(options: dict[str, Any]) -> list[str]:
+    """Return options of the library as those of the plugin."""
+    given = []
+    for name, value in options.items():
+        option = "--" + COMPARING[name].replace("_", "-")
+        given += [f"{option}={each}" for each in (value if isinstance(value, tuple) else (value,))]
+    return given
+
+
+def test_pytest_passes_where_nothing_fails_and_something_was_compared(tmp_path: Path) -> None:
+    """For constructed cases of every kind pytest exits 0 exactly where the library says in sync, else 1."""
+    jobs, expected = [], []
+    for number, (write, options) in enumerate(CASES.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder)
+        jobs.append((folder, ["--syncheck", ".", "-v", "-p", "no:cacheprovider", *arguments(options)]))
+        expected.append(syncheck.compare(folder, options=syncheck.Options(**options)).exit_code)
+    assert set(expected) == {0, 1, 2}
+    for name, code, ended in zip(CASES, expected, sessions(*jobs), strict=True):
+        assert (name, ended.code) == (name, int(code != 0)), ended.out
+        assert ended.outcomes(), ended.out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_items_are_known_before_a_tensor_is_read(tmp_path: Path, name: str) -> None:
+    """What the names tell of a group's kinds is what its comparison then counts."""
+    write, given = CASES[name]
+    write(tmp_path)
+    options = syncheck.Options(**given)
+    found = api.find(tmp_path, options=options)
+    for replicas, group in zip(found.groups, api.judge(found, options).groups, strict=True):
+        told = set(api.kinds_in(replicas, options))
+        if group.verdict != "alone":
+            assert told - {"value"} == set(group.kinds) - (set() if "rng" in options.only else {"rng"})
+        if any(value.counts for value in group.values):
+            assert "value" in told
+
+
+def test_pytest_agrees_on_real_runs(tmp_path: Path) -> None:
+    """On the fixtures, whole folders and their parts, pytest and the library agree."""
+    folders = [FIXTURES, *(folder for part in ("desync", "in_sync") for folder in sorted((FIXTURES / part).iterdir()))]
+    ended = sessions(*((tmp_path, ["--syncheck", folder, "-p", "no:cacheprovider"]) for folder in folders))
+    for folder, run in zip(folders, ended, strict=True):
+        assert run.code == syncheck.compare(folder).exit_code, run.out
+
+
+def test_pytest_agrees_on_random_cases(tmp_path: Path) -> None:
+    """Whatever is changed, left out or broken at random, pytest exits 0 exactly where the library says in sync."""
+    jobs, expected = [], []
+    for seed in range(40):
+        folder = tmp_path / str(seed)
+        options = random_case(random.Random(seed), folder)
+        jobs.append((folder, ["--syncheck", ".", "-p", "no:cacheprovider", *arguments(options)]))
+        expected.append(syncheck.compare(folder, options=syncheck.Options(**options)).exit_code)
+    assert set(expected) == {0, 1, 2}
+    for seed, (code, ended) in enumerate(zip(expected, sessions(*jobs), strict=True)):
+        assert (seed, ended.code) == (seed, int(code != 0)), ended.out
+
+
+def random_case(chance: random.Random, folder: Path) -> dict[str, Any]:
+    """Write some runs of some ranks with some faults, and return some options."""
+    for run in range(chance.randint(1, 3)):
+        faulty = chance.random() < 0.4
+        for rank in range(chance.choice((1, 2, 2, 3))):
+            model = network(layers=1)
+            if faulty and chance.random() < 0.6:
+                ending = chance.choice(("running_mean", "fc.bias", "bn.weight", "num_batches_tracked"))
+                model = changed(model, ending)
+            if faulty and chance.random() < 0.1:
+                del model["fc.weight"]
+            tree: dict[str, Any] = {"model": model, "step": 5 + (faulty and chance.random() < 0.2)}
+            path = save_pth(folder / f"{'abc'[run]}_rank{rank}.pth", tree)
+            if chance.random() < 0.05:
+                path.write_bytes(path.read_bytes()[:99])
+    options: dict[str, Any] = {}
+    if chance.random() < 0.4:
+        options["allow"] = tuple(chance.sample(("SYN201", "SYN203", "SYN106", "SYN299", "SYN101"), 2))
+    if chance.random() < 0.2:
+        options["only"] = (chance.choice(("params", "buffers", "optimizer")),)
+    if chance.random() < 0.2:
+        options["exclude"] = (chance.choice(("fc.*", "layer0.bn.*", "*")),)
+    if chance.random() < 0.2:
+        options |= {"rtol": 1.0, "atol": 9.0}
+    return options
+
+
+@pytest.mark.parametrize("spread", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_a_file_that_breaks_during_the_run_is_no_pass(tmp_path: Path, spread: tuple[str, ...]) -> None:
+    """A file cut short, or removed, after it was opened fails every item of its group and no other."""
+    for run in ("cut", "gone", "whole"):
+        for rank in range(2):
+            save(tmp_path / f"{run}_rank{rank}.pth", network())
+    (tmp_path / "conftest.py").write_text(
+        "import contextlib, os\n\n"
+        "def pytest_runtest_logstart():\n"
+        "    with contextlib.suppress(OSError):\n"
+        "        os.truncate('cut_rank1.pth', 100)\n"
+        "        os.rename('gone_rank0.pth', 'gone')\n"
+    )
+    (ended,) = sessions((tmp_path, ["-v", "--syncheck", "*.pth", "--syncheck-output", "a.json", *spread]))
+    assert ended.code == 1
+    for run, word in (("cut", "FAILED"), ("gone", "FAILED"), ("whole", "PASSED")):
+        assert {ended.outcomes()[f".::{run}::{item}"] for item in ("parameters", "bn-stats")} == {word}, ended.out
+    for file in ("cut_rank1.pth", "gone_rank0.pth"):
+        assert f"could not tell: broken since the run began: {file}: " in ended.out
+    assert "Traceback" not in ended.out
+
+
+def test_every_finding_that_fails_has_an_item_that_fails(tmp_path: Path) -> None:
+    """A finding on two kinds of tensor fails both items; one on no tensor of any item fails all of its group."""
+    diffs = (
+        TensorDiff("w", "parameter", "float32", (2,), "different"),
+        TensorDiff("m", "bn_mean", "float32", (2,), "different"),
+    )
+
+    def told(tensors: tuple[str, ...], values: tuple[str, ...] = ()) -> set[str]:
+        finding = Finding("SYN299", "unexplained-difference", "error", (0, 1), tensors, "", "", "", values)
+        group = Group("a", "a", None, "out_of_sync", (), Counts(), diffs, (finding,))
+        siblings = ("parameters", "bn-stats", "optimizer", "values")
+        items = [Planned(tmp_path, "x", "a", item, siblings, 0) for item in siblings]
+        return {planned.item for planned in items if concerning(group, planned) == [finding]}
+
+    assert told(("w",)) == {"parameters"}
+    assert told(("w", "m")) == {"parameters", "bn-stats"}
+    assert told(("w",), ("step",)) == {"parameters", "values"}
+    assert told(()) == told(("not listed",)) == {"parameters", "bn-stats", "optimizer", "values"}
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, decided: bool) -> None:
+    """Where its tensors could not be compared an item is skipped with the reason; where nothing could, it fails."""
+    refused = TensorDiff("s", "optimizer", "float32", (2,), "not_compared", reason="refused", detail="sparse")
+    kinds = {"parameter": Counts(2, identical=2), "optimizer": Counts(1, not_compared=1)}
+    group = Group("a", "a", None, "in_sync", (), Counts(), (refused,), kinds=kinds)
+
+    class Judge:
+        def group(self, number: int) -> Any:
+            return group, []
+
+        def decided(self) -> bool:
+            return decided
+
+    siblings = ("parameters", "optimizer")
+    judge: Any = Judge()
+    ended = {item: outcome(Planned(tmp_path, "x", "a", item, siblings, 0), judge) for item in siblings}
+    assert ended["parameters"].status == "passed"
+    assert ended["optimizer"].status == ("skipped" if decided else "failed")
+    assert "no tensor was compared (1 refused: sparse)" in ended["optimizer"].body
+    assert ("syncheck_verdict", "undecided") in ended["optimizer"].properties

@@ -1,0 +1,64 @@
+"""The ini value `syncheck_checkpoints`, and the table [tool.syncheck]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import changed, network, save
+from sessions import sessions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project that names its checkpoints in its pyproject.toml."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_suite.py").write_text("def test_own():\n    pass\n")
+    save(tmp_path / "ckpts" / "ddp_rank0.pth", network())
+    save(tmp_path / "ckpts" / "ddp_rank1.pth", changed(network(), "running_mean"))
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\nsyncheck_checkpoints = ["ckpts/*.pth"]\n\n[tool.syncheck]\nallow = ["SYN201"]\n'
+    )
+    return tmp_path
+
+
+def test_checkpoints_of_the_project(project: Path) -> None:
+    """As testpaths: judged beside the suite by a bare pytest in the root, and not where a path is given or elsewhere.
+
+    What the project allows is allowed, is told, and gives way to the command line.
+    """
+    ours = {"ckpts::ddp::parameters": "PASSED", "ckpts::ddp::bn-stats": "PASSED"}
+    suite = {"tests/test_suite.py::test_own": "PASSED"}
+    bare, spread, path, below, one, strict = sessions(
+        (project, ["-v"]),
+        (project, ["-v", "-n", "2"]),
+        (project, ["-v", "tests"]),
+        (project / "tests", ["-v", f"--rootdir={project}"]),
+        (project, ["-v", "ckpts::ddp::bn-stats"]),
+        (project, ["-v", "--syncheck-allow", "SYN101"]),
+    )
+    for run in (bare, spread):
+        assert (run.code, run.outcomes()) == (0, suite | ours), run.out
+        assert "options in force: allow SYN201" in run.out
+    assert (path.code, path.outcomes()) == (0, suite), path.out
+    assert below.code == 0
+    assert list(below.outcomes()) == ["test_suite.py::test_own"]
+    assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
+    assert (strict.code, strict.outcomes()["ckpts::ddp::bn-stats"]) == (1, "FAILED")
+
+
+def test_checkpoints_that_are_not_there(project: Path) -> None:
+    """A project whose checkpoints are gone, or whose table is wrong, is told so: its suite alone is no pass."""
+    for file in (project / "ckpts").iterdir():
+        file.unlink()
+    (gone,) = sessions((project, []))
+    assert gone.code == pytest.ExitCode.USAGE_ERROR
+    assert gone.out.startswith("ERROR: syncheck_checkpoints ckpts/*.pth: no such file or folder")
+    (project / "pyproject.toml").write_text("[tool.syncheck]\nallow = 7\n")
+    save(project / "ckpts" / "ddp_rank0.pth", network())
+    (wrong,) = sessions((project, ["--syncheck", "ckpts"]))
+    assert wrong.code == pytest.ExitCode.USAGE_ERROR
+    assert "pyproject.toml: tool.syncheck.allow = 7; needs a list of strings" in wrong.out

@@ -1,0 +1,59 @@
+"""`--syncheck-output FILE`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import changed, network, save
+from sessions import sessions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def drifted(tmp_path: Path) -> Path:
+    """A folder with two checkpoints that are not equal, and an empty suite."""
+    save(tmp_path / "ddp_rank0.pth", network())
+    save(tmp_path / "ddp_rank1.pth", changed(network(), "running_mean"))
+    (tmp_path / "test_suite.py").write_text("def test_own():\n    pass\n")
+    return tmp_path
+
+
+def test_files_are_written(drifted: Path) -> None:
+    """The report on all checkpoints is written in the format of each ending, with -n and with -k too, and told."""
+    endings = ("json", "html", "md", "txt")
+    one, spread, listed = sessions(
+        (drifted, ["--syncheck", "*.pth", *(f"--syncheck-output=one.{ending}" for ending in endings)]),
+        (drifted, ["--syncheck", "*.pth", "-n", "2", "-k", "parameters", "--syncheck-output", "spread.json"]),
+        (drifted, ["--syncheck", "*.pth", "--collect-only", "--syncheck-output", "listed.json"]),
+    )
+    assert (one.code, spread.code, listed.code) == (1, 0, 0)
+    for ending in endings:
+        assert "SYN201" in (drifted / f"one.{ending}").read_text()
+        assert f"report written: one.{ending}" in one.out
+    for name in ("one", "spread"):
+        document = json.loads((drifted / f"{name}.json").read_text())
+        assert document["groups"][0]["findings"][0]["code"] == "SYN201"
+        assert document["groups"][0]["replicas"][0]["path"] == "ddp_rank0.pth"
+    assert not (drifted / "listed.json").exists()
+
+
+def test_what_cannot_be_written(drifted: Path) -> None:
+    """A file that cannot be written is told and is never exit code 0; wrong use is told before anything is compared."""
+    base = ["--syncheck", "*.pth", "--syncheck-output"]
+    passed, failed, ending, nothing = sessions(
+        (drifted, [*base, "no_folder/a.json", "-k", "parameters"]),
+        (drifted, [*base, "no_folder/a.json"]),
+        (drifted, [*base, "a.pdf"]),
+        (drifted, ["test_suite.py", "--syncheck-output", "a.json"]),
+    )
+    for run in (passed, failed):
+        assert "ERROR: --syncheck-output no_folder/a.json: cannot write it" in run.out
+        assert "report written" not in run.out
+    assert (passed.code, failed.code) == (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.TESTS_FAILED)
+    assert ending.code == nothing.code == pytest.ExitCode.USAGE_ERROR
+    assert ending.out.startswith("ERROR: --syncheck-output a.pdf: the ending names the format")
+    assert nothing.out.startswith("ERROR: --syncheck-output a.json: there is no checkpoint to report on")

@@ -1,0 +1,39 @@
+"""`--syncheck-rtol`, `--syncheck-atol` and `--syncheck-ulp`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import changed, network, save
+from sessions import sessions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_tolerance(tmp_path: Path) -> None:
+    """A small gap fails by default, passes within a tolerance, which is told, and half a tolerance is wrong usage."""
+    save(tmp_path / "ddp_rank0.pth", network())
+    save(tmp_path / "ddp_rank1.pth", changed(network(), "bn.weight", by=1e-6))
+    base = ["-v", "--syncheck", "*.pth"]
+    none, near, far, steps, half, negative, word = sessions(
+        (tmp_path, base),
+        (tmp_path, [*base, "--syncheck-rtol", "1e-5", "--syncheck-atol", "0"]),
+        (tmp_path, [*base, "--syncheck-rtol", "1e-8", "--syncheck-atol", "1e-8"]),
+        (tmp_path, [*base, "--syncheck-ulp", "16"]),
+        (tmp_path, [*base, "--syncheck-rtol", "1e-5"]),
+        (tmp_path, [*base, "--syncheck-ulp", "-1"]),
+        (tmp_path, [*base, "--syncheck-atol", "some"]),
+    )
+    assert [run.code for run in (none, near, far, steps)] == [1, 0, 1, 0]
+    assert "parameters 2/8 close" in near.out
+    assert "options in force: rtol 1e-05; atol 0" in near.out
+    assert "options in force: ulp 16" in steps.out
+    for run, told in (
+        (half, "--syncheck-rtol and --syncheck-atol belong together"),
+        (negative, "--syncheck-ulp -1: needs a number"),
+        (word, "--syncheck-atol: invalid float value: 'some'"),
+    ):
+        assert run.code == pytest.ExitCode.USAGE_ERROR
+        assert told in run.out
