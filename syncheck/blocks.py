@@ -102,7 +102,7 @@ class Files:
         inner = math.prod(tensor.shape[axis + 1 :])
         strides = [s * row.size for s in tensor.strides]
         try:
-            where = self._map(tensor.path) if tensor.data is None else tensor.data
+            where: Any = self._map(tensor.path) if tensor.data is None else tensor.data
             view: Any = np.ndarray(tensor.shape, f"V{row.size}", where, tensor.offset, strides)
         except (TypeError, ValueError):  # the mapping is shorter than the tensor, or empty
             raise _shrunk(tensor, "the tensor's last element") from None

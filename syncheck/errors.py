@@ -8,6 +8,7 @@
     |   +-- UnsupportedFormat    a known format that is not read
     |   +-- MalformedFile        a known format, broken
     |   +-- RefusedFile          it wants to run something when it is loaded
+    +-- RankFailed               a rank could not take part in a comparison of all ranks
     +-- DemoFailed               the demo did not show what it promises
 
 An error's text is one line. Being out of sync is a verdict, not an error.
@@ -47,6 +48,10 @@ class SyncheckError(Exception):
 
 class UsageError(SyncheckError):
     """The call cannot be carried out as it stands."""
+
+
+class RankFailed(SyncheckError):
+    """A rank could not take part in a comparison; raised on every rank of the group, with the same text."""
 
 
 class DemoFailed(SyncheckError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +45,12 @@ class Metadata:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+class Sliced(Protocol):
+    """Bytes that lie elsewhere, such as in a live tensor: `[start:stop]` gives those, as of `bytes`."""
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of one checkpoint: what it is and where its bytes lie. The bytes stay on disk."""
@@ -64,8 +70,8 @@ class Tensor:
     """"conj" or "neg": the operation that torch left to be done on reading."""
     refused: str = ""
     """Why the bytes of this tensor cannot be compared, else empty."""
-    data: bytes | None = None
-    """The bytes themselves, of a numpy array that lies in a pickle; else they stay on disk."""
+    data: bytes | Sliced | None = None
+    """The bytes themselves, of a numpy array that lies in a pickle or of a tensor in memory; else they stay on disk."""
 
     @property
     def numel(self) -> int:

@@ -44,7 +44,7 @@ ALLOWED = {
     "paths": BASE | {"readers", "syncheck"},
     "contents": BASE | {"readers", "blocks", "kinds", "syncheck"},
     "config": LEAVES | {"api"},
-    "live": BASE | {"names", "dtypes", "layout_groups", "metadata_block", "api", "live"},
+    "live": BASE | {"names", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
 }

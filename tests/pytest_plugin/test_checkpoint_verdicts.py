@@ -13,8 +13,8 @@ from sessions import sessions
 
 import syncheck
 from syncheck import api
-from syncheck.pytest_plugin.checkpoint_outcomes import concerning, outcome
-from syncheck.pytest_plugin.checkpoint_plan import Planned
+from syncheck.pytest_plugin.checkpoints.outcomes import concerning, outcome
+from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.pytest_plugin.options import COMPARING
 from syncheck.records import Counts, Finding, Group, TensorDiff
 

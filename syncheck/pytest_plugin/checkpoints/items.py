@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from syncheck.pytest_plugin.checkpoint_judge import Judge
-    from syncheck.pytest_plugin.checkpoint_plan import Planned
+    from syncheck.pytest_plugin.checkpoints.judge import Judge
+    from syncheck.pytest_plugin.checkpoints.plan import Planned
 
 
 class Checkpoints(pytest.Collector):
@@ -47,7 +47,7 @@ class CheckpointItem(pytest.Item):
     def runtest(self) -> None:
         """Compare, and fail or skip with a text of ours instead of a traceback."""
         __tracebackhide__ = True
-        from syncheck.pytest_plugin.checkpoint_outcomes import outcome
+        from syncheck.pytest_plugin.checkpoints.outcomes import outcome
 
         ended = outcome(self.planned, self.judge)
         # A plugin that runs failed tests again runs the same item.

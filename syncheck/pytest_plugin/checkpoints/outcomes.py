@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.errors import CheckpointError, one_line
-from syncheck.pytest_plugin import checkpoint_text as text
-from syncheck.pytest_plugin.checkpoint_plan import ALONE, NOTHING, VALUES, item_of
+from syncheck.pytest_plugin.checkpoints import text
+from syncheck.pytest_plugin.checkpoints.plan import ALONE, NOTHING, VALUES, item_of
 from syncheck.records import Counts
 from syncheck.report import words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncheck.pytest_plugin.checkpoint_judge import Judge
-    from syncheck.pytest_plugin.checkpoint_plan import Planned
+    from syncheck.pytest_plugin.checkpoints.judge import Judge
+    from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.records import Finding, Group, TensorDiff
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from syncheck.pytest_plugin.checkpoint_plan import ALONE, NOTHING, READABLE, seen_from
+from syncheck.pytest_plugin.checkpoints.plan import ALONE, NOTHING, READABLE, seen_from
 from syncheck.report import words
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from syncheck.pytest_plugin import options
-from syncheck.pytest_plugin.checkpoint_arguments import Asked, asked_for
+from syncheck.pytest_plugin.checkpoints.arguments import Asked, asked_for
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from syncheck.pytest_plugin.checkpoint_judge import Judge
-    from syncheck.pytest_plugin.checkpoint_plan import Planned
+    from syncheck.pytest_plugin.checkpoints.judge import Judge
+    from syncheck.pytest_plugin.checkpoints.plan import Planned
 
 _MOST_IDS = 6
 
@@ -52,8 +52,8 @@ def _usage() -> Iterator[None]:
 def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> CheckpointPlugin:
     from syncheck import api
     from syncheck import config as project
-    from syncheck.pytest_plugin import checkpoint_judge
-    from syncheck.pytest_plugin.checkpoint_plan import plan
+    from syncheck.pytest_plugin.checkpoints import judge as judging
+    from syncheck.pytest_plugin.checkpoints.plan import plan
     from syncheck.report.files import check_endings
 
     start = config.invocation_params.dir
@@ -61,10 +61,10 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     given: dict[str, Any] = {name: config.getoption(option) for name, option in options.COMPARING.items()}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     how = project.options(project.load(start), **given)
-    with checkpoint_judge.folder(start):
+    with judging.folder(start):
         found = api.find(*asked.paths, options=how)
     planned = plan(found, how, start, config.rootpath)
-    judge = checkpoint_judge.Judge(found, how, start, whole=bool(outputs) and not _is_worker(config))
+    judge = judging.Judge(found, how, start, whole=bool(outputs) and not _is_worker(config))
     return CheckpointPlugin(judge, _chosen(planned, asked, config), outputs)
 
 
@@ -72,7 +72,7 @@ def _chosen(planned: list[Planned], asked: Asked, config: pytest.Config) -> list
     """Return the items whose ids were given, in the order of all; all of them where none was."""
     if not asked.ids:
         return planned
-    from syncheck.pytest_plugin.checkpoint_plan import seen_from
+    from syncheck.pytest_plugin.checkpoints.plan import seen_from
 
     start, known = config.invocation_params.dir, [one.nodeid for one in planned]
     wanted: set[str] = set()
@@ -109,7 +109,7 @@ class CheckpointPlugin:
 
     def pytest_report_header(self) -> str:
         """Say what will be judged: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
-        from syncheck.pytest_plugin.summary import in_force
+        from syncheck.pytest_plugin.checkpoints.summary import in_force
 
         found = self.judge.found
         files = sum(len(group.ranks) for group in found.groups) + len(found.unreadable)
@@ -125,7 +125,7 @@ class CheckpointPlugin:
         """Add the checkpoints to what the session collects, so that pytest counts and selects them as its own."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
-            from syncheck.pytest_plugin.checkpoint_items import tree
+            from syncheck.pytest_plugin.checkpoints.items import tree
 
             report.result.extend(tree(collector, self.planned, self.judge))
         return report
@@ -133,7 +133,7 @@ class CheckpointPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Name the folder as the place of a skip of ours, where pytest would name a line of its own."""
-        from syncheck.pytest_plugin.checkpoint_items import CheckpointItem
+        from syncheck.pytest_plugin.checkpoints.items import CheckpointItem
 
         report = yield
         if isinstance(item, CheckpointItem) and report.skipped and isinstance(report.longrepr, tuple):
@@ -165,6 +165,6 @@ class CheckpointPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was found, by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
-        from syncheck.pytest_plugin import summary
+        from syncheck.pytest_plugin.checkpoints import summary
 
         summary.write(terminalreporter, self)

@@ -1,0 +1,158 @@
+"""One tensor in memory: where its bytes are, or why they cannot be compared.
+
+Neither torch nor numpy is imported here. Who holds a tensor has loaded its library, so both are looked up among the
+loaded modules, and a program without torch never pays for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from syncheck.dtypes import DTYPES
+from syncheck.readers.stand_ins import TensorPlace
+
+if TYPE_CHECKING:
+    from syncheck.dtypes import DType
+
+# Bytes that are copied from a device at a time, to be hashed.
+CHUNK = 16 << 20
+_NESTED = "a nested tensor"
+_LAZY = "a parameter of a lazy module that has not run yet: it has no values"
+
+
+class Held:
+    """The bytes of a strided tensor or an array in C order, read a part at a time and copied only when read.
+
+    A contiguous tensor costs no memory beside the part that is read. One with other strides is copied as a whole when
+    it is first read. Parts of a tensor on a device are copied from it one by one.
+    """
+
+    __slots__ = ("_flat", "_source")
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._flat: Any = None
+
+    def __getitem__(self, part: slice) -> bytes:
+        if self._flat is None:
+            self._flat = _flat(self._source)
+        return _bytes(self._flat[part])
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of the bytes. Nothing is kept of what had to be copied for it."""
+        found, flat = hashlib.sha256(), _flat(self._source)
+        for start in range(0, len(flat), CHUNK):
+            found.update(_view(flat[start : start + CHUNK]))
+        return found.digest()
+
+
+class HeldPlace(TensorPlace):
+    """A tensor in memory, in the shape in which `readers.tree` expects one of a file."""
+
+    __slots__ = ("held",)
+    held: Held | None
+
+    def __init__(self, dtype: DType | None, shape: tuple[int, ...], held: Held | None, refused: str = "") -> None:
+        super().__init__(None, dtype, 0, shape, in_c_order(shape), refused=refused)
+        self._fill(held=held)
+
+    def refuse(self, reason: str) -> HeldPlace:
+        """Return the same place with a reason not to compare it."""
+        return self if self.refused else HeldPlace(self.dtype, self.shape, None, reason)
+
+
+def in_c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor without gaps."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of torch or an array of numpy."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return True
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def place_of(value: Any) -> HeldPlace:
+    """Say where the bytes of a tensor or array are, or why they cannot be compared. value: one of `is_tensor`.
+
+    Of a DTensor that is replicated along all of its mesh, the local tensor stands for the whole.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        dtype = DTYPES.get(value.dtype.name)
+        refused = "" if dtype else f"a numpy array of dtype {value.dtype.str[1:]:.20}"
+        return HeldPlace(dtype, tuple(value.shape), None if refused else Held(value), refused)
+    refused = _whole(value)
+    if not refused and hasattr(value, "placements"):
+        with torch.no_grad():
+            value = value.to_local()
+    refused = refused or _refused(value, torch)
+    dtype = DTYPES.get(str(value.dtype).removeprefix("torch."))
+    if dtype is None and not refused:
+        refused = "its dtype is not known"
+    shape = () if refused in (_NESTED, _LAZY) else tuple(value.shape)  # these have none
+    return HeldPlace(dtype, shape, None if refused else Held(value), refused)
+
+
+def _whole(value: Any) -> str:
+    """Say why a distributed tensor is not the same on all ranks by design; empty for every other tensor.
+
+    The texts begin as those of the file readers do: that is how the comparison knows a shard.
+    """
+    if type(value).__name__ == "ShardedTensor":
+        return "sharded: a ShardedTensor holds this rank's shard only"
+    if not (hasattr(value, "placements") and hasattr(value, "device_mesh")):
+        return ""
+    # A mesh dimension of one rank splits nothing.
+    split = [p for p, size in zip(value.placements, value.device_mesh.shape, strict=True) if size > 1]
+    if any(placement.is_partial() for placement in split):
+        return "sharded: a DTensor holds this rank's partial sum only"
+    if not all(placement.is_replicate() for placement in split):
+        return "sharded: a DTensor holds this rank's shard only"
+    return ""
+
+
+def _refused(value: Any, torch: Any) -> str:
+    """Say why the bytes of a tensor cannot be had, in the words of the file readers."""
+    if value.is_nested:
+        return _NESTED
+    if hasattr(value, "cls_to_become"):  # torch.nn.UninitializedParameter and its buffer
+        return _LAZY
+    if value.is_quantized:
+        return "a quantized tensor"
+    # What has one of its own wraps other tensors, and has no bytes itself.
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "a wrapper tensor that is not read"
+    if value.device.type == "meta":
+        return "a meta tensor: it has no values"
+    if value.layout != torch.strided:
+        return "a sparse tensor" if "sparse" in str(value.layout) else f"a tensor of layout {value.layout}"
+    return ""
+
+
+def _flat(source: Any) -> Any:
+    """Return all bytes as one row: an array or tensor of uint8, without a copy where C order allows it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(source, torch.Tensor):
+        numpy = sys.modules["numpy"]
+        native = numpy.ascontiguousarray(source, dtype=source.dtype.newbyteorder("="))
+        return native.reshape(-1).view(numpy.uint8)
+    # Subclasses may redefine what the methods do; the bytes are torch's business alone.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        plain = source.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        row = plain.contiguous().reshape(-1).view(torch.uint8)
+        return row.numpy() if row.device.type == "cpu" else row
+
+
+def _view(row: Any) -> memoryview:
+    """Return a row of uint8 as a buffer, copied from its device where it has one."""
+    return memoryview(row if hasattr(row, "tobytes") else row.cpu().numpy())
+
+
+def _bytes(row: Any) -> bytes:
+    return bytes(_view(row))

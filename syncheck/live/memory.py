@@ -1,0 +1,86 @@
+"""Things in memory as a snapshot: with the names, kinds and values that a checkpoint file of them would have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.dtypes import DTYPES
+from syncheck.errors import UsageError
+from syncheck.live.held import HeldPlace
+from syncheck.live.things import Tree, is_readable, title_of
+from syncheck.names import normalize
+from syncheck.readers.tree import flatten
+from syncheck.records import Metadata, Snapshot, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from syncheck.readers.stand_ins import TensorPlace
+
+FORMAT = "memory"
+
+
+def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
+    """Return one replica in memory as a snapshot; its tensors are read when they are compared, and never changed.
+
+    parts: modules, optimizers, whatever has a `state_dict()`, state dicts, nested checkpoints, tensors and arrays that
+    together are the replica. path: what reports call it; by default the names of the classes. persistent: leave out
+    the buffers that no state dict holds, to compare a module with a file. An optimizer's states are named by the
+    parameters of the modules given, and by position where there are none.
+    Raises UsageError for a part that holds no tensors by its class.
+    """
+    for part in parts:
+        if not is_readable(part):
+            raise UsageError(
+                f"an object of class {type(part).__name__} cannot be compared; needs a module, an optimizer, a state "
+                "dict, a tensor, or an object with a state_dict()"
+            )
+    path = path or ", ".join(title_of(part) for part in parts)
+    tree = Tree(parts, persistent=persistent)
+    flat = flatten(tree.root, path)
+    tensors = {name: _tensor(name, place, path) for name, place in flat.tensors.items()}
+    metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
+    return Snapshot(path, FORMAT, _size(tensors.values()), tensors, flat.values, tuple(sorted(tree.stubs)), metadata)
+
+
+def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
+    """Let every snapshot that names its buffers name those of all: a buffer may be on some replicas only."""
+    listed = list(snapshots)
+    named = [s.metadata.buffers for s in listed if s.metadata is not None and s.metadata.buffers is not None]
+    union = tuple(dict.fromkeys(name for buffers in named for name in buffers))
+    return [
+        replace(s, metadata=replace(s.metadata, buffers=union))
+        if s.metadata is not None and s.metadata.buffers is not None
+        else s
+        for s in listed
+    ]
+
+
+def _tensor(name: str, place: TensorPlace, path: str) -> Tensor:
+    dtype = place.dtype.name if place.dtype else "unknown"
+    held = place.held if isinstance(place, HeldPlace) else None
+    return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=place.refused, data=held)
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all tensors whose dtype is known."""
+    return sum(tensor.numel * DTYPES[tensor.dtype].size for tensor in tensors if tensor.dtype in DTYPES)
+
+
+def _metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | None) -> Metadata:
+    """Say what the modules know and a state dict does not. Names are those that the comparison sees, unwrapped."""
+    # BatchNorm's modules are named by their statistics, for only whole names of tensors are unwrapped.
+    short = normalize(tensors)
+    momentum = {}
+    for name, value in tree.bn.items():
+        statistic = short.get(f"{name}.running_mean" if name else "running_mean")
+        if statistic is not None:
+            momentum[statistic.removesuffix("running_mean").removesuffix(".")] = value
+    return replace(
+        block or Metadata(),
+        buffers=tuple(short[name] for name in tree.buffers if name in short),
+        frozen=tuple(short[name] for name in tree.frozen if name in short),
+        bn_momentum=momentum,
+        buffers_synced=tree.buffers_synced,
+    )

@@ -1,0 +1,263 @@
+"""From modules, optimizers, state dicts and tensors in memory to the tree that a checkpoint file would hold.
+
+`readers.tree` then gives both the same names. Modules are read by their parameters and buffers and not by
+`state_dict()`: that one leaves out buffers that are not persistent, and for sharded modules it communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from syncheck.errors import UsageError
+from syncheck.live.held import HeldPlace, is_tensor, place_of
+from syncheck.names import MODEL_CONTAINERS
+
+# As deep as `readers.tree` goes.
+MAX_DEPTH = 200
+_EXACT = (bool, int, float, complex, str, bytes)
+_CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_FLAT = "sharded: FSDP holds this rank's shard of its parameters only"
+
+
+def is_module(thing: Any) -> bool:
+    """Whether a thing is a torch module, by what it offers."""
+    wanted = ("named_parameters", "named_buffers", "named_modules")
+    return not isinstance(thing, type) and all(callable(getattr(thing, name, None)) for name in wanted)
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Whether a thing is an optimizer, by what it offers. Its state dict is none."""
+    return (
+        not isinstance(thing, Mapping) and isinstance(getattr(thing, "param_groups", None), list) and _stateful(thing)
+    )
+
+
+def is_bundle(thing: Any) -> bool:
+    """Whether a thing is a list or tuple of parts of one replica, such as (model, optimizer)."""
+    return isinstance(thing, (list, tuple)) and any(is_module(t) or _stateful(t) for t in thing)
+
+
+def has_module(thing: Any) -> bool:
+    """Whether a thing is a module, or a container with one directly in it."""
+    inside = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple)) else ()
+    return is_module(thing) or any(map(is_module, inside))
+
+
+def is_readable(thing: Any) -> bool:
+    """Whether a thing may hold tensors: a module, whatever has a `state_dict()`, a container or a tensor."""
+    return is_module(thing) or _stateful(thing) or is_tensor(thing) or isinstance(thing, (Mapping, list, tuple))
+
+
+def title_of(thing: Any) -> str:
+    """Name a thing by its class: 'ResNet'; a bundle by its parts: 'ResNet, SGD'."""
+    if is_bundle(thing):
+        return ", ".join(title_of(part) for part in thing)
+    return type(thing).__name__[:40]
+
+
+class Tree:
+    """Converts what makes up one replica; `root` is then what a checkpoint of it would hold.
+
+    parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
+    whether to leave out the buffers that a state dict leaves out. buffers, frozen: names, as `readers.tree` gives
+    them. bn: BatchNorm's momentum by module name. buffers_synced: as in `records.Metadata`; None where no module
+    says it. stubs: classes of which nothing was read. Raises UsageError for what cannot be read.
+    """
+
+    def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
+        self.persistent = persistent
+        self.modules = 0
+        self.buffers: list[str] = []
+        self.frozen: list[str] = []
+        self.bn: dict[str, float | None] = {}
+        self.synced: set[bool | None] = set()
+        self.stubs: set[str] = set()
+        self._names: dict[int, str] = {}
+        self._sharded: set[int] = set()
+        self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
+        self._seen: dict[int, Any] = {}
+        self._above: set[int] = set()
+        self._kept: list[Any] = []
+        merged = _merge(parts)
+        self.root = self._convert(merged, "", 0)
+        # Last, when the names of all parameters are known.
+        for into, optimizer, name in self._optimizers:
+            into.update(self._optimizer(optimizer, name))
+
+    @property
+    def buffers_synced(self) -> bool | None:
+        """Whether the buffers are synchronized, where all modules say the same."""
+        return next(iter(self.synced)) if len(self.synced) == 1 else None
+
+    def _convert(self, node: Any, name: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise UsageError(f"{name[:80]}: containers are nested deeper than {MAX_DEPTH} levels")
+        if node is None or type(node) in _EXACT:
+            return node
+        if is_tensor(node):
+            return place_of(node)
+        exact = next((kind for kind in _EXACT if isinstance(node, kind)), None)
+        if exact is not None:  # numpy.float64 is a float, an IntEnum is an int
+            return exact.__str__(node) if exact is str else exact(node)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(node, numpy.generic):
+            # As the file reader does it: numbers that `struct` knows, the bytes of all others.
+            return node.item() if node.dtype.kind in "fiub" and node.itemsize <= 8 else node.tobytes()
+        if id(node) in self._seen:
+            return self._seen[id(node)]
+        if id(node) in self._above:  # an object that refers to its owner: the way back is not followed
+            return None
+        self._above.add(id(node))
+        made = self._container(node, name, depth)
+        self._above.discard(id(node))
+        self._seen[id(node)] = made
+        self._kept.append(node)  # an id means something only as long as its object lives
+        return made
+
+    def _container(self, node: Any, name: str, depth: int) -> Any:
+        def below(key: Any, value: Any) -> Any:
+            return self._convert(value, f"{name}.{key}" if name else str(key), depth + 1)
+
+        if is_module(node):
+            return self._module(node, name)
+        if is_optimizer(node):
+            into: dict[str, Any] = {}
+            self._optimizers.append((into, node, name))
+            # What makes `readers.tree` see an optimizer; filled when all names are known.
+            into.update(state={}, param_groups=[])
+            return into
+        if isinstance(node, Mapping):
+            return {key: below(key, value) for key, value in node.items()}
+        if isinstance(node, (list, tuple, deque)):
+            listed = [below(i, value) for i, value in enumerate(node)]
+            return tuple(listed) if isinstance(node, tuple) else listed
+        if isinstance(node, (set, frozenset)):
+            return node
+        if _stateful(node):
+            return self._convert(node.state_dict(), name, depth + 1)
+        if isinstance(node, _CODE):
+            return None
+        self.stubs.add(f"{type(node).__module__}.{type(node).__qualname__}"[:120])
+        fields = getattr(node, "__dict__", None)
+        return {key: below(key, value) for key, value in fields.items()} if isinstance(fields, dict) else None
+
+    def _module(self, module: Any, name: str) -> dict[str, Any]:
+        """Return parameters and buffers by name, in the order of a state dict."""
+        self.modules += 1
+        self.synced.add(_buffers_synced(module))
+        head, _, last = name.rpartition(".")
+        # As `readers.tree` names what a container such as `model` holds.
+        prefix = head if last in MODEL_CONTAINERS else name
+        prefix = f"{prefix}." if prefix else ""
+        made: dict[str, Any] = {}
+        modules = dict(module.named_modules(remove_duplicate=False))
+        flat = tuple(f"{path}." if path else "" for path, m in modules.items() if _is_sharding(m))
+        for path, owner in modules.items():
+            # torch.compile and FSDP1 hide themselves in the names that the methods give; state dicts show them.
+            at = f"{path}." if path else ""
+            for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                place = place_of(parameter)
+                if flat and f"{at}{key}".startswith(flat):
+                    self._sharded.add(id(parameter))
+                    place = place.refuse(_FLAT)
+                made[f"{at}{key}"] = place
+                self._names.setdefault(id(parameter), f"{prefix}{at}{key}")
+                if not parameter.requires_grad:
+                    self.frozen.append(f"{prefix}{at}{key}")
+            transient = getattr(owner, "_non_persistent_buffers_set", ()) if self.persistent else ()
+            for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+                if key not in transient:
+                    made[f"{at}{key}"] = place_of(buffer)
+                    self.buffers.append(f"{prefix}{at}{key}")
+            if _has_extra_state(owner):
+                made[f"{at}_extra_state"] = self._convert(owner.get_extra_state(), f"{prefix}{at}_extra_state", 1)
+            if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
+                self.bn[f"{prefix}{path}".removesuffix(".")] = owner.momentum
+        return made
+
+    def _optimizer(self, optimizer: Any, name: str) -> dict[str, Any]:
+        """Return an optimizer's state dict with the names of its parameters, where the modules given have them all."""
+        made: dict[str, Any] = self._convert(optimizer.state_dict(), name, 1)
+        if not isinstance(made, dict) or not (
+            isinstance(made.get("param_groups"), list) and isinstance(made.get("state"), dict)
+        ):
+            return made
+        groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        numbers = [group.get("params") for group in made["param_groups"]]
+        known = all(key in self._names for group in groups for key in group)
+        if [len(n or ()) for n in numbers] != [len(group) for group in groups]:
+            return made
+        for group, keys, ids in zip(made["param_groups"], groups, numbers, strict=True):
+            if known and "param_names" not in group:
+                group["param_names"] = [self._names[key] for key in keys]
+            for key, number in zip(keys, ids, strict=True):
+                if key in self._sharded:
+                    # Which states there are differs: a rank whose shard of the parameter is empty has none.
+                    made["state"][number] = {"state": HeldPlace(None, (), None, _FLAT)}
+        return made
+
+
+def _merge(parts: tuple[Any, ...]) -> Any:
+    """Put the parts of a replica under the keys under which trainers save them; a single part stands for itself."""
+    if len(parts) == 1 and not is_bundle(parts[0]):
+        only = parts[0]
+        return only if isinstance(only, (Mapping, list, tuple)) or is_tensor(only) else {_key(only): only}
+    found: dict[str, list[Any]] = {}
+    plain: list[tuple[str, Any]] = []
+    listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
+    for i, part in enumerate(listed):
+        if isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
+            plain.append((f"things.{i}", part))
+        else:
+            found.setdefault(_key(part), []).append(part)
+    tree: dict[str, Any] = {key: parts[0] if len(parts) == 1 else parts for key, parts in found.items()}
+    for key, part in plain:
+        if isinstance(part, Mapping) and not part.keys() & tree.keys():
+            tree.update(part)
+        else:
+            tree[key] = part
+    return tree
+
+
+def _key(part: Any) -> str:
+    """Return the key under which trainers save such an object."""
+    if is_module(part):
+        return "model"
+    if is_optimizer(part):
+        return "optimizer"
+    kind = type(part).__name__
+    if kind.endswith("Scaler"):
+        return "scaler"
+    return "lr_scheduler" if hasattr(part, "get_last_lr") else kind
+
+
+def _stateful(thing: Any) -> bool:
+    return not isinstance(thing, type) and callable(getattr(thing, "state_dict", None))
+
+
+def _is_sharding(module: Any) -> bool:
+    """Whether a module is FSDP1's wrapper, whose parameters are plain tensors that hold a shard."""
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+    return type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD"
+
+
+def _has_extra_state(module: Any) -> bool:
+    torch: Any = sys.modules.get("torch")
+    own = getattr(type(module), "get_extra_state", None)
+    return torch is not None and own is not None and own is not torch.nn.Module.get_extra_state
+
+
+def _buffers_synced(module: Any) -> bool | None:
+    """Whether DDP copies rank 0's buffers at each forward; None for other modules, which do not say it."""
+    if type(module).__name__ != "DistributedDataParallel":
+        return None
+    # torch 2.15 has the first name, earlier ones have only the second.
+    for name in ("forward_sync_buffers", "broadcast_buffers"):
+        value = getattr(module, name, None)
+        if isinstance(value, bool):
+            return value
+    return None

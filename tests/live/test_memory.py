@@ -1,0 +1,388 @@
+"""What is in memory, seen as a checkpoint is: the same names, kinds and values as a file of torch.save has."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import syncheck
+from syncheck.blocks import Files
+from syncheck.comparison import Selection
+from syncheck.comparison import compare as compare_group
+from syncheck.errors import UsageError
+from syncheck.kinds import kinds_of
+from syncheck.layout_groups import Replicas
+from syncheck.live.held import Held
+from syncheck.live.memory import snapshot
+from syncheck.testing import OutOfSync, assert_in_sync, compare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from syncheck.records import Snapshot
+
+
+class Net(nn.Module):
+    """A net with BatchNorm, a frozen layer, a persistent and a transient buffer, and tied weights if asked for."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4, momentum=0.3)
+        self.fc = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.conv.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+        if tied:
+            self.head.weight = self.fc.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(self.bn(self.conv(x)).mean((2, 3))))
+
+
+def trained(optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, tied: bool = False, steps: int = 2) -> Any:
+    """Return a net, and its optimizer after a few steps; the same at every call."""
+    torch.manual_seed(0)
+    model = Net(tied)
+    stepper = (optimizer or adamw)(model.parameters())
+    for _ in range(steps):
+        stepper.zero_grad()
+        model(torch.randn(2, 3, 6, 6)).square().sum().backward()
+        stepper.step()
+    return model, stepper
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    listed = list(parameters)
+    return torch.optim.SGD([{"params": listed[:3]}, {"params": listed[3:], "lr": 0.1}], lr=0.01, momentum=0.9)
+
+
+def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
+    """Return all that is known of each tensor of a snapshot, its bytes included."""
+    shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
+    kinds, guessed = kinds_of(shapes, snapshot.metadata)
+    found: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
+    with Files() as files:
+        for name, t in snapshot.tensors.items():
+            data = None if t.refused else bytes(files.read(t, 0, t.numel, 0))
+            found[name] = (t.name, kinds[name], None if t.refused else (t.dtype, t.shape), t.refused, data)
+    return found
+
+
+def plain() -> Any:
+    return trained()[0].state_dict()
+
+
+def nested() -> Any:
+    model, optimizer = trained()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "best": None, "lr": [0.1, 2]}
+
+
+def two_groups() -> Any:
+    model, optimizer = trained(sgd)
+    return {
+        "state_dict": model.state_dict(),
+        "optim": {"sgd": optimizer.state_dict()},
+        "args": {"name": "x", "on": True},
+    }
+
+
+def tied() -> Any:
+    model, optimizer = trained(tied=True)
+    return {"net": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def described() -> Any:
+    model, optimizer = trained(sgd, tied=True)
+    block = syncheck.metadata(run="r", rank=1, world_size=2, step=7, model=model, optimizer=optimizer)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "syncheck": block}
+
+
+def with_helpers() -> Any:
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    return {
+        "model_state_dict": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "lr_scheduler": scheduler.state_dict(),
+        "scaler": scaler.state_dict(),
+        "rng": {"torch": torch.get_rng_state(), "shape": torch.Size((2, 3))},
+        "numpy": {"a": np.arange(6.0).reshape(2, 3).T, "s": np.float64(3.5), "i": np.int32(4), "h": np.float16(1.5)},
+        "ema": OrderedDict(a=torch.ones(2), deep=(torch.zeros(1), [torch.ones(1), {"x": 1}])),
+        5: {"set": {3, 1, 2}, "bytes": b"ab", "inf": float("inf"), "complex": 1 + 2j},
+    }
+
+
+def dtypes() -> Any:
+    names = (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8 uint8 "
+        "uint16 uint32 uint64 bool"
+    )
+    values = torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+    return {name: values.to(getattr(torch, name)) for name in names.split()}
+
+
+def layouts() -> Any:
+    base = torch.arange(24.0).reshape(2, 3, 4)
+
+    def wave() -> torch.Tensor:  # torch.save takes one dtype a storage
+        return torch.complex(base, -base)
+
+    return {
+        "transposed": base.transpose(0, 2),
+        "sliced": base[:, ::2, 1:],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "channels_last": torch.randn(2, 3, 4, 4, generator=torch.manual_seed(1)).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "conjugated": wave().conj(),
+        "negated": wave().conj().imag,
+        "conjugated_slice": wave().conj()[:, 1],
+        "parameter": nn.Parameter(torch.ones(3)),
+        "needs_grad": torch.ones(3, requires_grad=True) * 2,
+        "subclass": torch.ones(2).as_subclass(type("Named", (torch.Tensor,), {})),
+    }
+
+
+CHECKPOINTS = [plain, nested, two_groups, tied, described, with_helpers, dtypes, layouts]
+
+
+@pytest.mark.parametrize("make", CHECKPOINTS, ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_in_memory_is_what_its_file_is(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Names, their order, kinds, dtypes, shapes, bytes and values equal those that the file's reader finds."""
+    tree = make()
+    if make is layouts:
+        tree["subclass"] = tree["subclass"].as_subclass(torch.Tensor)  # a local class cannot be pickled
+        tree["needs_grad"] = tree["needs_grad"].detach()
+    torch.save(tree, tmp_path / "checkpoint.pth")
+    file, memory = syncheck.read(str(tmp_path / "checkpoint.pth")), snapshot(tree)
+    assert whole(memory) == whole(file)
+    assert list(memory.tensors) == list(file.tensors)
+    assert memory.values == file.values
+    assert memory.metadata == file.metadata
+    assert {k: type(v) for k, v in memory.values.items()} == {k: type(v) for k, v in file.values.items()}
+
+
+@pytest.mark.parametrize("make, with_tied", [(adamw, False), (sgd, True)])
+def test_modules_are_what_a_described_file_is(make: Any, with_tied: bool, tmp_path: Path) -> None:
+    """A module and its optimizer give the names and kinds of a file with a metadata block, and transient buffers."""
+    model, optimizer = trained(make, tied=with_tied)
+    block = syncheck.metadata(run="r", rank=0, world_size=1, model=model, optimizer=optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "syncheck": block}
+    torch.save(saved, tmp_path / "checkpoint.pth")
+    file, memory = whole(syncheck.read(str(tmp_path / "checkpoint.pth"))), whole(snapshot(model, optimizer))
+    assert memory.pop("mask")[1] == "buffer"
+    assert memory == file
+    assert whole(snapshot(model, optimizer, persistent=True)) == file
+    assert snapshot(model, optimizer).values == syncheck.read(str(tmp_path / "checkpoint.pth")).values
+
+
+def test_a_module_knows_its_kinds() -> None:
+    """Buffers, frozen parameters and BatchNorm's momentum are known and not guessed, whatever wraps the module."""
+    model, _ = trained()
+    for wrapped in (model, nn.DataParallel(model), torch.compile(model), torch.compile(nn.DataParallel(model))):
+        metadata = snapshot(wrapped).metadata
+        assert metadata is not None
+        assert metadata.buffers == ("scale", "mask", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked")
+        assert metadata.frozen == ("conv.bias",)
+        assert metadata.bn_momentum == {"bn": 0.3}
+
+
+def test_wrappers_are_taken_off_before_comparing() -> None:
+    """A compiled and data-parallel module is in sync with the plain one, kinds and optimizer states included."""
+    model, optimizer = trained()
+    wrapped = torch.compile(nn.DataParallel(copy.deepcopy(model)))
+    second = adamw(wrapped.parameters())
+    second.load_state_dict(optimizer.state_dict())
+    report = assert_in_sync((model, optimizer), (wrapped, second))
+    kinds = report.groups[0].kinds
+    assert kinds["buffer"].identical == 2
+    assert kinds["optimizer"].identical == 2 * 6  # exp_avg and exp_avg_sq of all but the frozen bias
+    assert not [note for note in report.groups[0].notes if "guessed" in note]
+
+
+@pytest.mark.parametrize("name", ["conv.bias", "bn.running_mean", "scale", "mask", "head.weight"])
+def test_any_changed_bit_of_a_module_is_found(name: str) -> None:
+    """A flipped bit in a parameter, frozen or not, or in any kind of buffer makes two modules differ by that alone."""
+    model, _ = trained()
+    other = copy.deepcopy(model)
+    assert_in_sync(model, other)
+    tensor = dict([*other.named_parameters(), *other.named_buffers()])[name]
+    tensor.detach().view(torch.int32).flatten()[1] ^= 1
+    with pytest.raises(OutOfSync) as caught:
+        assert_in_sync(model, other)
+    assert [diff.name for diff in caught.value.report.groups[0].tensors] == [name]
+
+
+def test_optimizer_states_are_named_by_identity() -> None:
+    """The states of an optimizer over some parameters in its own order carry those parameters' names."""
+    model, _ = trained()
+    chosen = [model.head.weight, model.bn.weight]
+    optimizer = torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3, 6, 6)).sum().backward()
+    optimizer.step()
+    names = set(snapshot(model, optimizer).tensors)
+    assert {"optimizer.head.weight.momentum_buffer", "optimizer.bn.weight.momentum_buffer"} <= names
+
+
+def test_several_modules_and_optimizers_keep_apart() -> None:
+    """Two models with an optimizer each are named by position, and each state by its own model's parameter."""
+    (first, one), (second, two) = trained(), trained(sgd)
+    taken = snapshot(first, second, one, two)
+    assert {"model.0.fc.weight", "model.1.fc.weight", "optimizer.0.model.0.fc.weight.exp_avg"} <= set(taken.tensors)
+    assert "optimizer.1.model.1.fc.weight.momentum_buffer" in taken.tensors
+    assert taken.values["optimizer.1.param_groups.1.lr"] == 0.1
+    names = set(snapshot({"student": first, "teacher": second, "opt": one}).tensors)
+    assert {"student.fc.weight", "teacher.mask", "optimizer.student.fc.weight.exp_avg"} <= names
+
+
+def test_helpers_are_read_by_their_state() -> None:
+    """A scheduler and a scaler beside a model give the values that a trainer would save."""
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    values = snapshot(model, optimizer, scheduler, scaler, {"step": 4}).values
+    assert (values["scaler.scale"], values["lr_scheduler.step_size"], values["step"]) == (8.0, 3, 4)
+    assert values["optimizer.param_groups.0.lr"] == 1e-3
+
+
+def test_a_learning_rate_that_differs_fails() -> None:
+    """Optimizers with equal tensors and another learning rate are out of sync."""
+    model, optimizer = trained()
+    other, second = copy.deepcopy((model, optimizer))
+    second.param_groups[0]["lr"] = 0.5
+    report = compare((model, optimizer), (other, second))
+    assert report.verdict == "out_of_sync"
+    assert report.groups[0].findings[0].values == ("optimizer.param_groups.0.lr",)
+
+
+def test_extra_state_is_compared() -> None:
+    """What a module gives as its extra state is part of the replica."""
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"amax": torch.full((2,), float(self.out_features))}
+
+    assert snapshot(Extra(2, 3)).tensors["_extra_state.amax"].shape == (2,)
+
+
+def refused() -> list[tuple[str, Any, str]]:
+    with torch.random.fork_rng():
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    return [
+        ("meta", torch.empty(3, device="meta"), "a meta tensor: it has no values"),
+        ("sparse", torch.eye(3).to_sparse(), "a sparse tensor"),
+        ("csr", torch.eye(3).to_sparse_csr(), "a sparse tensor"),
+        ("quantized", quantized, "a quantized tensor"),
+        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+        ("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
+        ("lazy", nn.LazyLinear(3).weight, "a parameter of a lazy module that has not run yet: it has no values"),
+        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "its dtype is not known"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_has_no_comparable_bytes_is_refused_with_the_reason() -> None:
+    """Meta, sparse, quantized and nested tensors are counted as not compared, in the words of the file reader."""
+    for name, tensor, reason in refused():
+        assert snapshot({"w": tensor}).tensors["w"].refused == reason, name
+        report = compare({"w": tensor}, {"w": tensor})
+        assert report.verdict == "undecided", name
+        assert report.counts.not_compared == 1, name
+
+
+def test_a_wrapper_subclass_is_refused() -> None:
+    """A tensor that only wraps others has no bytes of its own, and is not taken for the zeros in its place."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    [tensor] = snapshot({"w": TwoTensor(torch.ones(2), torch.ones(2))}).tensors.values()
+    assert tensor.refused == "a wrapper tensor that is not read"
+
+
+def test_a_snapshot_copies_nothing_and_changes_nothing() -> None:
+    """A contiguous tensor is read where it lies; neither the model nor the random numbers are touched."""
+    model, optimizer = trained()
+    before = copy.deepcopy((model, optimizer))
+    rng = torch.get_rng_state()
+    held = snapshot(model, optimizer).tensors["fc.weight"].data
+    assert isinstance(held, Held)
+    first = held[0:4]
+    with torch.no_grad():
+        model.fc.weight[0, 0] += 1
+    assert held[0:4] != first  # a view of the parameter, not a copy
+    with torch.no_grad():
+        model.fc.weight[0, 0] -= 1
+    assert_in_sync((model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_module_is_compared_with_its_file(tmp_path: Path) -> None:
+    """A module agrees with the file of its state dict, whose lack of the transient buffers is no difference."""
+    model, _ = trained()
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    assert_in_sync(model, tmp_path / "model.pth")
+    with torch.no_grad():
+        model.bn.running_var[0] *= 2
+    with pytest.raises(OutOfSync, match="SYN201"):
+        assert_in_sync(model, tmp_path / "model.pth")
+
+
+def test_one_module_alone_says_what_to_do() -> None:
+    """A single module outside a process group, and a module beside its optimizer, are errors that name the way out."""
+    model, optimizer = trained()
+    with pytest.raises(UsageError, match="needs two or more"):
+        assert_in_sync(model)
+    with pytest.raises(UsageError, match="give tuples"):
+        assert_in_sync(model, optimizer)
+    with pytest.raises(UsageError, match="class type cannot be compared"):
+        assert_in_sync(nn.Linear, nn.Linear)
+
+
+def test_a_buffer_on_one_replica_only_is_a_buffer() -> None:
+    """A buffer that only the second module has is reported as a buffer, not as a parameter."""
+    first, second = trained()[0], trained()[0]
+    second.register_buffer("late", torch.ones(1))
+    [diff] = compare(first, second).groups[0].tensors
+    assert (diff.name, diff.kind, diff.reason) == ("late", "buffer", "missing")
+
+
+def test_digests_follow_the_values() -> None:
+    """Equal values have one digest whatever their strides, and another byte gives another digest."""
+    base = torch.arange(12.0).reshape(3, 4)
+    assert Held(base.t().contiguous().t()).digest() == Held(base).digest() == Held(base.numpy()).digest()
+    assert Held(base + 1).digest() != Held(base).digest()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_device_are_compared() -> None:
+    """A module on the GPU is in sync with its copy on the CPU, and a change there is found."""
+    model, _ = trained()
+    other = copy.deepcopy(model).cuda()
+    assert_in_sync(model, other)
+    assert Held(other.fc.weight).digest() == Held(model.fc.weight).digest()
+    with torch.no_grad():
+        other.fc.weight[0, 0] += 1
+    assert compare(model, other).counts.different == 1
+
+
+def test_groups_of_one_snapshot_are_alone() -> None:
+    """A snapshot is an ordinary record: the comparison of one replica says that there is nothing to compare with."""
+    group = compare_group(Replicas("model", None, ((0, snapshot({"w": np.ones(2)})),), ""), Selection())
+    assert group.verdict == "alone"
+    assert "torch" in sys.modules

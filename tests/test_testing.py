@@ -1,0 +1,308 @@
+"""`syncheck.testing` without torch: files, arrays in memory, wrong usage, and the text of a failure."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth
+
+from syncheck.errors import UsageError
+from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff
+from syncheck.testing import OutOfSync, assert_in_sync, compare, message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Ranks = Callable[..., list[Path]]
+
+
+def failing(*things: Any, **options: Any) -> OutOfSync:
+    """Return the error that comparing things raises."""
+    with pytest.raises(OutOfSync) as caught:
+        assert_in_sync(*things, **options)
+    return caught.value
+
+
+# --- files ---
+
+
+def test_equal_files_give_the_report(ranks: Ranks) -> None:
+    """Files in sync return the report, in which every tensor was compared."""
+    report = assert_in_sync(*ranks())
+    assert report.verdict == "in_sync"
+    assert report.counts.compared == report.counts.identical == 14
+
+
+def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
+    """A planted difference in one of three files raises with the rank, the tensor, the finding and the last line."""
+    paths = ranks(network(), changed(network(), "fc.weight", by=0.5), network())
+    error = failing(f"{paths[0].parent}/*.pth")
+    lines = str(error).splitlines()
+    assert lines[0] == "replicas are out of sync: SYN299"
+    assert "ranks 0, 2 agree; rank 1 apart" in str(error)
+    assert any(line.split()[:2] == ["fc.weight", "parameter"] and "40 of 40" in line for line in lines)
+    assert lines[-2:] == ["OUT OF SYNC", "14 tensors: 13 identical, 0 close, 1 different, 0 not compared"]
+    assert error.report.groups[0].findings[0].ranks == (1,)
+    assert compare(*paths) == error.report
+
+
+@pytest.mark.parametrize(
+    "excused",
+    [
+        {"only": "params"},
+        {"only": ("params", "optimizer")},
+        {"allow": "syn201"},
+        {"exclude": "*.running_*"},
+        {"rtol": 0.0, "atol": 2.0},
+    ],
+    ids=str,
+)
+def test_options_by_name_decide_what_counts(ranks: Ranks, excused: dict[str, Any]) -> None:
+    """BatchNorm's drift fails, and each option that leaves it out or excuses it makes the same files pass."""
+    paths = ranks(network(), changed(network(), "running_mean", "running_var"))
+    assert "SYN201" in str(failing(*paths))
+    assert_in_sync(*paths, **excused)
+
+
+def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -> None:
+    """Two equal files beside a broken one fail, and the text names the broken one."""
+    broken = tmp_path / "run_rank2.pth"
+    broken.write_bytes(b"PK\x03\x04 and no more")
+    error = failing(*ranks(), broken)
+    assert error.report.verdict == "undecided"
+    assert "not read" in str(error)
+    assert "run_rank2.pth" in str(error)
+
+
+def test_nothing_compared_never_passes(ranks: Ranks) -> None:
+    """Options that leave every tensor out fail instead of passing without a look."""
+    assert "COULD NOT TELL" in str(failing(*ranks(), include="no.such.tensor"))
+
+
+# --- in memory ---
+
+
+def test_arrays_in_memory_are_replicas(ranks: Ranks) -> None:
+    """State dicts of arrays are compared by place, and a single changed element is found."""
+    other = network()
+    assert_in_sync(network(), other, network())
+    other["fc.bias"][3] += 1
+    error = failing(network(), other, network())
+    [diff] = error.report.groups[0].tensors
+    assert (diff.name, diff.mismatched, diff.index, diff.minority) == ("fc.bias", 1, (3,), (1,))
+    assert "rank 1: things[1], dict (memory, 14 tensors" in str(error)
+
+
+def test_a_file_is_compared_with_what_is_in_memory(ranks: Ranks) -> None:
+    """The path of one file beside a state dict is a replica like it: equal passes, changed fails."""
+    [path] = ranks(network())
+    report = assert_in_sync(path, network())
+    assert [replica.format for replica in report.groups[0].replicas] == ["torch-zip", "memory"]
+    assert failing(network(1), path).report.counts.different > 0
+
+
+def test_an_unreadable_file_beside_memory_never_passes(tmp_path: Path) -> None:
+    """State dicts that agree fail when the file beside them cannot be read."""
+    error = failing(network(), network(), tmp_path / "gone.pth")
+    assert error.report.verdict == "undecided"
+    assert "gone.pth" in str(error)
+
+
+def test_array_layouts_and_byte_orders_do_not_count() -> None:
+    """Equal values in Fortran order, reversed or big-endian are identical; values are what is compared."""
+    plain = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for other in (np.asfortranarray(plain), plain[::-1].copy()[::-1], plain.astype(">f4")):
+        report = assert_in_sync({"w": plain}, {"w": other})
+        assert report.counts.identical == 1
+    assert failing({"w": plain}, {"w": np.asfortranarray(plain + 1)}).report.counts.different == 1
+
+
+def test_names_are_those_of_the_file(tmp_path: Path) -> None:
+    """A nested checkpoint and the file written of it agree in every name, so nothing is missing on either side."""
+    tree = {
+        "model": network(),
+        "optimizer": {
+            "state": {i: {"exp_avg": np.ones(4, np.float32), "step": np.array(3.0, np.float32)} for i in range(8)},
+            "param_groups": [{"params": list(range(8)), "lr": 0.1, "betas": (0.9, 0.999)}],
+        },
+        "epoch": 3,
+        "history": [1.0, 2.0, {"best": None}],
+    }
+    report = assert_in_sync(tree, save_pth(tmp_path / "checkpoint.pth", tree))
+    assert report.groups[0].values == ()
+    assert report.counts.identical == 14 + 16
+
+
+def test_an_array_of_objects_is_counted_as_not_compared() -> None:
+    """What has no numbers in it is refused and counted, and alone it fails."""
+    odd = {"names": np.array(["a", "b"])}
+    report = compare(odd, odd)
+    assert report.verdict == "undecided"
+    assert report.groups[0].tensors[0].detail == "a numpy array of dtype U1"
+
+
+def test_containers_that_hold_themselves_end() -> None:
+    """A dict that contains itself is compared all the same, without following the way back."""
+    first: dict[str, Any] = {"w": np.ones(2)}
+    second: dict[str, Any] = {"w": np.ones(2)}
+    first["self"], second["self"] = first, second
+    assert assert_in_sync(first, second).counts.identical == 1
+
+
+def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
+    """An object's fields are compared as those of a pickled one, and the report says that its class is not known."""
+
+    class Average:
+        def __init__(self, value: float) -> None:
+            self.shadow = {"w": np.full(3, value)}
+
+    error = failing({"average": Average(1.0)}, {"average": Average(2.0)})
+    assert error.report.groups[0].tensors[0].name == "average.shadow.w"
+    assert "Average" in error.report.groups[0].notes[-1]
+
+
+# --- wrong usage ---
+
+
+@pytest.mark.parametrize(
+    "things, options, says",
+    [
+        ((), {}, "nothing given"),
+        (({"w": np.ones(1)},), {}, "needs two or more"),
+        (({"w": np.ones(1)}, 3), {}, "class int cannot be compared"),
+        (({}, {}), {"onyl": "params"}, "onyl=: no such option"),
+        (({}, {}), {"only": "weights"}, "only='weights'"),
+        (({}, {}), {"rtol": 0.1}, "belong together"),
+        (({}, {}), {"across_ranks": True}, "no process group"),
+        (("*.pth",), {"group": "any"}, "leave out group="),
+        (("no_such_*.pth",), {}, "no file matches"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_says_what_to_do(things: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
+    """A call that cannot be carried out raises UsageError with the reason, never OutOfSync."""
+    with pytest.raises(UsageError) as caught:
+        assert_in_sync(*things, **options)
+    assert says in str(caught.value)
+
+
+def test_a_folder_beside_memory_is_refused(ranks: Ranks) -> None:
+    """Beside things in memory a path stands for one replica, so a folder of several files is an error."""
+    paths = ranks()
+    with pytest.raises(UsageError, match="2 checkpoints; beside things in memory"):
+        assert_in_sync(network(), paths[0].parent)
+
+
+# --- the text of a failure ---
+
+
+def hostile(length: int, tensors: int = 500) -> Report:
+    """Return a report whose every text is long and holds what steers a terminal."""
+    bad = "\x1b[31m\n" + "x" * length
+    diffs = tuple(
+        TensorDiff(f"{bad}{i}", "parameter", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=1, numel=2)
+        for i in range(tensors)
+    )
+    finding = Finding("SYN299", "unexplained", "error", (0, 1), (), bad, bad, "fix", ())
+    group = Group(
+        name=bad,
+        run=bad,
+        step=None,
+        verdict="out_of_sync",
+        replicas=tuple(Replica(bad, i, "torch-zip", 1, 1) for i in range(50)),
+        counts=Counts(tensors=tensors, different=tensors),
+        tensors=diffs,
+        findings=(finding,) * 40,
+        values=tuple(ValueDiff(f"{bad}{i}", {0: bad, 1: 2}, counts=False) for i in range(50)),
+        kinds={"parameter": Counts(tensors=tensors, different=tensors)},
+        notes=(bad,) * 50,
+    )
+    return Report("out_of_sync", (group,) * 40, unreadable=(Unreadable(bad, bad),) * 50)
+
+
+def test_a_failure_is_bounded_and_escaped_whatever_the_names_are() -> None:
+    """Names of 100,000 characters and control codes give a text of few, short lines that steers no terminal."""
+    lines = message(hostile(100_000)).split("\n")
+    assert len(lines) < 400
+    assert max(map(len, lines)) <= 1000
+    assert all(line.isprintable() for line in lines)
+    assert lines[-1] == "20000 tensors: 0 identical, 0 close, 20000 different, 0 not compared"
+    assert "and 37 more groups" in "\n".join(lines)
+    rows = [line for line in lines if "1 of 2" in line]
+    assert len(rows) == 30
+    assert max(map(len, rows)) < 250  # long names push no column out of sight
+
+
+def test_the_limit_bounds_the_rows_of_tensors() -> None:
+    """`limit` rows a group are shown and the rest is counted; 0 shows all."""
+    report = hostile(3, tensors=30)
+    assert message(report, 4).count("1 of 2") == 3 * 4
+    assert "... and 26 more; limit=0 shows all" in message(report, 4)
+    assert message(report, 0).count("1 of 2") == 3 * 30
+
+
+def test_groups_in_sync_are_left_out_of_a_failure(ranks: Ranks) -> None:
+    """Of several steps only the one that failed is shown; the last line still counts all."""
+    paths = ranks(network(), network(), name="step_1/run_rank{}.pth")
+    paths += ranks(network(), changed(network(), "fc.bias"), name="step_2/run_rank{}.pth")
+    text = str(failing(paths[0].parents[1]))
+    assert "step_2/run_rank1.pth" in text
+    assert "step_1/run_rank1.pth" not in text
+    assert text.splitlines()[-1].startswith("28 tensors: 27 identical")
+
+
+def test_the_error_can_be_sent_to_another_process(ranks: Ranks) -> None:
+    """A test runner may pickle it: text and report come through."""
+    error = failing(*ranks(network(), network(1)))
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), sent.report) == (str(error), error.report)
+
+
+def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
+    """Under pytest a failure points at the caller's line, with none of our frames, for both kinds of errors."""
+    pytester.makepyfile(
+        """
+        import numpy
+        from syncheck.testing import assert_in_sync
+
+        def test_differs():
+            assert_in_sync({"w": numpy.ones(2)}, {"w": numpy.zeros(2)})
+
+        def test_misuse():
+            assert_in_sync({"w": numpy.ones(2)}, {}, only="wieghts")
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    assert "test_pytest_shows_the_line_of_the_test.py:5: OutOfSync" in text
+    assert "test_pytest_shows_the_line_of_the_test.py:8: UsageError" in text
+    assert "syncheck/testing.py:" not in text
+
+
+# --- what is imported ---
+
+
+@pytest.mark.parametrize(
+    ("code", "forbidden"),
+    [
+        ("import syncheck.testing", ("torch", "numpy", "pytest", "rich", "syncheck.live.memory")),
+        ("assert_in_sync(*EQUAL)", ("torch", "numpy", "pytest", "rich", "syncheck.live.memory")),
+        ("compare(*UNEQUAL)", ("torch", "pytest", "rich")),
+        ("import numpy; compare({'w': numpy.ones(3)}, {'w': numpy.zeros(3)})", ("torch", "pytest", "rich")),
+    ],
+)
+def test_nothing_is_loaded_that_is_not_needed(ranks: Ranks, code: str, forbidden: tuple[str, ...]) -> None:
+    """Importing and comparing load neither torch nor pytest, and numpy only where bytes differ."""
+    equal = [str(path) for path in ranks()]
+    unequal = [str(path) for path in ranks(network(), network(1), name="other_rank{}.pth")]
+    before = f"from syncheck.testing import assert_in_sync, compare\nEQUAL, UNEQUAL = {equal!r}, {unequal!r}\n"
+    after = f"\nimport sys\nprint([name for name in {forbidden!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", before + code + after], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
