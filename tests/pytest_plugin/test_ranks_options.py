@@ -129,6 +129,23 @@ def test_it(flavour, pytestconfig):
     result.assert_outcomes(passed=1)
 
 
+def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
+    """Checkpoints that the ini file or the command line names are judged by the outer pytest, not by each rank."""
+    pytester.makeini("[pytest]\nsyncheck_checkpoints = broken.pth\n")
+    pytester.path.joinpath("broken.pth").write_bytes(b"no checkpoint")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.syncheck(ranks=2, group=False)
+        def test_it(pytestconfig):
+            assert not pytestconfig.pluginmanager.hasplugin("syncheck-checkpoints")
+        """
+    )
+    for arguments in ([], ["--syncheck", "broken.pth", "test_ranks_judge_no_checkpoints.py"]):
+        pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=1, failed=1)
+
+
 def test_ranks_without_torch_say_what_to_install(pytester: pytest.Pytester) -> None:
     """Where torch is missing, a test that needs a group fails with what to install, and starts nothing."""
     pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2)\ndef test_it(): pass\n")

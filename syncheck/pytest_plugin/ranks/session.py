@@ -100,6 +100,7 @@ def _session(task: dict[str, Any], send: Send) -> None:
             setattr(config.option, name, value)
     config.option.basetemp = task["basetemp"]
     config.args = [task["node"]]
+    config.args_source = pytest.Config.ArgsSource.ARGS
     # Other plugins take a process with `workerinput` for one that writes no files of the whole run.
     config.workerinput = task["workerinput"]  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]
