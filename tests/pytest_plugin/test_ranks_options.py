@@ -146,6 +146,21 @@ def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
         pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=1, failed=1)
 
 
+def test_a_test_that_no_rank_ran_is_no_pass(pytester: pytest.Pytester) -> None:
+    """When a conftest or plugin keeps the ranks from running the test, it fails."""
+    pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2, group=False)\ndef test_it(): pass\n")
+    pytester.makeconftest(
+        """
+        import os
+        def pytest_runtest_protocol():
+            return True if "RANK" in os.environ else None
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["not run on ranks 0, 1"])
+
+
 def test_ranks_without_torch_say_what_to_install(pytester: pytest.Pytester) -> None:
     """Where torch is missing, a test that needs a group fails with what to install, and starts nothing."""
     pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2)\ndef test_it(): pass\n")

@@ -65,7 +65,8 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
 def disagreement(item: pytest.Item, kinds: dict[str, list[int]]) -> RanksFailed:
     """Say which ranks passed and which skipped: a test that is not run everywhere proves nothing."""
     parts = [f"{kind} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for kind, ranks in kinds.items()]
-    headline = f"the ranks do not agree on the outcome: {'; '.join(parts)}"
+    disagree = "the ranks do not agree on the outcome: " if len(parts) > 1 else ""
+    headline = f"{disagree}{'; '.join(parts)}"
     return RanksFailed(_text(item, [f"{headline}\n"], headline))
 
 

@@ -193,6 +193,8 @@ def _judge(item: pytest.Item, results: Sequence[Result], late: str) -> None:
         kind, reason = _outcome(result)
         kinds.setdefault(kind, []).append(result.rank)
         reasons.setdefault(kind, reason)
+    if "not run" in kinds:  # another plugin may keep a session from running what it collected
+        raise disagreement(item, kinds)
     if "xfailed" in kinds and kinds.keys() <= {"xfailed", "passed"}:
         pytest.xfail(reasons["xfailed"])
     if len(kinds) > 1:
@@ -209,7 +211,8 @@ def _outcome(result: Result) -> tuple[str, str]:
             # A tuple of file, line and reason, which JSON made a list.
             reason = str(report.longrepr[2] if isinstance(report.longrepr, (list, tuple)) else report.longrepr)
             return "skipped", reason.removeprefix("Skipped: ")
-    return "passed", ""
+    called = any(report.when == "call" and report.outcome == "passed" for report in result.reports)
+    return "passed" if called else "not run", ""
 
 
 def _strict_xpass(results: Sequence[Result]) -> bool:
