@@ -2,9 +2,9 @@
 
     from syncheck.testing import assert_in_sync
 
-    assert_in_sync("ckpts/*.pth", only="params")     # checkpoints
-    assert_in_sync(first.state_dict(), second)       # in one process: each thing is a replica
-    assert_in_sync(ddp, optimizer)                   # in a process group: on all ranks, each rank is a replica
+    assert_in_sync("ckpts/*.pth", only=("params", "optimizer"))    # checkpoints
+    assert_in_sync(first.state_dict(), second)    # in one process: each thing is a replica
+    assert_in_sync(ddp, optimizer)    # in a process group: on all ranks, each rank is a replica
 
 Importing this module imports neither torch, numpy nor pytest.
 """
@@ -12,7 +12,7 @@ Importing this module imports neither torch, numpy nor pytest.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
@@ -20,11 +20,15 @@ from syncheck.errors import SyncheckError, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
+
+    import torch
+    import torch.distributed
 
     from syncheck.api import Options
     from syncheck.records import Finding, Group, Report, TensorDiff
 
-__all__ = ["OutOfSync", "assert_in_sync", "compare", "message"]
+__all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
 
 # Bounds of a failure's text, whatever the names in a checkpoint are.
 MOST_COLUMNS = 1000
@@ -32,6 +36,51 @@ MOST_GROUPS = 3
 MOST_FINDINGS = 8
 MOST_UNREADABLE = 5
 _NAME, _SENTENCE = 120, 600  # characters
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the fixture `syncheck_rank` gives a test: who this process is.
+
+    rank: 0 to world_size - 1. shared: a folder that all ranks of this test see, empty at first; tmp_path is each rank's
+    own. seed: that random, numpy and torch were seeded with, another one on each rank, the same in each run.
+    """
+
+    rank: int
+    world_size: int
+    shared: Path
+    seed: int
+
+    def __repr__(self) -> str:  # it stands above every traceback
+        return f"<rank {self.rank} of {self.world_size}>"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rank's tensors belong: the CPU."""
+        import torch
+
+        return torch.device("cpu")
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The gloo process group of all ranks; None while there is none, which syncheck(group=False) begins with."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order. A collective call: every rank has to make it."""
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        import torch.distributed as dist
+
+        dist.barrier()
 
 
 class OutOfSync(AssertionError):
@@ -88,7 +137,7 @@ def compare(
         return _compare(things, options, group, across_ranks, comparing)
     except SyncheckError as error:
         # Whoever reads this wants the line of the test, not the frames in here.
-        raise error.with_traceback(None) from error.__cause__
+        raise error.with_traceback(None) from (None if isinstance(error, UsageError) else error.__cause__)
 
 
 def message(report: Report, limit: int = 10) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from syncheck.pytest_plugin.fixture import Syncheck
-    from syncheck.pytest_plugin.ranks.group import Rank
+    from syncheck.testing import Rank
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

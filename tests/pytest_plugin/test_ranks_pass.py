@@ -45,7 +45,8 @@ def test_ready(syncheck_rank, tmp_path, each):
     assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(dist.get_rank()) == str(syncheck_rank.rank)
     assert os.environ["WORLD_SIZE"] == str(dist.get_world_size()) == str(syncheck_rank.world_size) == "2"
     (syncheck_rank.shared / f"from{syncheck_rank.rank}").touch()
-    dist.barrier()
+    syncheck_rank.barrier()
+    assert syncheck_rank.gather({"of": syncheck_rank.rank}) == [{"of": 0}, {"of": 1}]
     assert len(list(syncheck_rank.shared.iterdir())) == 2
     log(tmp_path=str(tmp_path), device=str(syncheck_rank.device), seed=syncheck_rank.seed,
         drawn=[random.random(), np.random.rand(), torch.rand(1).item()])

@@ -1,4 +1,4 @@
-"""Fixtures of the trainer's tests: pools of ranks, and the command line as a user types it."""
+"""Fixtures of the trainer's tests: who this process is, and the command line as a user types it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from ranks import Ranks
+    from syncheck.testing import Rank
+    from train.launch import RankContext
 
 Run = subprocess.CompletedProcess[str]
 
 
-def _pool(world_size: int, factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    from ranks import Ranks  # here, because it needs the path set above
+@pytest.fixture
+def ctx(syncheck_rank: Rank) -> RankContext:
+    """This rank as the trainer knows it, for tests with @pytest.mark.syncheck(ranks=...)."""
+    from train.launch import RankContext  # here, because it needs the path set above
 
-    ranks = Ranks(world_size, factory.mktemp("ranks"))
-    yield ranks
-    ranks.kill()
-
-
-@pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two processes in one gloo group."""
-    yield from _pool(2, tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Three processes in one gloo group."""
-    yield from _pool(3, tmp_path_factory)
+    rank = syncheck_rank
+    return RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo")
 
 
 def _run(command: list[str], folder: Path, timeout: float) -> Run:

@@ -1,14 +1,12 @@
-"""What several test files run on a pool of ranks, and how they read what it left."""
+"""What several test files train, and how they read what it left."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train.engine import Result, train
-from train.launch import RankContext
 from train.progress import Silent
 from train.settings import Settings
 
@@ -17,20 +15,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from train.launch import RankContext
+
 # Small enough for a second, and all kinds of tensors are in it.
 SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)
 
 
 def run(ctx: RankContext, settings: Settings) -> Result:
-    """Train on every rank."""
+    """Train. It ends with a collective, so all ranks' files are there when it returns on any of them."""
     return train(settings, ctx, Silent())
-
-
-def run_with_single(ctx: RankContext, settings: Settings) -> None:
-    """Train on every rank, then the same once more in one process."""
-    run(ctx, settings)
-    if ctx.is_main:
-        run(RankContext(), replace(settings, method="single"))
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from train.progress import Silent
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ranks import Ranks
+    from syncheck.testing import Rank
 
 SINGLE = replace(SMALL, method="single", max_steps=3)
 
@@ -53,17 +53,19 @@ def test_content_and_metadata(tmp_path: Path) -> None:
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(path).values())
 
 
-def test_runs_pair_by_sync_bn_alone(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.syncheck(ranks=2)
+def test_runs_pair_by_sync_bn_alone(ctx: RankContext, syncheck_rank: Rank) -> None:
     """`ddp` and `ddp-syncbn` differ in `sync_bn` only; ranks share a run id, runs do not; buffer sync is said."""
+    short = replace(SMALL, max_steps=2, out=syncheck_rank.shared)
     variants = {
-        "ddp": (SMALL, True),
-        "ddp-syncbn": (replace(SMALL, sync_bn=True), True),
-        "ddp-nobufsync": (replace(SMALL, buffer_sync=False), False),
+        "ddp": (short, True),
+        "ddp-syncbn": (replace(short, sync_bn=True), True),
+        "ddp-nobufsync": (replace(short, buffer_sync=False), False),
     }
     blocks = {}
     for name, (settings, synced) in variants.items():
-        two_ranks(run, replace(settings, max_steps=2, out=tmp_path))
-        ranks = [load(tmp_path / f"{name}_rank{rank}.pth")["syncheck"] for rank in range(2)]
+        run(ctx, settings)
+        ranks = [load(settings.out / f"{name}_rank{rank}.pth")["syncheck"] for rank in range(2)]
         blocks[name] = ranks[0]
         assert [block["rank"] for block in ranks] == [0, 1]
         assert {block["run_id"] for block in ranks} == {ranks[0]["run_id"]}
@@ -105,21 +107,20 @@ def test_history_has_every_nth_step(tmp_path: Path) -> None:
     assert [load(path)["step"] for path in result.saved] == [2, 4, 5]
 
 
-class Full:
-    """A disk that is full after the first bytes of each file."""
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every write from now on fail after the first bytes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(descriptor: int) -> None:
-            raise OSError(28, os.strerror(28))
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+    monkeypatch.setattr(checkpoint.os, "fsync", refuse)
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the disk is full the older checkpoint is intact, nothing is left behind, and the error is one line."""
     path = tmp_path / "ddp_rank0.pth"
     write_atomic(path, b"old")
-    Full(monkeypatch)
+    fill_disk(monkeypatch)
     with pytest.raises(UserError, match=rf"^cannot write {path}: No space left on device$"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
@@ -141,33 +142,21 @@ def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     assert files(tmp_path) == ["ddp_rank0.pth"]
 
 
-def full_on_rank_one(ctx: RankContext, folder: Path) -> str:
-    """Train where the disk of rank 1 is full from the second saved step on."""
-    with pytest.MonkeyPatch.context() as patch:
-        if ctx.rank == 1:
-            written = []
-            original = checkpoint.write_atomic
-
-            def write(path: Path, payload: bytes) -> None:
-                written.append(path)
-                if len(written) > 1:
-                    Full(patch)
-                original(path, payload)
-
-            patch.setattr("train.saver.write_atomic", write)
-        try:
-            run(ctx, replace(SMALL, save_every=2, out=folder))
-        except UserError as error:
-            return str(error)
-    return "no error"
-
-
-def test_all_ranks_hear_of_a_full_disk(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.syncheck(ranks=2)
+def test_all_ranks_hear_of_a_full_disk(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that cannot write stops all ranks with the same error, instead of leaving them waiting."""
-    errors = two_ranks(full_on_rank_one, tmp_path)
-    path = tmp_path / "history" / "ddp" / "step_4" / "rank_1.pth"
-    assert errors == [f"rank 1: cannot write {path}: No space left on device"] * 2
-    assert not list(tmp_path.rglob("*.tmp"))
+    settings = replace(SMALL, save_every=2, out=syncheck_rank.shared)
+    path = settings.out / "history" / "ddp" / "step_4" / "rank_1.pth"
+
+    def write(target: Path, payload: bytes) -> None:
+        if target == path:  # the second file of rank 1
+            fill_disk(monkeypatch)
+        write_atomic(target, payload)
+
+    monkeypatch.setattr("train.saver.write_atomic", write)
+    with pytest.raises(UserError, match=rf"^rank 1: cannot write {path}: No space left on device$"):
+        run(ctx, settings)
+    assert not list(settings.out.rglob("*.tmp"))
 
 
 def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:

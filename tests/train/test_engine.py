@@ -27,11 +27,7 @@ from train.progress import Silent
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ranks import Ranks
-
-    from train.metrics import Score
+    from syncheck.testing import Rank
 
 
 def test_single_learns_the_digits() -> None:
@@ -57,24 +53,19 @@ def test_evaluation_changes_nothing() -> None:
     assert model.training
 
 
-def train_and_count(ctx: RankContext, settings: Settings) -> tuple[Score, Score]:
-    """Return what a rank holds to be the scores of all."""
-    result = run(ctx, settings)
-    return result.trained, result.test
-
-
-def test_scores_are_exact_over_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.syncheck(ranks=2)
+def test_scores_are_exact_over_ranks(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Both ranks report the same scores, each sample counted once, as one process finds from the saved weights."""
     # 33 samples a step: the ranks train on 17 and 16, so a mean of their means would be off.
-    settings = replace(SMALL, sync_bn=True, batch_size=33, max_steps=20, out=tmp_path)
-    one, other = two_ranks(train_and_count, settings)
-    assert one == other
-    assert one[0].samples == 20 * 33
+    settings = replace(SMALL, sync_bn=True, batch_size=33, max_steps=20, out=syncheck_rank.shared)
+    result = run(ctx, settings)
+    assert ctx.gather((result.trained, result.test)) == [(result.trained, result.test)] * 2
+    assert result.trained.samples == 20 * 33
     model = build_model("resnet8", 1, 10, 4)
-    model.load_state_dict(load(tmp_path / "ddp-syncbn_rank1.pth")["model"])
+    model.load_state_dict(load(settings.out / "ddp-syncbn_rank1.pth")["model"])
     alone = evaluate(model, evaluation_batches(load_data("digits", None, None).test, RankContext()), RankContext())
-    assert (alone.samples, alone.accuracy) == (one[1].samples, one[1].accuracy)
-    assert alone.loss == pytest.approx(one[1].loss, rel=1e-6)  # summed in another order
+    assert (alone.samples, alone.accuracy) == (result.test.samples, result.test.accuracy)
+    assert alone.loss == pytest.approx(result.test.loss, rel=1e-6)  # summed in another order
 
 
 def test_evaluation_counts_each_sample_once() -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from train.errors import RankError, UserError
 from train.launch import RankContext, from_environment, pick_device
-
-if TYPE_CHECKING:
-    from ranks import Ranks
 
 TORCHRUN = {
     "RANK": "3",
@@ -76,9 +71,8 @@ def test_gpus_are_not_shared(monkeypatch: pytest.MonkeyPatch, gpus: int, process
     assert pick_device(1, processes) == torch.device(device)
 
 
-def fail_together(ctx: RankContext, texts: list[str | None]) -> str:
-    """Run a block that fails on the ranks that have a text."""
-    text = texts[ctx.rank]
+def fail_together(ctx: RankContext, text: str | None) -> str:
+    """Run a block that fails where there is a text; return how it ended."""
     try:
         with ctx.together():
             if text is not None:
@@ -88,6 +82,7 @@ def fail_together(ctx: RankContext, texts: list[str | None]) -> str:
     return "went on"
 
 
+@pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
@@ -98,18 +93,26 @@ def fail_together(ctx: RankContext, texts: list[str | None]) -> str:
     ],
     ids=str,
 )
-def test_ranks_fail_together(two_ranks: Ranks, texts: list[str | None], expected: str) -> None:
+def test_ranks_fail_together(ctx: RankContext, texts: list[str | None], expected: str) -> None:
     """What fails on one rank raises on all of them alike, and says which rank it was where that matters."""
-    assert two_ranks(fail_together, texts) == [expected, expected]
-    assert fail_together(RankContext(), texts) == (texts[0] or "went on")
+    assert fail_together(ctx, texts[ctx.rank]) == expected
 
 
-def collectives(ctx: RankContext) -> tuple[list[float], list[str]]:
-    """Sum a tensor and gather a text over ranks."""
-    return ctx.sum_over_ranks(torch.tensor([1.0, ctx.rank])).tolist(), ctx.gather(f"rank {ctx.rank}")
+def test_one_process_fails_alone() -> None:
+    """Without peers the error is what was raised, without a rank before it."""
+    assert fail_together(RankContext(), None) == "went on"
+    assert fail_together(RankContext(), "no file") == "no file"
 
 
-def test_collectives_of_many_and_of_one(two_ranks: Ranks) -> None:
-    """Sums and lists are over all ranks in order; of one process they are its own."""
-    assert two_ranks(collectives) == [([2.0, 1.0], ["rank 0", "rank 1"])] * 2
-    assert collectives(RankContext()) == ([1.0, 0.0], ["rank 0"])
+@pytest.mark.syncheck(ranks=[2, 3])
+def test_collectives_of_many(ctx: RankContext) -> None:
+    """Sums and lists are over all ranks, in their order."""
+    ranks = list(range(ctx.world_size))
+    assert ctx.sum_over_ranks(torch.tensor([1, ctx.rank])).tolist() == [ctx.world_size, sum(ranks)]
+    assert ctx.gather(ctx.rank) == ranks
+
+
+def test_collectives_of_one() -> None:
+    """Without a process group sums and lists are the process's own."""
+    assert RankContext().sum_over_ranks(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+    assert RankContext().gather("own") == ["own"]

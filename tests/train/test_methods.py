@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import SMALL, differing, load, run, run_with_single, tensors, widest_gap
+from scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
+from syncheck.testing import assert_in_sync
+from train.engine import Job, prepare
+from train.launch import RankContext
 from train.methods import METHODS, ddp
 from train.methods.ddp import Ddp
 
 if TYPE_CHECKING:
-    from ranks import Ranks
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from train.launch import RankContext
+    from syncheck.testing import Rank
     from train.settings import Settings
 
 STATISTICS = (".running_mean", ".running_var")
@@ -30,83 +34,125 @@ EQUIVALENCE = replace(SMALL, model="convnet", width=None, shuffle=False, max_ste
 ROUNDING = 5e-6
 
 
+def gap_to_single(ctx: RankContext, settings: Settings) -> float:
+    """Train on all ranks, then in each rank's process alone; return how far apart the weights end."""
+    run(ctx, settings)
+    alone = replace(settings, method="single", out=settings.out / f"alone{ctx.rank}")
+    run(RankContext(), alone)
+    return widest_gap(settings.out / f"ddp_rank{ctx.rank}.pth", alone.out / "single_rank0.pth")
+
+
+@pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("batch_size", [32, 33], ids=["even shares", "uneven shares"])
-def test_ddp_trains_like_single(two_ranks: Ranks, tmp_path: Path, batch_size: int) -> None:
+def test_ddp_trains_like_single(ctx: RankContext, syncheck_rank: Rank, batch_size: int) -> None:
     """Twenty steps without BatchNorm on two ranks end where one process ends, also where 33 samples are 17 and 16."""
-    two_ranks(run_with_single, replace(EQUIVALENCE, batch_size=batch_size, out=tmp_path))
-    gap = widest_gap(tmp_path / "ddp_rank0.pth", tmp_path / "single_rank0.pth")
-    assert gap < ROUNDING
-    assert differing(tmp_path / "ddp_rank0.pth", tmp_path / "ddp_rank1.pth") == set()
+    settings = replace(EQUIVALENCE, batch_size=batch_size, out=syncheck_rank.shared)
+    assert gap_to_single(ctx, settings) < ROUNDING
+    assert differing(settings.out / "ddp_rank0.pth", settings.out / "ddp_rank1.pth") == set()
 
 
-def with_fault(ctx: RankContext, settings: Settings, fault: str) -> None:
-    """Train with a mistake in how DDP's average is weighted."""
-
-    def backward(self: Ddp, loss: Tensor) -> None:
-        if fault == "mean of each rank":
-            loss = loss * settings.batch_size / (17 if self.ctx.rank == 0 else 16)
-        loss.backward()
-
-    original, Ddp.backward = Ddp.backward, backward
-    try:
-        run_with_single(ctx, settings)
-    finally:
-        Ddp.backward = original
+def mean_of_each_rank(self: Ddp, loss: Tensor) -> None:
+    """Average the ranks' own means, as if their shares were equal: 17 and 16 samples of 33 are not."""
+    (loss * 33 / (17, 16)[self.ctx.rank]).backward()
 
 
-@pytest.mark.parametrize(("fault", "least"), [("mean of each rank", 1e-3), ("not scaled", 1e-2)])
-def test_the_comparison_sees_wrong_weights(two_ranks: Ranks, tmp_path: Path, fault: str, least: float) -> None:
+def not_scaled(self: Ddp, loss: Tensor) -> None:
+    """Let DDP divide by the number of ranks what is a share of the global mean already."""
+    loss.backward()
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize(("backward", "least"), [(mean_of_each_rank, 1e-3), (not_scaled, 1e-2)])
+def test_the_comparison_sees_wrong_weights(
+    ctx: RankContext,
+    syncheck_rank: Rank,
+    monkeypatch: pytest.MonkeyPatch,
+    backward: Callable[[Ddp, Tensor], None],
+    least: float,
+) -> None:
     """Averaging the ranks' own means, or dividing twice, is far outside the tolerance of the test above."""
-    two_ranks(with_fault, replace(EQUIVALENCE, batch_size=33, out=tmp_path), fault)
-    assert widest_gap(tmp_path / "ddp_rank0.pth", tmp_path / "single_rank0.pth") > least
+    monkeypatch.setattr(Ddp, "backward", backward)
+    assert gap_to_single(ctx, replace(EQUIVALENCE, batch_size=33, out=syncheck_rank.shared)) > least
 
 
-def test_same_seed_same_bits(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.syncheck(ranks=2)
+def test_same_seed_same_bits(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Two runs with one seed write bitwise equal tensors on each rank; another seed does not."""
-    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        two_ranks(run, replace(SMALL, out=tmp_path / folder, seed=seed))
-    for name in ("ddp_rank0.pth", "ddp_rank1.pth"):
-        assert differing(tmp_path / "a" / name, tmp_path / "b" / name) == set()
-        assert "conv1.weight" in differing(tmp_path / "a" / name, tmp_path / "c" / name)
+    files = {}
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        run(ctx, replace(SMALL, out=syncheck_rank.shared / name, seed=seed))
+        files[name] = syncheck_rank.shared / name / f"ddp_rank{ctx.rank}.pth"
+    assert differing(files["one"], files["again"]) == set()
+    assert "conv1.weight" in differing(files["one"], files["other"])
 
 
-def test_ddp_leaves_running_statistics_apart(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Under default DDP every running mean and variance differs between ranks, and nothing else does.
-
-    In every file, those written just after an epoch's evaluation too: it does not pass through the wrapper,
-    which would have made them equal.
-    """
+@pytest.mark.syncheck(ranks=2)
+def test_ddp_leaves_running_statistics_apart(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Under default DDP every running mean and variance differs between ranks in every file, and nothing else does."""
     # Epochs of two steps: step 2 and 4 end one, step 3 and 5 follow an evaluation.
-    settings = replace(SMALL, limit_train=64, save_every=1, out=tmp_path)
-    two_ranks(run, settings)
-    folders = [tmp_path / "history" / "ddp" / f"step_{step}" for step in range(1, 7)]
+    out = syncheck_rank.shared
+    run(ctx, replace(SMALL, limit_train=64, save_every=1, out=out))
+    folders = [out / "history" / "ddp" / f"step_{step}" for step in range(1, 7)]
     pairs = [(folder / "rank_0.pth", folder / "rank_1.pth") for folder in folders]
-    for a, b in [*pairs, (tmp_path / "ddp_rank0.pth", tmp_path / "ddp_rank1.pth")]:
+    for a, b in [*pairs, (out / "ddp_rank0.pth", out / "ddp_rank1.pth")]:
         assert differing(a, b) == {name for name in tensors(a) if name.endswith(STATISTICS)}
-    assert differing(folders[-1] / "rank_1.pth", tmp_path / "ddp_rank1.pth") == set()
+    assert differing(folders[-1] / "rank_1.pth", out / "ddp_rank1.pth") == set()
 
 
-def test_sync_bn_leaves_nothing_apart(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("changes", [{}, {"buffer_sync": False, "batch_size": 33}], ids=["default", "uneven shares"])
+def test_sync_bn_leaves_nothing_apart(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
     """With --sync-bn all tensors are bitwise equal between ranks, with and without buffer sync, uneven shares too."""
-    for settings in (
-        replace(SMALL, sync_bn=True, out=tmp_path),
-        replace(SMALL, sync_bn=True, buffer_sync=False, batch_size=33, out=tmp_path),
-    ):
-        two_ranks(run, settings)
-        a, b = (tmp_path / f"{settings.run}_rank{rank}.pth" for rank in range(2))
-        assert differing(a, b) == set()
-        assert "layer1.0.bn1.running_mean" in tensors(a)
+    settings = replace(SMALL, sync_bn=True, out=syncheck_rank.shared, **changes)
+    run(ctx, settings)
+    a, b = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
+    assert differing(a, b) == set()
+    assert "layer1.0.bn1.running_mean" in tensors(a)
 
 
-def test_without_buffer_sync_statistics_run_free(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """What a run of this test holds in memory, for a look at it when the run is over."""
+    kept: list[Job] = []
+
+    def keep(settings: Settings, ctx: RankContext) -> Job:
+        kept.append(prepare(settings, ctx))
+        return kept[-1]
+
+    monkeypatch.setattr("train.engine.prepare", keep)
+    return kept
+
+
+@pytest.mark.syncheck(ranks=[2, 3])
+def test_sync_bn_is_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -> None:
+    """With --sync-bn the model and the optimizer that two or three ranks hold are the same, file or no file."""
+    run(ctx, replace(SMALL, sync_bn=True, save_per_rank=False))
+    assert_in_sync(jobs[0].method.module, jobs[0].optimizer)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_plain_ddp_is_not_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -> None:
+    """Without it the running statistics are each rank's own, after an evaluation too, and all else is the same.
+
+    The evaluation must not pass through DDP's wrapper, which would make them equal and hide the difference.
+    """
+    run(ctx, replace(SMALL, save_per_rank=False))
+    model, optimizer = jobs[0].method.module, jobs[0].optimizer
+    with pytest.raises(AssertionError, match="SYN201"):
+        assert_in_sync(model, optimizer)
+    assert_in_sync(model, optimizer, exclude=[f"*{name}" for name in STATISTICS])
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_without_buffer_sync_statistics_run_free(ctx: RankContext, syncheck_rank: Rank) -> None:
     """With --no-buffer-sync a drift is carried into the next step; with DDP's default each step starts afresh."""
     kept = {}
     for sync in (True, False):
-        settings = replace(SMALL, buffer_sync=sync, max_steps=20, save_every=19, out=tmp_path)
-        two_ranks(run, settings)
-        moment = tmp_path / "history" / settings.run / "step_19"
+        settings = replace(SMALL, buffer_sync=sync, max_steps=20, save_every=19, out=syncheck_rank.shared)
+        run(ctx, settings)
+        moment = settings.out / "history" / settings.run / "step_19"
         before = drift(moment / "rank_0.pth", moment / "rank_1.pth")
-        after = drift(*(tmp_path / f"{settings.run}_rank{rank}.pth" for rank in range(2)))
+        after = drift(*(settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)))
         kept[sync] = torch.cosine_similarity(before, after, dim=0).item()
     assert kept[False] > 0.7  # nine tenths of it stay, and one step is added
     assert abs(kept[True]) < 0.6  # one step of two batches each, unrelated

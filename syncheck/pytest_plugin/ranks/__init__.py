@@ -14,7 +14,7 @@ from syncheck.pytest_plugin.ranks import marker
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.pytest_plugin.ranks.group import Rank
+    from syncheck.testing import Rank
 
 
 class RanksPlugin:

@@ -7,10 +7,12 @@ avoided: destructors of a process group may abort there.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import queue
 import signal
+import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,12 +33,19 @@ def main(descriptor: int) -> None:
 
     from syncheck.pytest_plugin.ranks import session
 
+    frozen = False
     while True:
         message = messages.get()
         if "run" in message:
             session.run(message["run"], send)
         else:
             session.release()
+            if not frozen and "torch" in sys.modules:
+                # Pytest collects garbage twice a session, and torch's own objects are most of what that walks over:
+                # leaving them out halves the time of a test. Once only, or each test's garbage would be kept.
+                gc.collect()
+                gc.freeze()
+                frozen = True
 
 
 def _listen(connection: Connection, messages: queue.SimpleQueue[dict[str, Any]]) -> None:

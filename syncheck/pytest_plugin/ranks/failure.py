@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Lines of a stack that are not the test's: pytest's and ours, up to the start of the process.
 _FRAMEWORK = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/syncheck/pytest_plugin/|<string>)')
 # Of a failure that came after the first one.
-MOST_LINES = 12
+MOST_LINES = 6
 _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in _listen")
 STARTUP_LIMIT = "the ranks' process groups were not ready in {:g} s"
 TEST_LIMIT = "time limit of {:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
@@ -47,14 +47,17 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
         first = min((r for r in failed if _unnumbered(_told(r)) == _unnumbered(_told(failed[0]))), key=lambda r: r.rank)
         failed.remove(first)
         shown = _own(item, first, world)
-    alike: dict[str, list[Result]] = {}
+    alike: dict[tuple[str, ...], list[Result]] = {}
     for result in failed:
-        alike.setdefault(_unnumbered(_told(result)), []).append(result)
-    for text, same in alike.items():
-        if not late and text == _unnumbered(_told(first)):
+        alike.setdefault(_key(result), []).append(result)
+    for key, same in alike.items():
+        if not late and all(_unnumbered(_told(r)) == _unnumbered(_told(first)) for r in same):
             told = "with the same failure\n"
+        elif item.config.get_verbosity() > 1:
+            told = "\n".join(map(_told, same))
         else:
-            told = _told(same[0]) if item.config.get_verbosity() > 1 else f"{_shortened(same[0])}-vv shows all of it\n"
+            place = "" if late or key != _key(first) else "at the same place\n"
+            told = f"{place}{_shortened(same[0])}-vv shows all of it\n"
         shown.addsection(f"{_named(same)}: failed too", told)
     for result in stuck:
         where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
@@ -121,7 +124,10 @@ def _shortened(result: Result) -> str:
 
 def _standing(passed: Sequence[Result], stuck: Sequence[Result], world: int) -> list[str]:
     lines = [f"{_named(passed)} of {world} passed\n"] if passed else []
-    return lines + ([f"{_named(stuck)} of {world} had not finished\n"] if stuck else [])
+    lines += [f"{_named(stuck)} of {world} had not finished\n"] if stuck else []
+    if passed and stuck:
+        lines.append("a rank that has passed takes part in no collective: was one called on some ranks only?\n")
+    return lines
 
 
 def _named(results: Sequence[Result]) -> str:
@@ -132,9 +138,18 @@ def _brief(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
+def _key(result: Result) -> tuple[str, ...]:
+    """Return the same for ranks that failed at one place in one way, whatever their values were."""
+    report = next((report for report in result.reports if report.outcome == "failed"), None)
+    crash = report.longrepr.reprcrash if report and isinstance(report.longrepr, ExceptionChainRepr) else None
+    if report is None or crash is None:
+        return (_unnumbered(_told(result)),)
+    return (report.when, crash.path, str(crash.lineno), re.split(r"\W", crash.message, maxsplit=1)[0])
+
+
 def _unnumbered(text: str) -> str:
     """Leave out what differs between ranks that failed alike: rank numbers, addresses, folders of tmp_path."""
-    return re.sub(r"0x[0-9a-f]+|\brank_?\d+\b|\brank \d+\b|\brank=\d+\b", "#", text)
+    return re.sub(r"0x[0-9a-f]+|rank[ _=]?\d+\b", "#", text)
 
 
 def _trimmed(stacks: str) -> str:

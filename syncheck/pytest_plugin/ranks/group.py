@@ -5,48 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed
+from syncheck.testing import Rank
 
 # Seconds that a collective waits beyond the test's limit: the limit comes first, and shows where each rank stands.
 LONGER = 30.0
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What the fixture `syncheck_rank` gives a test: who this process is.
-
-    rank: 0 to world_size - 1. shared: a folder that all ranks of this test see, empty at first; tmp_path is each rank's
-    own. seed: that random, numpy and torch were seeded with, another one on each rank, the same in each run.
-    """
-
-    rank: int
-    world_size: int
-    shared: Path
-    seed: int
-
-    def __repr__(self) -> str:  # it stands above every traceback
-        return f"<rank {self.rank} of {self.world_size}>"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rank's tensors belong: the CPU."""
-        import torch
-
-        return torch.device("cpu")
-
-    @property
-    def group(self) -> torch.distributed.ProcessGroup | None:
-        """The gloo process group of all ranks; None while there is none, which syncheck(group=False) begins with."""
-        import torch.distributed as dist
-
-        return dist.group.WORLD if dist.is_initialized() else None
 
 
 def prepare(task: dict[str, Any]) -> None:
