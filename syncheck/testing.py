@@ -69,11 +69,15 @@ class Rank:
         return dist.group.WORLD if dist.is_initialized() else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. A collective call: every rank has to make it."""
+        """Return the values of all ranks, in their order. A collective call: every rank has to make it.
+
+        It has a group of its own: where the code under test left a rank in the middle of a collective, this message is
+        not taken for one of that.
+        """
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=dist.new_group(backend="gloo"))
         return gathered
 
     def barrier(self) -> None:
