@@ -66,6 +66,6 @@ def this_rank(request: pytest.FixtureRequest) -> Rank:
     """Return what the fixture `syncheck_rank` gives; fails a test that has no marker."""
     from syncheck.pytest_plugin.ranks import group, session
 
-    if session.RANK not in request.config.stash:
+    if session.TASK not in request.config.stash:
         pytest.fail("the fixture syncheck_rank needs @pytest.mark.syncheck(ranks=2) on the test", pytrace=False)
-    return group.this_rank(request.config.stash[session.RANK])
+    return group.this_rank(request.config.stash[session.TASK])

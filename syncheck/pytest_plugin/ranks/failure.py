@@ -36,22 +36,23 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
 
     late: the time limit passed, in words, or "".
     """
-    world = len(results)
+    world, first_text = len(results), ""
     failed = sorted((r for r in results if r.failed_at is not None), key=lambda r: r.failed_at or 0)
-    stuck = [r for r in results if not r.over]
     if late or not failed:
-        passed = [r for r in results if r.clean]
+        ended, stuck = [r for r in results if r.clean], [r for r in results if not r.over and not r.failed]
         headline = late or "the ranks did not end alike"
-        shown = _text(item, [f"{headline}\n", *_standing(passed, stuck, world)], headline)
+        shown = _text(item, [f"{headline}\n", *_standing(ended, stuck, world)], headline)
     else:
-        first = min((r for r in failed if _unnumbered(_told(r)) == _unnumbered(_told(failed[0]))), key=lambda r: r.rank)
+        # Of ranks that fail at one place, the lowest: which of them was first is chance.
+        first = min((r for r in failed if _key(r) == _key(failed[0])), key=lambda r: r.rank)
         failed.remove(first)
+        first_text = _unnumbered(_told(first))
         shown = _own(item, first, world)
     alike: dict[tuple[str, ...], list[Result]] = {}
     for result in failed:
         alike.setdefault(_key(result), []).append(result)
     for key, same in alike.items():
-        if not late and all(_unnumbered(_told(r)) == _unnumbered(_told(first)) for r in same):
+        if not late and all(_unnumbered(_told(r)) == first_text for r in same):
             told = "with the same failure\n"
         elif item.config.get_verbosity() > 1:
             told = "\n".join(map(_told, same))
@@ -59,18 +60,27 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
             place = "" if late or key != _key(first) else "at the same place\n"
             told = f"{place}{_shortened(same[0])}-vv shows all of it\n"
         shown.addsection(f"{_named(same)}: failed too", told)
-    for result in stuck:
-        where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
-        shown.addsection(f"rank {result.rank}: had not finished; its stack, innermost call first", where)
+    _add_stacks(shown, results)
     return RanksFailed(shown)
 
 
-def disagreement(item: pytest.Item, kinds: dict[str, list[int]]) -> RanksFailed:
+def disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequence[Result]) -> RanksFailed:
     """Say which ranks passed and which skipped: a test that is not run everywhere proves nothing."""
     parts = [f"{kind} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for kind, ranks in kinds.items()]
     disagree = "the ranks do not agree on the outcome: " if len(parts) > 1 else ""
     headline = f"{disagree}{'; '.join(parts)}"
-    return RanksFailed(_text(item, [f"{headline}\n"], headline))
+    shown = _text(item, [f"{headline}\n"], headline)
+    _add_stacks(shown, results)
+    return RanksFailed(shown)
+
+
+def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
+    for result in results:
+        if not result.over:
+            where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
+            in_teardown = ", having failed, the teardown of its fixtures" if result.failed else ""
+            title = f"rank {result.rank}: had not finished{in_teardown}; its stack, innermost call first"
+            shown.addsection(title, where)
 
 
 def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
@@ -122,11 +132,11 @@ def _shortened(result: Result) -> str:
     return "\n".join([*lines, *([result.fate()] if result.left_with is not None else [])]) + "\n"
 
 
-def _standing(passed: Sequence[Result], stuck: Sequence[Result], world: int) -> list[str]:
-    lines = [f"{_named(passed)} of {world} passed\n"] if passed else []
+def _standing(ended: Sequence[Result], stuck: Sequence[Result], world: int) -> list[str]:
+    lines = [f"{_named(ended)} of {world} had ended\n"] if ended else []
     lines += [f"{_named(stuck)} of {world} had not finished\n"] if stuck else []
-    if passed and stuck:
-        lines.append("a rank that has passed takes part in no collective: was one called on some ranks only?\n")
+    if ended and stuck:
+        lines.append("a rank that has ended takes part in no collective: was one called on some ranks only?\n")
     return lines
 
 

@@ -23,8 +23,9 @@ def prepare(task: dict[str, Any]) -> None:
     rank = this_rank(task)
     random.seed(rank.seed)
     if torch is not None:
-        _defaults(torch)
         torch.manual_seed(rank.seed)
+        # Torch logs every failed collective to a logger that is meant to go nowhere, and pytest would show it.
+        logging.getLogger("c10d-NullHandler-default").propagate = False
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(rank.seed)
     if task["group"]:
@@ -53,11 +54,27 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def _defaults(torch: Any) -> None:
-    """Take back what an earlier test in this process may have set for all that follow."""
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    # Torch logs every failed collective to a logger that is meant to go nowhere, and pytest would show it.
-    logging.getLogger("c10d-NullHandler-default").propagate = False
+def settings() -> tuple[Any, ...]:
+    """Return what a test may set in torch for all that follow, as it is now."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    device = torch.get_default_device() if _device_is_set(torch) else None
+    return torch.get_default_dtype(), device, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+
+
+def restore(before: tuple[Any, ...]) -> None:
+    """Set that back; torch's own defaults where the test imported torch."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or before == settings():
+        return
+    dtype, device, grad, deterministic = before or (torch.float32, None, True, False)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    torch.set_grad_enabled(grad)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _device_is_set(torch: Any) -> bool:
+    # Asking costs nothing; setting the CPU where nothing was set would slow every call.
+    return bool(torch.get_default_device() != torch.device("cpu"))

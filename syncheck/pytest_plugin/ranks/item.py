@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import re
+import shutil
 import socket
 import sys
 import tempfile
 import types
 import warnings
 import zlib
+from contextlib import suppress
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +29,8 @@ from syncheck.pytest_plugin.ranks.failure import (
     failure,
 )
 from syncheck.pytest_plugin.ranks.pool import STARTUP, Pool
-from syncheck.pytest_plugin.ranks.results import Result
+from syncheck.pytest_plugin.ranks.process import import_path
+from syncheck.pytest_plugin.ranks.results import Result, is_strict_xpass, is_whole
 from syncheck.pytest_plugin.ranks.tail import Tail
 
 if TYPE_CHECKING:
@@ -60,7 +64,16 @@ class OnRanks:
 def spread(item: pytest.Item) -> None:
     """Make an item one that runs on ranks."""
     own = type(item)
+    if hasattr(item, "funcargs"):
+        item.funcargs = _InTheRanks()
     item.__class__ = types.new_class(own.__name__, (OnRanks, own))
+
+
+class _InTheRanks(dict[str, Any]):
+    """The fixtures' values of such a test here: None. Hooks of a conftest may ask for them after the test."""
+
+    def __missing__(self, name: str) -> None:
+        return None
 
 
 def run(item: Any) -> None:
@@ -98,7 +111,9 @@ def _folder(item: pytest.Item) -> Path:
     # The value of the fixture tmp_path_factory, which an item has no public way to; it is not there under -p no:tmpdir.
     factory = getattr(item.config, "_tmp_path_factory", None)
     if factory is None:
-        return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        item.config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        return folder
     made: Path = factory.mktemp(name)
     return made
 
@@ -110,7 +125,8 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
         port = probe.getsockname()[1]
     args = list(map(str, config.invocation_params.args))
     end = args.index("--") if "--" in args else len(args)
-    ours = ["--capture=no", "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    ours = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    ours += ["--capture=no"] if config.pluginmanager.hasplugin("capture") else []
     ours += ["--no-cov"] if config.pluginmanager.hasplugin("pytest_cov") else []
     # One machine: gloo need not find out which of its names lead back to it. One thread: ranks share the cores.
     environment = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
@@ -118,22 +134,22 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
     environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"PYTHONBREAKPOINT": "syncheck.pytest_plugin.ranks.session.no_breakpoint"}
-    name, *rest = item.nodeid.split("::")
+    start = config.invocation_params.dir
     common = {
         "args": [*args[:end], *ours, *args[end:]],
-        "node": "::".join([str(config.rootpath / name), *rest]),
+        "file": os.path.relpath(item.path, start),
         "nodeid": item.nodeid,
         "world_size": world,
         "limit": limit,
         "group": group,
-        "cwd": str(config.invocation_params.dir),
-        "path": sys.path,
+        "cwd": str(start),
+        "path": import_path(),
         "store": str(shared / "store"),
         "shared": str(shared / "shared"),
         "seed": zlib.crc32(item.nodeid.encode()) & 0xFFFFFF,
         "coverage": coverage.settings(config),
-        "workerinput": {"mainargv": sys.argv, "testrunuid": "", "workercount": 1, "workerid": "master"}
-        | {k: v for k, v in getattr(config, "workerinput", {}).items() if isinstance(v, (str, int))},
+        # What xdist and the hooks of others gave its worker, for a rank stands in for that.
+        "workerinput": _sendable(getattr(config, "workerinput", None)),
     }
     return [
         common
@@ -147,6 +163,18 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
     ]
 
 
+def _sendable(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Leave out what cannot be written as JSON."""
+    if given is None:
+        return None
+    kept = {}
+    for key, value in given.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            json.dumps(value)
+            kept[key] = value
+    return kept
+
+
 def _keep(item: pytest.Item, results: Sequence[Result], *, output: bool) -> None:
     """Add to the item what the ranks wrote, if that was not shown already, logged, recorded and warned of."""
     seen: set[tuple[Any, ...]] = set()
@@ -154,21 +182,28 @@ def _keep(item: pytest.Item, results: Sequence[Result], *, output: bool) -> None
         for stream in ("stdout", "stderr") if output else ():
             if text := result.output(stream):
                 item.add_report_section("call", f"{stream} rank {result.rank}", text)
-        for report in result.reports:
-            for title, text in report.sections:
-                if "log" in title and report.when == "call":
-                    item.add_report_section("call", f"log rank {result.rank}", text)
+        # Each report has the sections of those before it too.
+        for title, text in result.reports[-1].sections if result.reports else ():
+            if "log" in title:
+                item.add_report_section(title.split()[-1], f"log rank {result.rank}", text)
         for warning in result.warnings:
             if (key := tuple(warning.values())) not in seen:
                 seen.add(key)
                 _warn_again(item, warning)
-    recorded = [dict(report.user_properties) for r in results for report in r.reports if report.when == "teardown"]
-    for name, value in recorded[0].items() if recorded else ():
-        if all(other.get(name) == value for other in recorded):
-            item.user_properties.append((name, value))
-    for rank, properties in enumerate(recorded):
-        alike = dict(item.user_properties)
-        item.user_properties += [(f"{n}[rank {rank}]", v) for n, v in properties.items() if n not in alike]
+    _keep_properties(item, results)
+
+
+def _keep_properties(item: pytest.Item, results: Sequence[Result]) -> None:
+    """Add what the ranks recorded: once where all recorded the same, else with the rank."""
+    recorded = {r.rank: list(r.reports[-1].user_properties) for r in results if r.reports}
+    for rank, properties in recorded.items():
+        for one in properties:
+            everywhere = len(recorded) == len(results) and all(one in other for other in recorded.values())
+            name, value = one
+            if not everywhere:
+                item.user_properties.append((f"{name}[rank {rank}]", value))
+            elif rank == 0:
+                item.user_properties.append((name, value))
 
 
 def _warn_again(item: pytest.Item, warning: dict[str, Any]) -> None:
@@ -181,41 +216,51 @@ def _warn_again(item: pytest.Item, warning: dict[str, Any]) -> None:
 
 
 def _judge(item: pytest.Item, results: Sequence[Result], late: str) -> None:
-    """Raise for what the ranks found; return when all passed."""
+    """Raise for what the ranks found; return when all passed, or when the outer pytest fails the test by itself."""
     __tracebackhide__ = True
-    if late or not all(result.clean for result in results):
-        if not late and all(result.done for result in results) and _strict_xpass(results):
-            return  # the outer pytest fails it for the same reason
-        raise failure(item, results, late)
     kinds: dict[str, list[int]] = {}
     reasons: dict[str, str] = {}
     for result in results:
         kind, reason = _outcome(result)
         kinds.setdefault(kind, []).append(result.rank)
         reasons.setdefault(kind, reason)
-    if "not run" in kinds:  # another plugin may keep a session from running what it collected
-        raise disagreement(item, kinds)
-    if "xfailed" in kinds and kinds.keys() <= {"xfailed", "passed"}:
+    # A rank that fails as expected may well leave the others waiting.
+    if "xfailed" in kinds and kinds.keys() <= {"xfailed", "passed", "passed against strict xfail", "not finished"}:
         pytest.xfail(reasons["xfailed"])
-    if len(kinds) > 1:
-        raise disagreement(item, kinds)
+    if late or kinds.keys() & {"failed", "not finished"}:
+        if kinds.keys() <= {"skipped", "not finished"} and not late:
+            raise disagreement(item, kinds, results)
+        raise failure(item, results, late)
+    if len(kinds) > 1 or "not run" in kinds:  # another plugin may keep a session from running what it collected
+        raise disagreement(item, kinds, results)
     if "skipped" in kinds:
         raise pytest.skip.Exception(reasons["skipped"], _use_item_location=True)
+    if "passed against strict xfail" in kinds and not _outer_is_strict(item):
+        raise failure(item, results, reasons["passed against strict xfail"])
 
 
 def _outcome(result: Result) -> tuple[str, str]:
-    for report in result.reports:
+    if result.failed:
+        return "failed", ""
+    whole = [report for report in result.reports if is_whole(report)]
+    for report in whole:
         if report.outcome == "skipped":
             if hasattr(report, "wasxfail"):
                 return "xfailed", str(report.wasxfail)
             # A tuple of file, line and reason, which JSON made a list.
             reason = str(report.longrepr[2] if isinstance(report.longrepr, (list, tuple)) else report.longrepr)
             return "skipped", reason.removeprefix("Skipped: ")
-    called = any(report.when == "call" and report.outcome == "passed" for report in result.reports)
+        if is_strict_xpass(report):
+            return "passed against strict xfail", str(report.longrepr)
+    if not result.done:
+        return "not finished", ""
+    called = any(report.when == "call" and report.outcome == "passed" for report in whole)
     return "passed" if called else "not run", ""
 
 
-def _strict_xpass(results: Sequence[Result]) -> bool:
-    """Whether all that failed is that a test passed which is marked xfail(strict=True)."""
-    failed = [report for result in results for report in result.reports if report.outcome == "failed"]
-    return bool(failed) and all(report.longreprtext.startswith("[XPASS(strict)]") for report in failed)
+def _outer_is_strict(item: pytest.Item) -> bool:
+    """Whether the outer pytest sees the marker too, and not only a rank: through a fixture, or a condition."""
+    from _pytest.skipping import xfailed_key
+
+    xfailed = item.stash.get(xfailed_key, None)
+    return xfailed is not None and xfailed.strict and not item.config.getoption("runxfail")

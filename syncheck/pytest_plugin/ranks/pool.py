@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from syncheck.pytest_plugin.ranks.process import RankProcess, wait_for_stacks
+from syncheck.pytest_plugin.ranks.process import Guard, RankProcess, wait_for_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 STARTUP = 120.0
 # Seconds that the others have to end by themselves after a rank failed: most wait for it in a collective.
 GRACE = 2.0
+# Seconds that a rank which failed has for the teardown of its fixtures, once the others have ended or were given up.
+TEARDOWN = 20.0
+# Seconds to let go of a process group whose test has passed.
+RELEASE = 10.0
 # Seconds between looks at processes that say nothing.
 TICK = 0.05
 
@@ -30,6 +34,7 @@ class Pool:
     def __init__(self, start_in: Path, report: Callable[[Any], pytest.TestReport]) -> None:
         self._start_in, self._report = start_in, report
         self._processes: list[RankProcess | None] = []
+        self._guard: Guard | None = None
 
     def run(
         self, tasks: Sequence[dict[str, Any]], results: Sequence[Result], limit: float, tail: Callable[[], None]
@@ -63,17 +68,21 @@ class Pool:
     def close(self) -> None:
         """End all processes."""
         self._kill(range(len(self._processes)))
+        if self._guard is not None:
+            self._guard.close()
 
     def _started(self, results: Sequence[Result]) -> list[RankProcess]:
         running = []
         self._processes += [None] * (len(results) - len(self._processes))
         for number, result in enumerate(results):
             process = self._processes[number]
-            if process is not None and process.ended():  # killed while it was idle
+            if process is not None and not process.wait_until_idle(RELEASE):  # killed or stuck since its last test
                 process.kill()
                 process = None
             if process is None:
-                process = RankProcess(self._start_in, result.folder / "stdout", result.folder / "stderr")
+                self._guard = self._guard or Guard()
+                out, err = result.folder / "stdout", result.folder / "stderr"
+                process = RankProcess(self._start_in, out, err, self._guard)
                 self._processes[number] = process
             running.append(process)
         return running
@@ -82,22 +91,25 @@ class Pool:
         self, running: Sequence[RankProcess], results: Sequence[Result], limit: float, tail: Callable[[], None]
     ) -> str:
         """Take in messages until all ranks are done, one has failed and the others do not follow, or time is up."""
-        by_connection = {process.connection: i for i, process in enumerate(running)}
+        by_socket = {process.socket: i for i, process in enumerate(running)}
         started = time.monotonic()
         while not all(result.over for result in results):
-            open_ones = [c for c, i in by_connection.items() if not results[i].over]
-            for connection in wait(open_ones, timeout=TICK):
-                number = by_connection[connection]  # type: ignore[index]
+            readable = wait([s for s, i in by_socket.items() if not results[i].over], timeout=TICK)
+            for number in {by_socket[s] for s in readable}:  # type: ignore[index]
                 self._take(running[number], results[number])
             for process, result in zip(running, results, strict=True):
                 # A grandchild may hold the connection open when the rank itself is gone.
-                if not result.over and process.ended() and not process.connection.poll():
-                    self._gone(process, result)
+                if not result.over and process.ended():
+                    self._take(process, result)
+                    if not result.over:
+                        self._gone(process, result)
             tail()
             now = time.monotonic()
-            failures = [result.failed_at for result in results if result.failed_at is not None]
-            if failures and now > min(failures) + GRACE:
-                break
+            left = [result.left_early_at for result in results if result.left_early_at is not None]
+            if left and now > min(left) + GRACE:
+                in_teardown = any(result.left_early_at is not None and not result.over for result in results)
+                if not in_teardown or now > min(left) + TEARDOWN:
+                    break
             ready = [result.ready for result in results if result.ready is not None]
             if len(ready) < len(results):
                 if now > started + STARTUP:
@@ -107,30 +119,25 @@ class Pool:
         return ""
 
     def _take(self, process: RankProcess, result: Result) -> None:
-        message = process.receive()
-        if message is None:
+        messages = process.receive()
+        if messages is None:
             self._gone(process, result)
-            return
-        if "report" in message:
-            report = self._report(message["report"])
-            result.reports.append(report)
-            failed = report.outcome == "failed"
-        else:
-            failed = "problem" in message
-        if failed and result.failed_at is None:
-            result.failed_at = time.monotonic()
-        if "ready" in message:
-            result.ready = time.monotonic()
-        if "problem" in message:
-            result.problems.append(message["problem"])
-        if "warning" in message:
-            result.warnings.append(message["warning"])
-        if "done" in message:
-            result.done, result.reusable = True, message["done"]["reusable"]
+        for message in messages or ():
+            if "report" in message:
+                result.add(self._report(message["report"]))
+            if "ready" in message:
+                result.ready = time.monotonic()
+            if "problem" in message:
+                result.problems.append(message["problem"])
+                result.fail()
+            if "warning" in message:
+                result.warnings.append(message["warning"])
+            if "done" in message:
+                result.done, result.reusable = True, message["done"]["reusable"]
 
     def _gone(self, process: RankProcess, result: Result) -> None:
         result.left_with = process.kill()
-        result.failed_at = result.failed_at or time.monotonic()
+        result.fail()
 
     def _kill(self, numbers: Iterable[int]) -> None:
         for number in numbers:

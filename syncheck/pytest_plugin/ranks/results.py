@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +30,27 @@ class Result:
     """What went wrong outside the test: an import that failed, no process group, `pytest.exit`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     failed_at: float | None = None
+    left_early_at: float | None = None
+    """When it failed, skipped or failed as expected: the others may be waiting for it."""
     done: bool = False
     left_with: int | None = None
     """Exit code, or minus a signal, of a process that ended by itself in the middle of the test."""
     reusable: bool = False
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Take in the report on a phase of the test."""
+        self.reports.append(report)
+        if report.outcome == "failed" and not is_strict_xpass(report):
+            self.fail()
+        elif report.outcome == "skipped" and is_whole(report) and self.left_early_at is None:
+            self.left_early_at = time.monotonic()
+
+    def fail(self) -> None:
+        """Note that it failed, now if it had not before."""
+        if self.failed_at is None:
+            self.failed_at = time.monotonic()
+        if self.left_early_at is None:
+            self.left_early_at = self.failed_at
 
     @property
     def over(self) -> bool:
@@ -50,14 +69,17 @@ class Result:
 
     def output(self, stream: str) -> str:
         """Return what it wrote to `stdout`, `stderr` or, when it was asked for them, `stacks`; bounded."""
+        half = MOST_OUTPUT // 2
         try:
-            data = (self.folder / stream).read_bytes()
+            with (self.folder / stream).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                data = file.read(2 * half if size <= 2 * half else half)
+                if size > 2 * half:
+                    file.seek(size - half)
+                    data += f"\n... {size - 2 * half} bytes left out ...\n".encode() + file.read(half)
         except OSError:
             return ""
-        if len(data) > MOST_OUTPUT:
-            half = MOST_OUTPUT // 2
-            left_out = f"\n... {len(data) - 2 * half} bytes left out ...\n".encode()
-            data = data[:half] + left_out + data[-half:]
         return data.decode(errors="replace")
 
     def fate(self) -> str:
@@ -71,3 +93,13 @@ class Result:
             name = f"signal {-self.left_with}"
         hint = " (if you did not send it, the machine may have run out of memory)" if name == "SIGKILL" else ""
         return f"its process was ended by {name} in the middle of the test{hint}"
+
+
+def is_whole(report: pytest.TestReport) -> bool:
+    """Whether a report is on a phase of the test itself, and not on a subtest."""
+    return type(report).__name__ == "TestReport"
+
+
+def is_strict_xpass(report: pytest.TestReport) -> bool:
+    """Whether all that failed is that a test passed which is marked xfail(strict=True)."""
+    return report.outcome == "failed" and str(report.longrepr).startswith("[XPASS(strict)]")

@@ -1,19 +1,19 @@
-"""A nested pytest session in a rank's process, for one test: same rootdir, ini, conftests and options."""
+"""The pytest session in a rank's process: same rootdir, ini, conftests and options, and one test after another.
+
+As in a worker of pytest-xdist, modules and conftests are imported once. Every test is followed by the teardown of the
+fixtures of all scopes, for what the other ranks run next may be another test.
+"""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
-import threading
-from contextlib import contextmanager
-from pathlib import Path
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.pytest_plugin.ranks import coverage, group
-from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
+from syncheck.pytest_plugin.ranks import coverage, group, state
 
 if TYPE_CHECKING:
     import warnings
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from _pytest._code.code import ExceptionRepr
 
+    Task = dict[str, Any]
     Send = Callable[[dict[str, Any]], None]
+    Receive = Callable[[], dict[str, Any]]
 
-RANK = pytest.StashKey[dict[str, Any]]()
-"""Of a rank's config: the task, as the pytest that gave it wrote it."""
-# Seconds after the test's limit; only a rank whose pytest cannot end it, being dead or stuck itself, lives so long.
-LAST_RESORT = 300.0
+TASK = pytest.StashKey["Task"]()
+"""Of a rank's config: the test that runs, as the pytest that gave it wrote it."""
 # What belongs to the outer session alone: choosing tests, writing files, debuggers, other processes, repeating.
 _OUTER: dict[str, Any] = {
     "capture": "no",
@@ -44,42 +44,40 @@ _OUTER: dict[str, Any] = {
     "cacheshow": None,
     "xmlpath": None,
     "pastebin": None,
-    "log_file": None,
+    "log_file": os.devnull,
     "looponfail": False,
     "dist": "no",
     "distload": False,
     "numprocesses": None,
     "maxprocesses": None,
     "tx": [],
-    "reruns": 0,
     "syncheck": [],
     "syncheck_output": [],
 }
+# They would seed all ranks alike, and run a test again on one rank that the others have ended.
+_REPLACED = ("randomly", "rerunfailures")
 
 
-def run(task: dict[str, Any], send: Send) -> None:
-    """Run one test and tell how it went: messages `ready`, `report`, `warning`, `problem`, and at last `done`."""
-    before = _alive()
-    with _surroundings(task):
-        measured = coverage.start(task["coverage"])
-        try:
-            _session(task, send)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the test must be told of it
-            if isinstance(error, pytest.UsageError):
-                hint = ". Has the test the same id in every process?"
-            else:
-                import traceback
+def serve(task: Task, receive: Receive, send: Send) -> None:
+    """Run tests as they come; return when the session is over, which only an error or pytest.exit makes it.
 
-                traceback.print_exc()
-                hint = ""
-            send({"problem": f"its pytest session did not start: {type(error).__name__}: {error}{hint}"})
-        coverage.save(measured)
-    send({"done": {"reusable": _alive() == before}})
-
-
-def release() -> None:
-    """Let go of the process group; all ranks have ended their test."""
-    group.destroy()
+    task: the first. receive: waits for the next message. Sent for each test: `ready` when its process group is, then
+    `report`s, `warning`s and `problem`s, and at last `done`; and `released` when the process group is gone.
+    """
+    state.enter(task)
+    measured = coverage.start(task["coverage"])
+    plugin = _Plugin(task, receive, send, measured)
+    try:
+        _session(task, plugin)
+        problem = "its pytest session ended"
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test must be told of it
+        if not isinstance(error, pytest.UsageError):
+            traceback.print_exc()
+        problem = f"its pytest session failed: {type(error).__name__}: {error}"
+    if not plugin.told:
+        send({"problem": problem})
+    coverage.save(measured)
+    send({"done": {"reusable": False}})
 
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
@@ -88,23 +86,24 @@ def no_breakpoint(*_: Any, **__: Any) -> None:
     pytest.fail("breakpoint() in a test on several ranks: a rank has no terminal. Print, or run the code in one rank.")
 
 
-def _session(task: dict[str, Any], send: Send) -> None:
+def _session(task: Task, plugin: _Plugin) -> None:
     # As pytest-xdist does for its workers; pytest.main gives no way to change what addopts says.
     from _pytest.config import _prepareconfig
 
-    plugin = _Plugin(task, send)
     config = _prepareconfig(task["args"], [plugin])
     config.pluginmanager.register(object(), "syncheck-rank")  # a name by which the hooks know where they are
+    for name in _REPLACED:
+        if config.pluginmanager.hasplugin(name):
+            config.pluginmanager.unregister(name=name)
     for name, value in _OUTER.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
     config.option.basetemp = task["basetemp"]
-    config.args = [task["node"]]
+    config.args = [task["file"]]
     config.args_source = pytest.Config.ArgsSource.ARGS
-    # Other plugins take a process with `workerinput` for one that writes no files of the whole run.
-    config.workerinput = task["workerinput"]  # type: ignore[attr-defined]
-    config.workeroutput = {}  # type: ignore[attr-defined]
-    config.stash[RANK] = task
+    if task["workerinput"] is not None:
+        config.workerinput = task["workerinput"]  # type: ignore[attr-defined]
+        config.workeroutput = {}  # type: ignore[attr-defined]
     stdout = sys.stdout
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         sys.stdout = nowhere  # the terminal reporter takes it, and a rank has nothing to report there
@@ -116,40 +115,85 @@ def _session(task: dict[str, Any], send: Send) -> None:
 
 
 class _Plugin:
-    """What the outer session wants to know of this one."""
+    """Runs the tests of a session, and tells the outer one of them. told: of what ended the session, if anything."""
 
-    def __init__(self, task: dict[str, Any], send: Send) -> None:
-        self.task, self.send = task, send
+    def __init__(self, task: Task, receive: Receive, send: Send, measured: Any) -> None:
+        self.task, self.receive, self.send, self.measured = task, receive, send, measured
         self.stdout = sys.stdout
+        self.told = False
+        self.items: dict[str, pytest.Item] = {}
+
+    def problem(self, text: str) -> None:
+        """Tell of what went wrong outside the test itself."""
+        self.told = True
+        self.send({"problem": text})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         sys.stdout = self.stdout
         self.config = session.config
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        # Which test runs is decided already: hooks may mark them here, but not choose, or double them.
+        before = list(items)
+        result = yield
+        for item in [*items, *before]:
+            self.items.setdefault(item.nodeid, item)
+        return result
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.send({"problem": f"collecting the test failed:\n{report.longreprtext}"})
+            self.problem(f"collecting the test failed:\n{report.longreprtext}")
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
-        if len(session.items) != 1 and not session.testsfailed:
-            found = ", ".join(item.nodeid for item in session.items[:3]) or "none"
-            hint = "Has it the same id in every process?"
-            self.send({"problem": f"needs the one test {self.task['nodeid']}, collected: {found}. {hint}"})
-            session.items.clear()
-        elif session.items:
-            try:
-                group.prepare(self.task)
-                self.send({"ready": True})
-            except Exception as error:  # noqa: BLE001 - the test must be told of it
-                self.send({"problem": f"no process group: {type(error).__name__}: {error}"})
-                session.items.clear()
-        return (yield)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        while True:
+            self._run(session)
+            while "run" not in (message := self.receive()):
+                self._release()
+            self.task, self.told = message["run"], False
+            state.enter(self.task)
+            if self.task["nodeid"] not in self.items:
+                session.perform_collect([self.task["file"]])
+
+    def _run(self, session: pytest.Session) -> None:
+        """Run the test of the task, and tell how it went."""
+        item = self.items.get(self.task["nodeid"])
+        before = state.fingerprint()
+        if item is not None:
+            self.config.stash[TASK] = self.task
+            settings = group.settings()
+            if self._prepared():
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            group.restore(settings)
+        elif not self.told:
+            self.problem(f"there is no test {self.task['nodeid']} in it. Has the test the same id in every process?")
+        coverage.save(self.measured)
+        sys.stdout.flush()
+        stopped = session.shouldfail or session.shouldstop
+        self.send({"done": {"reusable": not stopped and state.fingerprint() == before}})
+
+    def _prepared(self) -> bool:
+        try:
+            group.prepare(self.task)
+        except Exception as error:  # noqa: BLE001 - the test must be told of it
+            traceback.print_exc()
+            self.problem(f"no process group: {type(error).__name__}: {error}")
+            return False
+        self.send({"ready": True})
+        return True
+
+    def _release(self) -> None:
+        try:
+            group.destroy()
+        except Exception:  # noqa: BLE001
+            os._exit(1)  # another process is started in its place
+        self.send({"released": True})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.send({"report": data})
+        self.send({"report": data if data is not None else report._to_json()})  # noqa: SLF001
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":
@@ -157,40 +201,7 @@ class _Plugin:
             self.send({"warning": kept | {"file": warning_message.filename, "line": warning_message.lineno}})
 
     def pytest_internalerror(self, excrepr: ExceptionRepr) -> None:
-        self.send({"problem": f"an error inside pytest or a plugin:\n{excrepr}"})
+        self.problem(f"an error inside pytest or a plugin:\n{excrepr}")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self.send({"problem": f"its session was left by {excinfo.typename}: {excinfo.value}"})
-
-
-def _alive() -> set[object]:
-    """Threads and child processes of this process: what a test leaves behind makes the process unfit for the next."""
-    found: set[object] = {thread.ident for thread in threading.enumerate()}
-    for file in Path("/proc/self/task").glob("*/children"):
-        try:
-            found |= set(file.read_text().split())
-        except OSError:  # the thread has just ended
-            continue
-    return found
-
-
-@contextmanager
-def _surroundings(task: dict[str, Any]) -> Iterator[None]:
-    """Set files, folder, environment and import path as the outer pytest has them now."""
-    folder = Path(task["folder"])
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        opened = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    os.chdir(task["cwd"])
-    os.environ.clear()
-    os.environ.update(task["environment"])
-    sys.path[:] = task["path"]
-    with (folder / "stacks").open("w") as stacks:
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        faulthandler.dump_traceback_later(task["limit"] + LAST_RESORT, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.register(STACK_SIGNAL, all_threads=True)
+        self.problem(f"its session was left by {excinfo.typename}: {excinfo.value}")
