@@ -6,9 +6,13 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from processes import alive, gone
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Without a group there is no torch to wait for, and most of what can go wrong has nothing to do with one.
 SUITE = """
@@ -114,22 +118,6 @@ globals()[f"test_{os.getpid()}"] = globals().pop("test_random_name")
 @on_ranks
 def test_afterwards(): pass
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def gone(pids: list[int], seconds: float = 10) -> bool:
-    """Wait for processes to end; return whether they did."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(map(alive, pids)):
-        time.sleep(0.05)
-    return not any(map(alive, pids))
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,6 @@ class _Plugin:
         elif not self.told:
             self.problem(f"there is no test {self.task['nodeid']} in it. Has the test the same id in every process?")
         coverage.save(self.measured)
-        sys.stdout.flush()
         stopped = session.shouldfail or session.shouldstop
         self.send({"done": {"reusable": not stopped and state.fingerprint() == before}})
 
