@@ -35,7 +35,11 @@ class Guard:
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__))], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
     def watch(self, pid: int) -> None:
