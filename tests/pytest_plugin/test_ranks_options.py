@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 SUITE = """
@@ -144,6 +146,28 @@ def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
     )
     for arguments in ([], ["--syncheck", "broken.pth", "test_ranks_judge_no_checkpoints.py"]):
         pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=1, failed=1)
+
+
+def test_several_files_and_conftests(pytester: pytest.Pytester) -> None:
+    """Ranks see the fixtures of every conftest in every file, and a file that breaks in them fails its own tests only."""
+    test = """
+        import os, pytest
+        if {broken} and "RANK" in os.environ: raise RuntimeError("broken in ranks")
+
+        @pytest.mark.syncheck(ranks=2, group=False)
+        def test_it(outer, inner): assert (outer, inner) == ("outer", "{folder}")
+    """
+    fixture = "import pytest\n@pytest.fixture\ndef {name}(): return '{value}'\n"
+    for folder in ("a", "b"):
+        made = pytester.mkdir(folder)
+        made.joinpath("conftest.py").write_text(fixture.format(name="inner", value=folder))
+        for number in range(2):
+            text = textwrap.dedent(test).format(broken=folder == "b" and number == 1, folder=folder)
+            made.joinpath(f"test_{folder}{number}.py").write_text(text)
+    pytester.makeconftest(fixture.format(name="outer", value="outer"))
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["collecting the test failed:", "*RuntimeError: broken in ranks"])
 
 
 def test_a_test_that_no_rank_ran_is_no_pass(pytester: pytest.Pytester) -> None:

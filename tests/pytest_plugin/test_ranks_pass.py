@@ -53,11 +53,12 @@ def test_ready(syncheck_rank, tmp_path, each):
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir(tmp_path)
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.distributed.new_group([0, 1])
 
 @pytest.mark.syncheck(ranks=2)
 def test_afresh(syncheck_rank):
-    assert "LEFT_BEHIND" not in os.environ and torch.rand(1).dtype == torch.float32
+    assert "LEFT_BEHIND" not in os.environ and torch.rand(1).dtype == torch.float32 and torch.rand(1).device.type == "cpu"
     assert pathlib.Path.cwd() == LOG.parent
     assert not list(syncheck_rank.shared.iterdir())
     log(started=time.time())

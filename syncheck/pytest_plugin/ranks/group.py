@@ -59,8 +59,12 @@ def settings() -> tuple[Any, ...]:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ()
-    device = torch.get_default_device() if _device_is_set(torch) else None
-    return torch.get_default_dtype(), device, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    return (
+        torch.get_default_dtype(),
+        _device(torch),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def restore(before: tuple[Any, ...]) -> None:
@@ -70,11 +74,16 @@ def restore(before: tuple[Any, ...]) -> None:
         return
     dtype, device, grad, deterministic = before or (torch.float32, None, True, False)
     torch.set_default_dtype(dtype)
-    torch.set_default_device(device)
+    if device != _device(torch):
+        torch.set_default_device(device)
     torch.set_grad_enabled(grad)
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _device_is_set(torch: Any) -> bool:
-    # Asking costs nothing; setting the CPU where nothing was set would slow every call.
-    return bool(torch.get_default_device() != torch.device("cpu"))
+def _device(torch: Any) -> Any:
+    """Return the default device, None where none is set: setting the CPU would slow every call."""
+    try:
+        device = torch.get_default_device()
+    except AttributeError:  # torch 2.6, once None was set
+        return None
+    return None if device == torch.device("cpu") else device

@@ -137,7 +137,7 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
     start = config.invocation_params.dir
     common = {
         "args": [*args[:end], *ours, *args[end:]],
-        "file": os.path.relpath(item.path, start),
+        "files": _files(item, start),
         "nodeid": item.nodeid,
         "world_size": world,
         "limit": limit,
@@ -161,6 +161,14 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
         }
         for rank in range(world)
     ]
+
+
+def _files(item: pytest.Item, start: Path) -> list[str]:
+    """Return the files of all tests on ranks in this run, as arguments of pytest."""
+    own = os.path.relpath(item.path, start)
+    others = {os.path.relpath(other.path, start) for other in item.session.items if isinstance(other, OnRanks)}
+    # As an argument a bracket is taken for the parameters of a test.
+    return sorted({own} | {path for path in others if "[" not in path and "::" not in path})
 
 
 def _sendable(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -99,7 +99,8 @@ def _session(task: Task, plugin: _Plugin) -> None:
         if hasattr(config.option, name):
             setattr(config.option, name, value)
     config.option.basetemp = task["basetemp"]
-    config.args = [task["file"]]
+    # All that this run has for ranks, at once: fixtures belong to the nodes of one collection.
+    config.args = task["files"]
     config.args_source = pytest.Config.ArgsSource.ARGS
     if task["workerinput"] is not None:
         config.workerinput = task["workerinput"]  # type: ignore[attr-defined]
@@ -122,6 +123,7 @@ class _Plugin:
         self.stdout = sys.stdout
         self.told = False
         self.items: dict[str, pytest.Item] = {}
+        self.broken: dict[str, str] = {}
 
     def problem(self, text: str) -> None:
         """Tell of what went wrong outside the test itself."""
@@ -144,7 +146,7 @@ class _Plugin:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.problem(f"collecting the test failed:\n{report.longreprtext}")
+            self.broken[report.nodeid] = report.longreprtext
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -154,8 +156,6 @@ class _Plugin:
                 self._release()
             self.task, self.told = message["run"], False
             state.enter(self.task)
-            if self.task["nodeid"] not in self.items:
-                session.perform_collect([self.task["file"]])
 
     def _run(self, session: pytest.Session) -> None:
         """Run the test of the task, and tell how it went."""
@@ -167,11 +167,18 @@ class _Plugin:
             if self._prepared():
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             group.restore(settings)
-        elif not self.told:
-            self.problem(f"there is no test {self.task['nodeid']} in it. Has the test the same id in every process?")
+        else:
+            self.problem(self._missing())
         coverage.save(self.measured)
         stopped = session.shouldfail or session.shouldstop
         self.send({"done": {"reusable": not stopped and state.fingerprint() == before}})
+
+    def _missing(self) -> str:
+        nodeid = self.task["nodeid"]
+        broken = [text for node, text in self.broken.items() if nodeid.startswith(node)]
+        if broken:
+            return "\n".join(["collecting the test failed:", *broken])
+        return f"there is no test {nodeid} in it. Has the test the same id in every process?"
 
     def _prepared(self) -> bool:
         try:
