@@ -149,7 +149,7 @@ def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
 
 
 def test_several_files_and_conftests(pytester: pytest.Pytester) -> None:
-    """Ranks see the fixtures of every conftest in every file, and a file that breaks in them fails its own tests only."""
+    """Ranks see the fixtures of all conftests in all files; a file that breaks in them fails its own tests only."""
     test = """
         import os, pytest
         if {broken} and "RANK" in os.environ: raise RuntimeError("broken in ranks")

@@ -58,7 +58,8 @@ def test_ready(syncheck_rank, tmp_path, each):
 
 @pytest.mark.syncheck(ranks=2)
 def test_afresh(syncheck_rank):
-    assert "LEFT_BEHIND" not in os.environ and torch.rand(1).dtype == torch.float32 and torch.rand(1).device.type == "cpu"
+    assert "LEFT_BEHIND" not in os.environ
+    assert (torch.rand(1).dtype, torch.rand(1).device.type) == (torch.float32, "cpu")
     assert pathlib.Path.cwd() == LOG.parent
     assert not list(syncheck_rank.shared.iterdir())
     log(started=time.time())
