@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck import comparison, kinds, layout, series
+from syncheck import paths as files
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
 from syncheck.diagnose import RULES, diagnose
 from syncheck.errors import CheckpointError, UsageError
-from syncheck.paths import open_all
 from syncheck.records import Report, Unreadable
 from syncheck.tolerance import Tolerance
 from syncheck.values import holds_counted
@@ -52,6 +52,7 @@ class Options:
     group_by: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         known = {rule.CODE for rule in RULES}
         for name in self.only:
             if name not in ONLY:
@@ -66,10 +67,30 @@ class Options:
                 raise UsageError(f"--group-by {self.group_by!r}: not a regular expression: {error}") from None
         self.selection()  # the tolerance checks itself
 
+    def _check_types(self) -> None:
+        for name in ("only", "include", "exclude", "buffers", "allow"):
+            value: object = getattr(self, name)
+            if not isinstance(value, (tuple, list)) or not all(isinstance(part, str) for part in value):
+                raise UsageError(f"{name}={value!r:.80}: needs a tuple of texts")
+        for name, types, wanted in (
+            ("rtol", (int, float), "a number"),
+            ("atol", (int, float), "a number"),
+            ("ulp", int, "a whole number"),
+            ("group_by", str, "a regular expression"),
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
+                raise UsageError(f"{name}={value!r:.80}: needs {wanted}")
+
     def selection(self) -> Selection:
         """Return what of this concerns the comparison of one group."""
         only = frozenset().union(*(ONLY[name] for name in self.only))
         return Selection(only, self.include, self.exclude, self.buffers, Tolerance(self.rtol, self.atol, self.ulp))
+
+
+def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a file that `find` would take from a folder, or a folder with such a file in it."""
+    return files.holds_checkpoint(str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +112,9 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     options = options or Options()
     if not paths:
         raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
-    opened = open_all([str(path) for path in paths])
-    grouped = layout.group(opened.snapshots, options.group_by, opened.roots)
+    opened = files.open_all([str(path) for path in paths])
+    spelled = files.alike([s.path for s in opened.snapshots] + list(opened.roots.values()))
+    grouped = layout.group(opened.snapshots, options.group_by, opened.roots, spelled)
     return Found(grouped, tuple(opened.unreadable), opened.skipped)
 
 

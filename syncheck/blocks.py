@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import stat
 import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -50,18 +51,34 @@ class Files:
         self._open.clear()
         self._maps.clear()
 
-    def descriptor(self, path: str) -> int:
-        """Return an open descriptor, valid until `limit` others were asked for. Raises UnreadableFile."""
+    def descriptor(self, tensor: Tensor) -> int:
+        """Return an open descriptor of a tensor's file, valid until `limit` others were asked for.
+
+        Raises UnreadableFile, and MalformedFile where the file is not the one whose header was read: what lies at the
+        tensor's place in another file says nothing.
+        """
+        path = tensor.path
         if path in self._open:
             self._open.move_to_end(path)
             return self._open[path]
         if len(self._open) >= self._limit:
             os.close(self._open.popitem(last=False)[1])
         try:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # What has become a pipe would block.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise UnreadableFile(path, found=error.strerror or str(error)) from None
-        return self._open[path]
+            raise _unreadable(path, error) from None
+        found = os.fstat(descriptor)
+        regular = stat.S_ISREG(found.st_mode)
+        if not regular or not (tensor.opened is None or _is_same(tensor.opened, found)):
+            os.close(descriptor)
+            raise MalformedFile(
+                path,
+                found="it was changed since it was opened" if regular else "it is no file any more",
+                next_step="run again when nothing writes it",
+            )
+        self._open[path] = descriptor
+        return descriptor
 
     def read(self, tensor: Tensor, start: int, count: int, slot: int) -> bytes | bytearray:
         """Return `count` elements from element `start` on, in C order, as little-endian bytes.
@@ -77,22 +94,29 @@ class Files:
         return self._copied(tensor, start, count)
 
     def _pread(self, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
-        descriptor = self.descriptor(tensor.path)
-        if length < BLOCK // 4:
-            data: bytes | bytearray = os.pread(descriptor, length, offset)
-            got = len(data)
-        else:
-            # A buffer of exactly this length, so that two of them compare by memcmp.
-            if len(self._buffers.get(slot, b"")) != length:
-                self._buffers[slot] = bytearray(length)
-            data = self._buffers[slot]
-            got = os.preadv(descriptor, [data], offset)
-            while 0 < got < length:  # a signal or a network file system may give less than asked for
-                more = os.preadv(descriptor, [memoryview(data)[got:]], offset + got)
-                got = got + more if more else -1
+        descriptor = self.descriptor(tensor)
+        try:
+            data, got = self._filled(descriptor, offset, length, slot)
+        except OSError as error:
+            raise _unreadable(tensor.path, error) from None
         if got != length:
             raise _shrunk(tensor, f"byte {offset + length}")
         return data
+
+    def _filled(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:
+        """Return the bytes, and how many of them are valid."""
+        if length < BLOCK // 4:
+            short = os.pread(descriptor, length, offset)
+            return short, len(short)
+        # A buffer of exactly this length, so that two of them compare by memcmp.
+        if len(self._buffers.get(slot, b"")) != length:
+            self._buffers[slot] = bytearray(length)
+        data = self._buffers[slot]
+        got = os.preadv(descriptor, [data], offset)
+        while 0 < got < length:  # a signal or a network file system may give less than asked for
+            more = os.preadv(descriptor, [memoryview(data)[got:]], offset + got)
+            got = got + more if more else -1
+        return data, got
 
     def _copied(self, tensor: Tensor, start: int, count: int) -> bytes:
         import numpy as np
@@ -102,7 +126,7 @@ class Files:
         inner = math.prod(tensor.shape[axis + 1 :])
         strides = [s * row.size for s in tensor.strides]
         try:
-            where: Any = self._map(tensor.path) if tensor.data is None else tensor.data
+            where: Any = self._map(tensor) if tensor.data is None else tensor.data
             view: Any = np.ndarray(tensor.shape, f"V{row.size}", where, tensor.offset, strides)
         except (TypeError, ValueError):  # the mapping is shorter than the tensor, or empty
             raise _shrunk(tensor, "the tensor's last element") from None
@@ -116,11 +140,24 @@ class Files:
             values = np.negative(values)
         return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
 
-    def _map(self, path: str) -> mmap.mmap:
+    def _map(self, tensor: Tensor) -> mmap.mmap:
+        path = tensor.path
         if path not in self._maps:
-            # A mapping costs address space only; few tensors need one.
-            self._maps[path] = mmap.mmap(self.descriptor(path), 0, access=mmap.ACCESS_READ)
+            descriptor = self.descriptor(tensor)
+            try:
+                # A mapping costs address space only; few tensors need one.
+                self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            except OSError as error:
+                raise _unreadable(path, error) from None
         return self._maps[path]
+
+
+def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
+    return os.path.samestat(before, now) and (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
+
+
+def _unreadable(path: str, error: OSError) -> UnreadableFile:
+    return UnreadableFile(path, found=(error.strerror or str(error)).lower())
 
 
 def _shrunk(tensor: Tensor, where: str) -> MalformedFile:

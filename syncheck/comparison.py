@@ -12,7 +12,7 @@ from syncheck.names import normalize
 from syncheck.records import Counts, Group, Replica, TensorDiff, ranks_text
 from syncheck.tensors import compare_tensor, not_asked_for
 from syncheck.tolerance import Tolerance
-from syncheck.values import compare_values, stores_progress
+from syncheck.values import compare_values, in_memory, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,10 +74,10 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
         tensors=tuple(diffs),
-        values=tuple(compare_values(snapshots)),
+        values=tuple(compare_values(snapshots, wanted, selector(frozenset(), (), selection.exclude))),
         kinds=counts,
         left_out=left_out,
-        normalized=_normalized(names),
+        normalized=_normalized(names, snapshots),
         stores_progress=any(map(stores_progress, snapshots.values())),
         notes=tuple(_notes(replicas, snapshots, guessed=guessed and bool(by_kind))),
         metadata=metadata,
@@ -106,12 +106,15 @@ def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, s
 def _kinds(
     found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
 ) -> tuple[dict[str, str], bool]:
-    shapes = {name: next(iter(tensors.values())).shape for name, tensors in found.items()}
+    firsts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
+    shapes = {name: tensor.shape for name, tensor in firsts.items()}
+    dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
+    parameters = [name for name, tensors in found.items() if any(t.parameter for t in tensors.values())]
     metadata = next(
         (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
         None,
     )
-    return kinds_of(shapes, metadata, selection.buffers)
+    return kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
 
 
 def _replica(rank: int, snapshot: Snapshot) -> Replica:
@@ -119,9 +122,12 @@ def _replica(rank: int, snapshot: Snapshot) -> Replica:
     return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host)
 
 
-def _normalized(names: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
-    """Count the names of each rank that had a wrapper's prefix."""
-    return {rank: count for rank, of in names.items() if (count := sum(a != b for a, b in of.items()))}
+def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Count the names of each rank that had a wrapper's prefix. Where all are wrapped in memory nothing was saved."""
+    counts = {rank: sum(a != b for a, b in of.items()) for rank, of in names.items()}
+    if in_memory(snapshots) and all(counts.values()):
+        return {}
+    return {rank: count for rank, count in counts.items() if count}
 
 
 def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], *, guessed: bool) -> list[str]:
@@ -132,7 +138,10 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], *, guessed: bo
         if absent:
             notes.append(f"no file of {ranks_text(absent)}, which the metadata says took part")
     if guessed:
-        notes.append("which tensors are parameters and which buffers is guessed from their names")
+        notes.append(
+            "which tensors are parameters and which buffers is guessed from their names; --buffers GLOB or a metadata "
+            "block says it"
+        )
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
     if stubs:
         notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")

@@ -7,7 +7,8 @@
     atol = 1e-8
 
 The file is the nearest pyproject.toml, in a folder or above it, that has the table; the search ends at a folder with a
-`.git`. A key that is unknown or of the wrong type is an error: an option that is not applied would change the verdict.
+`.git`. The folder is the current one for the command line, and pytest's rootdir for the plugin. A key that is unknown
+or of the wrong type is an error: an option that is not applied would change the verdict.
 """
 
 from __future__ import annotations

@@ -24,7 +24,11 @@ def describe(path: str) -> dict[str, Any]:
     Returns JSON values. Raises CheckpointError for a file that cannot be read.
     """
     snapshot = readers.read(path)
-    kinds, guessed = kinds_of({name: t.shape for name, t in snapshot.tensors.items()}, snapshot.metadata)
+    kinds, guessed = kinds_of(
+        {name: t.shape for name, t in snapshot.tensors.items()},
+        snapshot.metadata,
+        dtypes={name: t.dtype for name, t in snapshot.tensors.items()},
+    )
     rows = []
     with Files() as files:
         for name, tensor in snapshot.tensors.items():

@@ -33,30 +33,69 @@ BUFFER_NAMES = frozenset(
     "inv_freq cos_cached sin_cached attn_mask causal_mask position_ids relative_position_index masked_bias "
     "cluster_size embed_avg queue_ptr fake_quant_enabled observer_enabled weight_u weight_v".split()
 )
+SCALERS = ("scaler", "grad_scaler", "amp_scaler")
 _RNG = ("rng", "random_state", "random_states")
 _EMA = ("ema", "model_ema", "ema_model", "swa", "swa_model", "n_averaged", "shadow", "ema_state_dict")
 
 
 def kinds_of(
-    shapes: Mapping[str, tuple[int, ...]], metadata: Metadata | None, buffer_globs: Iterable[str] = ()
+    shapes: Mapping[str, tuple[int, ...]],
+    metadata: Metadata | None,
+    buffer_globs: Iterable[str] = (),
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    parameters: Iterable[str] = (),
 ) -> tuple[dict[str, str], bool]:
     """Name the kind of each tensor of one checkpoint.
 
-    shapes: by tensor name. Returns the kinds by name, and whether telling parameters from buffers was a guess: then no
+    shapes, dtypes: by tensor name. parameters: names that are known to be of a model's parameters, those of the
+    metadata aside. Returns the kinds by name, and whether telling parameters from buffers was a guess: then no
     metadata block said it and no optimizer state covers the parameters.
     """
     recorded = None if metadata is None or metadata.buffers is None else frozenset(metadata.buffers)
-    globs = tuple(buffer_globs)
-    states = (name.removeprefix("optimizer.") for name in shapes if name.startswith("optimizer."))
+    described = () if metadata is None else (*metadata.frozen, *metadata.optimizer_parameters)
+    model = frozenset(parameters) | frozenset(described)
+    known = model | (recorded or frozenset())
+    states = (n.removeprefix("optimizer.") for n in shapes if n.startswith("optimizer.") and n not in known)
     trained = frozenset(name.rpartition(".")[0] for name in states)
-    kinds = {name: _kind(name, shapes, recorded, trained, globs) for name in shapes}
+    globs = tuple(buffer_globs)
+
+    def kind_of(name: str) -> str:
+        if name in model:
+            return "parameter"
+        # A submodule may have any name, that of an optimizer or a generator too.
+        if name not in known and (helper := _helper(name, shapes[name], (dtypes or {}).get(name))):
+            return helper
+        return _of_model(name, shapes, recorded, trained, globs)
+
+    kinds = {name: kind_of(name) for name in shapes}
     if recorded is not None:
         return kinds, False
-    parameters = [name for name, kind in kinds.items() if kind == "parameter"]
-    return kinds, any(name not in trained for name in parameters)
+    guessed = [name for name, kind in kinds.items() if kind == "parameter"]
+    return kinds, any(name not in trained for name in guessed)
 
 
-def _kind(
+def is_random(parts: Iterable[str]) -> bool:
+    """Whether the parts of a name say that it is of a random number generator."""
+    return any(part in _RNG or part.endswith("_rng_state") or part == "rng_state" for part in parts)
+
+
+def _helper(name: str, shape: tuple[int, ...], dtype: str | None) -> str | None:
+    """Say what beside the model a tensor is of, by its name; None where it is of the model."""
+    parts = name.split(".")
+    if parts[0] == "optimizer":
+        return "optimizer_step" if parts[-1] == "step" and shape in ((), (1,)) else "optimizer"
+    # The states of random number generators are bytes or words; what is called so and has floats is a layer.
+    if is_random(parts) and (dtype is None or dtype.startswith(("int", "uint", "unknown"))):
+        return "rng"
+    if parts[0] in SCALERS:
+        return "scaler"
+    if any(part in _EMA for part in parts):
+        return "ema"
+    return None
+
+
+def _of_model(
     name: str,
     shapes: Mapping[str, tuple[int, ...]],
     recorded: frozenset[str] | None,
@@ -64,14 +103,6 @@ def _kind(
     globs: tuple[str, ...],
 ) -> str:
     parts = name.split(".")
-    if parts[0] == "optimizer":
-        return "optimizer_step" if parts[-1] == "step" and shapes[name] in ((), (1,)) else "optimizer"
-    if any(part in _RNG or part.endswith("_rng_state") or part == "rng_state" for part in parts):
-        return "rng"
-    if parts[0] in ("scaler", "grad_scaler", "amp_scaler"):
-        return "scaler"
-    if any(part in _EMA for part in parts):
-        return "ema"
     # Siblings are asked for, so that a parameter that happens to be called running_mean is not taken for one.
     if parts[-1] in _BN and all(bn_sibling(name, of) in shapes for of in ("running_mean", "running_var")):
         return _BN[parts[-1]]

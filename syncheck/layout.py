@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.layout_groups import Ranked, Replicas, classes, distinct, title_of
@@ -20,14 +21,24 @@ if TYPE_CHECKING:
 
 
 def group(
-    snapshots: Sequence[Snapshot], group_by: str | None = None, roots: Mapping[str, str] | None = None
+    snapshots: Sequence[Snapshot],
+    group_by: str | None = None,
+    roots: Mapping[str, str] | None = None,
+    alike: Mapping[str, str] | None = None,
 ) -> tuple[Replicas, ...]:
     """Sort snapshots into groups of replicas, ordered by run and step.
 
     group_by: a regular expression searched in each path; files with equal captured groups (or equal whole matches,
-    where it has none) are one group. roots: for files that were found in a folder given, that folder.
+    where it has none) are one group. roots: for files that were found in a folder given, that folder. alike: for paths
+    that were written in different ways, how to write them so that those of one folder begin alike.
     Every snapshot ends in exactly one group. Raises re.error for a bad expression.
     """
+    if group_by is None and alike is not None and any(path != alike[path] for path in alike):
+        # Sorted by the paths written alike, and shown as the user wrote them.
+        given = {alike[s.path]: s for s in snapshots}
+        folders = {alike[path]: alike[folder] for path, folder in (roots or {}).items() if path in alike}
+        found = group([replace(s, path=path) for path, s in given.items()], None, folders)
+        return tuple(replace(g, ranks=tuple((rank, given[s.path]) for rank, s in g.ranks)) for g in found)
     ordered = sorted(snapshots, key=lambda s: _natural(s.path))
     if group_by is not None:
         groups = _by_expression(ordered, re.compile(group_by))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
@@ -72,6 +73,10 @@ class Tensor:
     """Why the bytes of this tensor cannot be compared, else empty."""
     data: bytes | Sliced | None = None
     """The bytes themselves, of a numpy array that lies in a pickle or of a tensor in memory; else they stay on disk."""
+    parameter: bool = False
+    """Whether it is known to be a parameter, whatever its name: of a module in memory."""
+    opened: os.stat_result | None = None
+    """The file as it was when the tensor's place was read; None for what lies in no file."""
 
     @property
     def numel(self) -> int:

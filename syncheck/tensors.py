@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from syncheck.records import Status, Tensor
     from syncheck.tolerance import Tolerance
 
+# How the readers begin what they say of a shard.
+SHARDED = "sharded:"
 Sets = tuple[tuple[int, ...], ...]
 
 
@@ -64,24 +66,48 @@ def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
 
 
 def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | None:
-    """Say why replicas cannot be compared by value: refused by the reader, or of another shape or dtype."""
-    refused = next((tensor.refused for tensor in tensors.values() if tensor.refused), None)
-    if refused is not None:
-        reason = "sharded" if refused.startswith("sharded:") else "refused"
-        return replace(bare, reason=reason, detail=refused)
+    """Say why replicas cannot be compared by value: of another kind, shape or dtype, or refused by the reader."""
+    refusals = {rank: tensor.refused for rank, tensor in tensors.items()}
+    sharded = {rank: text for rank, text in refusals.items() if text.startswith(SHARDED)}
+    if sharded:
+        first = next(iter(sharded.values()))
+        if len(sharded) == len(tensors):  # shards of one tensor may have any shapes
+            return replace(bare, reason="sharded", detail=first)
+        return replace(bare, reason="refused", detail=f"{first} (on {ranks_text(tuple(sharded))} only)")
+    # A sparse tensor beside a dense one, or one without values beside one that has them: these are not the same.
+    kinds: dict[int, Any] = {rank: text or f"{tensors[rank].dtype} with values" for rank, text in refusals.items()}
+    if any(refusals.values()) and len(set(refusals.values())) > 1:
+        return _split(bare, "dtype", kinds, tensors)
     for what in ("shape", "dtype"):
-        found: dict[Any, list[int]] = defaultdict(list)
-        for rank, tensor in tensors.items():
-            found[getattr(tensor, what)].append(rank)
-        if len(found) > 1:
-            sets = _largest_first(found.values())
-            texts = {tuple(ranks): list(text) if what == "shape" else text for text, ranks in found.items()}
-            detail = ", ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
-            everyone = (tuple(tensors),)
-            return replace(
-                bare, reason=what, detail=detail, replica_groups=everyone, clusters=sets, minority=minority_of(sets)
-            )
-    return None
+        found = {rank: _known(tensor, what) for rank, tensor in tensors.items()}
+        if None not in found.values() and len(set(found.values())) > 1:
+            return _split(bare, what, found, tensors)
+    refused = next(iter(refusals.values()))
+    return replace(bare, reason="refused", detail=refused) if refused else None
+
+
+def _known(tensor: Tensor, what: str) -> Any:
+    """Return a tensor's shape or dtype; None where the reader that refused it could not tell."""
+    found: Any = getattr(tensor, what)
+    return None if tensor.refused and found in ((), "unknown") else found
+
+
+def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mapping[int, Tensor]) -> TensorDiff:
+    """Return a difference in what is not compared by value, with the ranks that have each."""
+    by_text: dict[Any, list[int]] = defaultdict(list)
+    for rank, value in found.items():
+        by_text[value].append(rank)
+    sets = _largest_first(by_text.values())
+    texts = {tuple(ranks): list(text) if what == "shape" else text for text, ranks in by_text.items()}
+    detail = ", ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
+    return replace(
+        bare,
+        reason=what,
+        detail=detail,
+        replica_groups=(tuple(tensors),),
+        clusters=sets,
+        minority=minority_of(sets),
+    )
 
 
 def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance) -> TensorDiff | None:

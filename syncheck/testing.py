@@ -16,26 +16,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
-from syncheck.errors import SyncheckError, UsageError, one_line
+from syncheck.errors import SyncheckError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
     import torch.distributed
 
     from syncheck.api import Options
-    from syncheck.records import Finding, Group, Report, TensorDiff
+    from syncheck.records import Report
 
 __all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
-
-# Bounds of a failure's text, whatever the names in a checkpoint are.
-MOST_COLUMNS = 1000
-MOST_GROUPS = 3
-MOST_FINDINGS = 8
-MOST_UNREADABLE = 5
-_NAME, _SENTENCE = 120, 600  # characters
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,8 @@ class Rank:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=dist.new_group(backend="gloo"))
+        own: Any = dist.new_group(backend="gloo")
+        dist.all_gather_object(gathered, value, group=own)
         return gathered
 
     def barrier(self) -> None:
@@ -110,12 +104,15 @@ def assert_in_sync(
     """Raise OutOfSync unless replicas are the same model; return the report if they are.
 
     things, options, group, across_ranks, comparing: as `compare` takes them. limit: rows of tensors in the error's text
-    for each group of replicas, 0 for all. What could not be told fails too: nothing compared, an unreadable file.
+    for each group of replicas, 0 for all. What could not be told fails too: nothing compared, an unreadable file, a
+    tensor of a kind that is not read, such as a sparse one, unless exclude= leaves it out. Only shards are passed over.
     In a process group all ranks raise, with one text, or none does. Raises UsageError as `compare` does.
     """
     __tracebackhide__ = True
-    report = compare(*things, options=options, group=group, across_ranks=across_ranks, **comparing)
-    if report.verdict != "in_sync":
+    report = _run(things, options, group, across_ranks, comparing, limit)
+    from syncheck.report.failure import could_not_compare
+
+    if report.verdict != "in_sync" or could_not_compare(report):
         raise OutOfSync(message(report, limit), report)
     return report
 
@@ -132,74 +129,79 @@ def compare(
     things: paths and globs alone are compared as the command line does, each rank for itself. Otherwise modules,
     optimizers, state dicts, tensors and whatever has a `state_dict()`: in a process group of several ranks they are the
     parts of this rank's replica, and all ranks have to call this; elsewhere each thing is a replica, a tuple such as
-    (model, optimizer) is one too, and so is the path of one file. across_ranks: True or False to choose. group: of
-    torch.distributed, by default all ranks. options: or its fields by name as comparing, a single text for a tuple.
+    (model, optimizer) is one too, and so is the path of one file. In memory plain values count as tensors do, missing
+    ones too; exclude= leaves them out by name. across_ranks: True or False to choose, on all ranks alike; in a process
+    group two things of one kind, such as two models, need it. group: of torch.distributed, by default all ranks.
+    options: or its fields by name as comparing, a single text for a tuple.
     Raises UsageError for a call that cannot be carried out; in a process group on all ranks, with one text.
     """
     __tracebackhide__ = True
-    try:
-        return _compare(things, options, group, across_ranks, comparing)
-    except SyncheckError as error:
-        # Whoever reads this wants the line of the test, not the frames in here.
-        raise error.with_traceback(None) from (None if isinstance(error, UsageError) else error.__cause__)
+    return _run(things, options, group, across_ranks, comparing)
 
 
 def message(report: Report, limit: int = 10) -> str:
-    """Say what a report found in a text of bounded size: the worst groups with their findings and tensors, the counts.
+    """Say what a report found in a text of bounded size. limit: rows of tensors a group, 0 for all."""
+    from syncheck.report import failure
 
-    limit: rows of tensors a group, 0 for all.
-    """
-    from syncheck.report import plain, text, words
-
-    failing = [group for group in report.groups if group.verdict != "in_sync"]
-    failing.sort(key=lambda group: group.verdict != "out_of_sync")
-    shown = replace(report, groups=tuple(_cut_group(group, limit) for group in failing[:MOST_GROUPS]))
-    lines = plain.render(text.comparison(shown, limit)).splitlines()[:-2]
-    lines = [line.replace("; -n 0 shows all", "; limit=0 shows all") for line in lines]
-    hidden = len(failing) - len(shown.groups)
-    if hidden:
-        lines += [f"and {hidden} more groups of replicas that are not in sync", ""]
-    for file in report.unreadable[:MOST_UNREADABLE]:
-        lines.append(f"not read: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
-    lines += [words.verdict_line(report), words.counts_line(report)]
-    codes = dict.fromkeys(f.code for group in failing for f in group.findings if f.fails)
-    title = f"replicas are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
-    if report.verdict == "out_of_sync":
-        title = f"replicas are out of sync: {', '.join(codes)}"
-    return "\n".join(_cut(line, MOST_COLUMNS) for line in [title, "", *lines])
+    return failure.message(report, limit)
 
 
-def _compare(
-    things: tuple[Any, ...], options: Options | None, group: Any, across_ranks: bool | None, comparing: dict[str, Any]
+def _run(
+    things: tuple[Any, ...],
+    options: Options | None,
+    group: Any,
+    across_ranks: bool | None,
+    comparing: dict[str, Any],
+    limit: int = 10,
 ) -> Report:
-    paths = [_is_path(thing) for thing in things]
-    if not things:
-        raise UsageError("nothing given to compare; needs paths of checkpoints, or modules, state dicts and the like")
-    if all(paths) and not across_ranks:
+    __tracebackhide__ = True
+    try:
+        return _compare(things, group, across_ranks, lambda: _options(options, comparing, limit))
+    except UsageError as error:
+        # Whoever reads this wants the line of the test, not the frames in here.
+        from syncheck.report.failure import in_python
+
+        raise UsageError(in_python(str(error))) from None
+    except SyncheckError as error:
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, options: Callable[[], Options]) -> Report:
+    from syncheck.live import channel
+
+    several = channel.world_size() > 1
+    if things and all(map(_is_path, things)) and not across_ranks and (group is None or not several):
         if group is not None:
             raise UsageError("files are compared by each rank for itself; leave out group=")
-        return api.compare(*things, options=_options(options, comparing))
-    from syncheck.live import channel  # what only files need is loaded without it
-
-    if across_ranks is None:
-        across_ranks = group is not None or channel.world_size() > 1
-    if across_ranks:
+        return api.compare(*things, options=options())
+    if across_ranks or (across_ranks is None and (group is not None or several)):
         from syncheck.live.exchange import compare_across_ranks
 
-        return compare_across_ranks(things, group, lambda: _options(options, comparing))
+        def checked() -> Options:
+            if across_ranks is None and group is None:
+                from syncheck.live.roles import check_unambiguous
+
+                check_unambiguous(things)
+            return options()
+
+        return compare_across_ranks(things, group, checked)
     if group is not None:
         raise UsageError("across_ranks=False compares within this process; leave out group=")
     from syncheck.live.here import compare_here
 
-    return compare_here(things, _options(options, comparing))
+    return compare_here(things, options())
 
 
 def _is_path(thing: Any) -> bool:
     return isinstance(thing, (str, os.PathLike))
 
 
-def _options(options: Options | None, comparing: dict[str, Any]) -> Options:
+def _options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
     """Return the options, with fields given by name in place of their own. A single text stands for a tuple of one."""
+    if type(limit) is not int or limit < 0:
+        raise UsageError(f"limit={limit!r}: needs a number of rows, 0 for all")
+    if options is not None and not isinstance(options, api.Options):
+        raise UsageError(f"options={options!r:.80}: needs syncheck.Options, or its fields by name, as in only='params'")
     known = api.Options.__dataclass_fields__
     unknown = [name for name in comparing if name not in known]
     if unknown:
@@ -207,40 +209,9 @@ def _options(options: Options | None, comparing: dict[str, Any]) -> Options:
     made: dict[str, Any] = {}
     for name, value in comparing.items():
         many = isinstance(known[name].default, tuple)
-        made[name] = (value,) if many and isinstance(value, str) else tuple(value or ()) if many else value
+        # None is what is not given; of what is no collection of texts the options themselves complain.
+        if many and not isinstance(value, (list, tuple)):
+            value = () if value is None else tuple(value) if isinstance(value, (set, frozenset)) else value
+            value = (value,) if isinstance(value, str) else value
+        made[name] = tuple(value) if isinstance(value, list) else value
     return replace(options or api.Options(), **made)
-
-
-def _cut(text: str, most: int = _NAME) -> str:
-    """Shorten a text in its middle: ends of names tell more than middles."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most // 2 - 2]}...{text[len(text) - most // 2 + 1 :]}"
-
-
-def _cut_group(group: Group, limit: int) -> Group:
-    """Return a group with names and sentences of bounded length."""
-    from syncheck.report import words
-
-    worst = words.worst_first([diff for diff in group.tensors if diff.reason != "rng"])
-    shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
-    return replace(
-        group,
-        name=_cut(group.name),
-        replicas=tuple(replace(replica, path=_cut(replica.path)) for replica in group.replicas),
-        notes=tuple(_cut(note, _SENTENCE) for note in group.notes[:MOST_FINDINGS]),
-        # The table counts those that it does not show.
-        tensors=(*(_cut_diff(diff) for diff in shown), *rest),
-        findings=tuple(_cut_findings(group.findings)),
-        values=tuple(replace(value, name=_cut(value.name)) for value in group.values),
-    )
-
-
-def _cut_diff(diff: TensorDiff) -> TensorDiff:
-    return replace(diff, name=_cut(diff.name), detail=None if diff.detail is None else _cut(diff.detail, _SENTENCE))
-
-
-def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:
-    failing_first = sorted(findings, key=lambda finding: not finding.fails)
-    for finding in failing_first[:MOST_FINDINGS]:
-        yield replace(finding, evidence=_cut(finding.evidence, _SENTENCE))

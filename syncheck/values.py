@@ -5,32 +5,58 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from syncheck.kinds import SCALERS, is_random
 from syncheck.records import PROGRESS, ValueDiff
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from syncheck.records import Snapshot
 
 
-def compare_values(snapshots: Mapping[int, Snapshot]) -> list[ValueDiff]:
+# What is each rank's own by its name.
+_OWN = frozenset("rank local_rank global_rank node_rank host hostname device pid".split())
+
+
+def compare_values(
+    snapshots: Mapping[int, Snapshot], wanted: Callable[[str, str], bool], kept: Callable[[str, str], bool]
+) -> list[ValueDiff]:
     """List the Python values that are not equal on all replicas.
 
-    One that some replicas lack does not count against them: the formats hold different ones.
+    Of files, one that some replicas lack does not count against them: the formats hold different ones. In memory all
+    hold what they are, so that every value counts, a missing one too, but for random number states, what is a rank's
+    own, and what the options leave out. wanted: whether a name and kind is asked for; kept: whether it is not excluded.
     """
+    memory = in_memory(snapshots)
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, snapshot in snapshots.items():
         for name, value in _values(snapshot).items():
-            by_name[name][rank] = value
+            # Files do not say it in one way, so it would be missing on one side.
+            if memory or not is_membership(name):
+                by_name[name][rank] = value
     diffs = []
     for name, values in by_name.items():
         listed = list(values.values())
         differ = any(value != listed[0] and not (value != value and listed[0] != listed[0]) for value in listed[1:])
-        if differ or len(values) < len(snapshots):
-            diffs.append(
-                ValueDiff(name, {rank: values.get(rank) for rank in snapshots}, counts=differ and _counts(name))
-            )
+        lacking = len(values) < len(snapshots)
+        if not differ and not lacking:
+            continue
+        # The members of a group are known by name or by position; replicas may know them in different ways.
+        stands = differ or (memory and not is_membership(name))
+        counts = stands and (_counts_in_memory(name, wanted, kept) if memory else _counts(name))
+        diffs.append(ValueDiff(name, {rank: values.get(rank) for rank in snapshots}, counts=counts))
     return diffs
+
+
+def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
+    """Whether all replicas are things in memory, and none is a file."""
+    return all(snapshot.format == "memory" for snapshot in snapshots.values())
+
+
+def is_membership(name: str) -> bool:
+    """Whether a value names the parameters of one of an optimizer's groups: only snapshots of memory have it."""
+    parts = name.split(".")
+    return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
 
 
 def holds_counted(snapshot: Snapshot) -> bool:
@@ -46,10 +72,18 @@ def stores_progress(snapshot: Snapshot) -> bool:
 def _values(snapshot: Snapshot) -> dict[str, Any]:
     """Return the values of a checkpoint, those of its metadata where it has no others of that name."""
     progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
-    return progress | dict(snapshot.values)
+    return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)
 
 
 def _counts(name: str) -> bool:
     parts = name.split(".")
     optimizer = parts[0] == "optimizer" and ("param_groups" in parts or parts[-1] == "step")
-    return name in PROGRESS or optimizer or parts[0] in ("scaler", "grad_scaler", "amp_scaler")
+    return name in PROGRESS or optimizer or parts[0] in SCALERS
+
+
+def _counts_in_memory(name: str, wanted: Callable[[str, str], bool], kept: Callable[[str, str], bool]) -> bool:
+    parts = name.split(".")
+    if parts[-1] in _OWN or is_random(parts):
+        return False
+    # What counts in files counts whatever tensors are asked for.
+    return kept(name, "value") if _counts(name) else wanted(name, "value")

@@ -36,7 +36,7 @@ ALLOWED = {
     "kernel": BASE | {"blocks"},
     "gaps": BASE | {"blocks", "tolerance"},
     "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps"},
-    "values": BASE,
+    "values": BASE | {"kinds"},
     "comparison": BASE | {"names", "kinds", "tolerance", "blocks", "layout_groups", "tensors", "values"},
     "diagnose": BASE | {"diagnose"},
     "series": BASE | {"kinds"},

@@ -143,12 +143,14 @@ def test_memory_layouts_may_differ(tmp_path: Path) -> None:
 
 
 def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    """A file that became shorter after it was opened is malformed, not different."""
+    """A file that becomes shorter while it is compared is malformed, not different."""
     paths = write(tmp_path, [A, A])
     tensors = [syncheck.read(str(path)).tensors["w"] for path in paths]
-    paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
-    with Files() as files, pytest.raises(syncheck.CheckpointError, match="ends before byte"):
-        clusters(tensors, files)
+    with Files() as files:
+        files.descriptor(tensors[1])
+        paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
+        with pytest.raises(syncheck.CheckpointError, match="ends before byte"):
+            clusters(tensors, files)
 
 
 def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:

@@ -50,6 +50,21 @@ def test_metadata_is_believed_over_names() -> None:
     assert kinds["bn.running_mean"] == "bn_mean"
 
 
+def test_a_submodule_may_have_the_name_of_a_helper() -> None:
+    """What is known to be a parameter or buffer is that, though it is called as an optimizer, scaler or generator."""
+    names = [f"{of}.weight" for of in ("rng", "random_state", "ema", "scaler", "optimizer")]
+    shapes = dict.fromkeys(names, (2,))
+    assert set(kinds_of(shapes, Metadata(buffers=tuple(names)))[0].values()) == {"buffer"}
+    assert set(kinds_of(shapes, Metadata(buffers=(), optimizer_parameters=tuple(names)))[0].values()) == {"parameter"}
+    assert set(kinds_of(shapes, None, parameters=names)[0].values()) == {"parameter"}
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("uint8", "rng"), ("uint32", "rng"), ("float32", "parameter")])
+def test_the_state_of_a_generator_has_no_floats(dtype: str, kind: str) -> None:
+    """A tensor of floats below `rng` is a layer's; one of bytes or words is the state of a generator."""
+    assert kinds_of({"rng.torch": (5,)}, None, dtypes={"rng.torch": dtype})[0] == {"rng.torch": kind}
+
+
 def test_the_optimizer_tells_parameters() -> None:
     """What the optimizer trains is a parameter, whatever its name; with all covered nothing is guessed."""
     shapes = {"x.inv_freq": (2,), "optimizer.x.inv_freq.exp_avg": (2,)}

@@ -82,7 +82,22 @@ def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -
 
 def test_nothing_compared_never_passes(ranks: Ranks) -> None:
     """Options that leave every tensor out fail instead of passing without a look."""
-    assert "COULD NOT TELL" in str(failing(*ranks(), include="no.such.tensor"))
+    assert "COULD NOT TELL: no tensor was compared; the options leave 14 of them out" in str(
+        failing(*ranks(), include="no.such.tensor")
+    )
+    assert "option" not in str(failing({"step": 1}, {"step": 1}))
+
+
+def test_texts_name_options_as_python_does(ranks: Ranks) -> None:
+    """What the command line calls --allow SYN201 is allow="SYN201" in the text of an assertion and of an error."""
+    text = str(failing(*ranks(network(), changed(network(), "running_mean", "running_var"))))
+    assert 'allow="SYN201"' in text
+    assert "--allow" not in text
+    assert "group_by=REGEX" in str(failing(ranks()[0]))
+    for options, says in (({"allow": "SYN999"}, 'allow="SYN999": no such'), ({"rtol": 0.1}, "rtol and atol belong")):
+        with pytest.raises(UsageError) as caught:
+            compare(*ranks(), **options)
+        assert str(caught.value).startswith(says)
 
 
 # --- in memory ---
@@ -147,6 +162,13 @@ def test_an_array_of_objects_is_counted_as_not_compared() -> None:
     assert report.groups[0].tensors[0].detail == "a numpy array of dtype U1"
 
 
+def test_keys_of_one_text_are_told_apart() -> None:
+    """1 and "1" in one mapping keep their tensors, in whichever order they were put in."""
+    one, text = np.zeros(2), np.ones(2)
+    assert_in_sync({1: one, "1": text}, {"1": text, 1: one})
+    assert failing({1: one, "1": text}, {1: text, "1": one}).report.counts.different == 2
+
+
 def test_containers_that_hold_themselves_end() -> None:
     """A dict that contains itself is compared all the same, without following the way back."""
     first: dict[str, Any] = {"w": np.ones(2)}
@@ -179,6 +201,16 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
         (({}, {}), {"onyl": "params"}, "onyl=: no such option"),
         (({}, {}), {"only": "weights"}, "only='weights'"),
         (({}, {}), {"rtol": 0.1}, "belong together"),
+        (({}, {}), {"rtol": "a", "atol": 0.0}, "rtol='a': needs a number"),
+        (({}, {}), {"ulp": 1.5}, "ulp=1.5: needs a whole number"),
+        (({}, {}), {"ulp": True}, "ulp=True: needs a whole number"),
+        (({}, {}), {"only": 3}, "only=3: needs a tuple of texts"),
+        (({}, {}), {"include": [1]}, "include=(1,): needs a tuple of texts"),
+        (({}, {}), {"group_by": 3}, "group_by=3: needs a regular expression"),
+        (({}, {}), {"options": {}}, "options={}: needs syncheck.Options"),
+        (({}, {}), {"limit": None}, "limit=None: needs a number of rows"),
+        (({}, {}), {"limit": "x"}, "limit='x': needs a number of rows"),
+        (({}, {}), {"limit": -1}, "limit=-1: needs a number of rows"),
         (({}, {}), {"across_ranks": True}, "no process group"),
         (("*.pth",), {"group": "any"}, "leave out group="),
         (("no_such_*.pth",), {}, "no file matches"),

@@ -23,7 +23,7 @@ from syncheck.records import PROGRESS
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
+    from syncheck.records import Severity, ValueDiff
 
 CODE = "SYN106"
 SLUG = "different-progress"
@@ -37,7 +37,7 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
-    differing = [diff for diff in case.group.values if diff.counts and diff.name in PROGRESS]
+    differing = [diff for diff in case.group.values if diff.counts and diff.name in PROGRESS and _unlike(diff)]
     if differing:
         first = differing[0]
         by_value: dict[Any, list[int]] = {}
@@ -60,3 +60,8 @@ def apply(case: Case) -> Match | None:
             case.values,
         )
     return None
+
+
+def _unlike(diff: ValueDiff) -> bool:
+    """Whether two replicas name different ones; that a replica names none tells nothing of its moment."""
+    return len({value if value == value else "nan" for value in diff.by_rank.values() if value is not None}) > 1

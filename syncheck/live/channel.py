@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 _LONGEST = 500  # characters of a failure's text
+_MARK = "syncheck"
+DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,12 @@ class Failure:
 
     text: str
     usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    kind: str
+    message: Any
 
 
 def world_size() -> int:
@@ -60,20 +68,30 @@ class Channel:
         self.whole = len(self.ranks) == world_size()
         self.over = False
 
-    def gather(self, message: Any) -> dict[int, Any]:
-        """Send a message and return those of all ranks, by rank. Raises on all ranks if a rank sent a failure."""
+    def gather(self, message: Any, kind: str) -> dict[int, Any]:
+        """Send a message and return those of all ranks, by rank. Raises on all ranks if a rank sent a failure.
+
+        kind: what is sent at this point of the conversation. Raises RankFailed where a rank sent anything else: it is
+        in another collective call, so what it sent would be taken for something that it is not.
+        """
         # Pickled beforehand: what cannot be pickled has to fail before the others are waiting for this message.
-        data = pickle.dumps(message)
+        data = pickle.dumps((_MARK, message if isinstance(message, Failure) else _Sent(kind, message)))
         received: list[Any] = [None] * len(self.ranks)
         self.over = True  # until it has come through
-        self._dist.all_gather_object(received, data, group=self._group)
-        # As all_gather_object itself does: the ranks of a group run one program and trust each other.
-        found = {rank: pickle.loads(part) for rank, part in zip(self.ranks, received, strict=True)}  # noqa: S301
+        try:
+            self._dist.all_gather_object(received, data, group=self._group)
+        except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
+            raise RankFailed(_mixed("some rank")) from error
+        found = {rank: _unpacked(part) for rank, part in zip(self.ranks, received, strict=True)}
+        strangers = [rank for rank, sent in found.items() if sent is None]
+        # A failure stands in place of any message, so the kinds of the others are compared with each other.
+        if strangers or len({sent.kind for sent in found.values() if isinstance(sent, _Sent)}) > 1:
+            raise RankFailed(_mixed(ranks_text(strangers or self.ranks)))
         failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
         if failures:
             raise _error(failures, len(self.ranks))
         self.over = False
-        return found
+        return {rank: sent.message for rank, sent in found.items()}
 
     def together(self, work: Callable[[], T]) -> T:
         """Run every rank's work, which may gather; where it fails on some rank, raise the same error on all."""
@@ -85,12 +103,29 @@ class Channel:
             kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
             failure = Failure(f"{kind}{error}"[:_LONGEST], isinstance(error, UsageError))
             try:
-                self.gather(failure)
+                self.gather(failure, DONE)
             except SyncheckError as told:
                 raise told from error
             raise
-        self.gather(None)  # learns of a rank whose work failed after its last message
+        self.gather(None, DONE)  # learns of a rank whose work failed after its last message
         return result
+
+
+def _unpacked(part: Any) -> Any:
+    """Return what a rank sent; None for what is not of ours."""
+    try:
+        # As all_gather_object itself does: the ranks of a group run one program and trust each other.
+        mark, sent = pickle.loads(part)  # noqa: S301
+    except (pickle.UnpicklingError, EOFError, TypeError, ValueError, AttributeError, ImportError, IndexError):
+        return None
+    return sent if mark == _MARK and isinstance(sent, (Failure, _Sent)) else None
+
+
+def _mixed(who: str) -> str:
+    return (
+        f"{who} sent something that is no part of this comparison; every rank has to make the same collective calls, "
+        "these included, in the same order"
+    )
 
 
 def _error(failures: Mapping[int, Failure], ranks: int) -> SyncheckError:

@@ -17,6 +17,7 @@ from syncheck.errors import UsageError
 from syncheck.layout_groups import Replicas
 from syncheck.live.channel import Channel
 from syncheck.live.held import Held, in_c_order
+from syncheck.live.here import NOTHING
 from syncheck.live.memory import FORMAT, agree_on_buffers, snapshot
 from syncheck.names import normalize
 from syncheck.records import Metadata, Snapshot, Tensor
@@ -49,11 +50,11 @@ def compare_across_ranks(
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What a rank holds, without the bytes. rows: name, dtype, shape, refusal and digest of each tensor."""
+    """What a rank holds, without the bytes. rows: name, dtype, shape, refusal, known parameter, digest of each."""
 
     title: str
     size: int
-    rows: tuple[tuple[str, str, tuple[int, ...], str, bytes], ...]
+    rows: tuple[tuple[str, str, tuple[int, ...], str, bool, bytes], ...]
     values: Mapping[str, Any]
     stubs: tuple[str, ...]
     metadata: Metadata | None
@@ -97,7 +98,7 @@ class _Windows:
 
     def _fetch(self, name: str, start: int, stop: int) -> dict[bytes, bytes]:
         mine = [digest for digest, rank in self.owners[name].items() if rank == self.channel.rank]
-        sent = self.channel.gather({digest: self.own[name, digest][start:stop] for digest in mine})
+        sent = self.channel.gather({digest: self.own[name, digest][start:stop] for digest in mine}, "bytes")
         return {digest: data for message in sent.values() for digest, data in message.items()}
 
 
@@ -119,9 +120,11 @@ def _compare(channel: Channel, things: Sequence[Any], options: Options | Callabl
         raise UsageError("the process group has a single rank: there is no other replica to compare with")
     if any(isinstance(thing, (str, os.PathLike)) for thing in things):
         raise UsageError(
-            "a path is not what a rank holds in memory; give paths alone, or across_ranks=False to compare a file with "
-            "things of this rank"
+            "a path is not what a rank holds in memory; give paths alone and without group=, or across_ranks=False to "
+            "compare a file with things of this rank"
         )
+    if not things:
+        raise UsageError(NOTHING)
     taken = snapshot(*things)
     found, hosts = _catalogues(channel, _catalogue(taken), chosen)
     short = {id(catalogue): catalogue.short() for catalogue in found.values()}
@@ -130,7 +133,7 @@ def _compare(channel: Channel, things: Sequence[Any], options: Options | Callabl
         for name, *_, digest in catalogue.rows:
             owners.setdefault(short[id(catalogue)][name], {}).setdefault(digest, rank)
     own = {
-        (short[id(found[channel.rank])][name], row[4]): tensor.data
+        (short[id(found[channel.rank])][name], row[5]): tensor.data
         for row, (name, tensor) in zip(found[channel.rank].rows, taken.tensors.items(), strict=True)
         if isinstance(tensor.data, Held)
     }
@@ -146,7 +149,7 @@ def _compare(channel: Channel, things: Sequence[Any], options: Options | Callabl
 
 def _catalogue(taken: Snapshot) -> Catalogue:
     rows = tuple(
-        (t.name, t.dtype, t.shape, t.refused, t.data.digest() if isinstance(t.data, Held) else b"")
+        (t.name, t.dtype, t.shape, t.refused, t.parameter, t.data.digest() if isinstance(t.data, Held) else b"")
         for t in taken.tensors.values()
     )
     return Catalogue(taken.path, taken.bytes, rows, dict(taken.values), taken.stubs, taken.metadata)
@@ -154,7 +157,7 @@ def _catalogue(taken: Snapshot) -> Catalogue:
 
 def _catalogues(channel: Channel, mine: Catalogue, options: Options) -> tuple[dict[int, Catalogue], dict[int, str]]:
     """Return each rank's catalogue and host, by rank. Equal catalogues are sent once, and none where all are equal."""
-    first = channel.gather((mine.digest(), os.uname().nodename, repr(options)))
+    first = channel.gather((mine.digest(), os.uname().nodename, repr(options)), "digests")
     if len({asked for _, _, asked in first.values()}) > 1:
         raise UsageError("the options are not the same on all ranks")
     owners: dict[bytes, int] = {}
@@ -162,7 +165,7 @@ def _catalogues(channel: Channel, mine: Catalogue, options: Options) -> tuple[di
         owners.setdefault(digest, rank)
     known = {mine.digest(): mine}
     if len(owners) > 1:
-        sent = channel.gather(mine if channel.rank in owners.values() else None)
+        sent = channel.gather(mine if channel.rank in owners.values() else None, "catalogues")
         known = {digest: sent[rank] for digest, rank in owners.items()}
     ranks = sorted(channel.ranks)
     return {rank: known[first[rank][0]] for rank in ranks}, {rank: first[rank][1] for rank in ranks}
@@ -171,10 +174,12 @@ def _catalogues(channel: Channel, mine: Catalogue, options: Options) -> tuple[di
 def _tensors(catalogue: Catalogue, short: Mapping[str, str], windows: _Windows) -> dict[str, Tensor]:
     """Return the tensors of a catalogue as all ranks see them."""
     tensors = {}
-    for name, dtype, shape, refused, digest in catalogue.rows:
+    for name, dtype, shape, refused, known, digest in catalogue.rows:
         same = len(windows.owners[short[name]]) == 1
         data = _Same() if same else _Remote(windows, short[name], digest)
-        tensors[name] = Tensor(name, dtype, shape, in_c_order(shape), catalogue.title, 0, refused=refused, data=data)
+        tensors[name] = Tensor(
+            name, dtype, shape, in_c_order(shape), catalogue.title, 0, refused=refused, data=data, parameter=known
+        )
     return tensors
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report, Snapshot, Unreadable
 
+NOTHING = "nothing given to compare; needs paths of checkpoints, or modules, state dicts and the like"
+
 
 def compare_here(things: Sequence[Any], options: Options) -> Report:
     """Compare things of this process. Ranks are their positions.
@@ -49,6 +51,8 @@ def compare_here(things: Sequence[Any], options: Options) -> Report:
 
 
 def _check(things: Sequence[Any]) -> None:
+    if not things:
+        raise UsageError(NOTHING)
     if len(things) < 2:
         where = "in a process group of one rank" if world_size() == 1 else "outside a process group"
         raise UsageError(

@@ -10,7 +10,7 @@ from syncheck.errors import UsageError
 from syncheck.live.held import HeldPlace
 from syncheck.live.things import Tree, is_readable, title_of
 from syncheck.names import normalize
-from syncheck.readers.tree import flatten
+from syncheck.readers.tree import Flat, flatten, is_optimizer
 from syncheck.records import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from syncheck.readers.stand_ins import TensorPlace
 
 FORMAT = "memory"
+# No keys of an optimizer.
+NAMES, POSITIONS = "(params)", "(positions)"
 
 
 def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
@@ -39,9 +41,13 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     path = path or ", ".join(title_of(part) for part in parts)
     tree = Tree(parts, persistent=persistent)
     flat = flatten(tree.root, path)
-    tensors = {name: _tensor(name, place, path) for name, place in flat.tensors.items()}
+    if _name_members(tree, flat):
+        flat = flatten(tree.root, path)
+    tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
-    return Snapshot(path, FORMAT, _size(tensors.values()), tensors, flat.values, tuple(sorted(tree.stubs)), metadata)
+    return Snapshot(
+        path, FORMAT, _size(tensors.values()), tensors, _with_members(flat.values), tuple(sorted(tree.stubs)), metadata
+    )
 
 
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
@@ -57,10 +63,35 @@ def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
     ]
 
 
-def _tensor(name: str, place: TensorPlace, path: str) -> Tensor:
+def _name_members(tree: Tree, flat: Flat) -> bool:
+    """Let each group of an optimizer name its parameters: two groups may have swapped some. Whether there is a group.
+
+    Where the names are not known, their positions are given in another field: the two have nothing to be compared by.
+    """
+    short = normalize(name for name in flat.tensors if not name.startswith("optimizer."))
+    found = False
+    for state in filter(is_optimizer, tree.containers):
+        for group in state["param_groups"]:
+            ids = group.get("params") if isinstance(group, dict) else None
+            if isinstance(ids, (list, tuple)):
+                names = group.get("param_names")
+                known = isinstance(names, (list, tuple)) and len(names) == len(ids)
+                group[NAMES if known else POSITIONS] = tuple(short.get(name, name) for name in names) if known else ids
+                found = True
+    return found
+
+
+def _with_members(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the groups' parameters the name under which an optimizer keeps them."""
+    return {f"{name.removesuffix(NAMES)}params" if name.endswith(NAMES) else name: v for name, v in values.items()}
+
+
+def _tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> Tensor:
     dtype = place.dtype.name if place.dtype else "unknown"
     held = place.held if isinstance(place, HeldPlace) else None
-    return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=place.refused, data=held)
+    return Tensor(
+        name, dtype, place.shape, place.strides, path, 0, refused=place.refused, data=held, parameter=parameter
+    )
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 
 from syncheck.errors import UsageError
 from syncheck.live.held import HeldPlace, is_tensor, place_of
+from syncheck.live.modules import buffers_synced, has_extra_state, is_sharded, is_sharding
+from syncheck.live.saved import own_state
 from syncheck.names import MODEL_CONTAINERS
 
 # As deep as `readers.tree` goes.
@@ -42,9 +44,16 @@ def is_bundle(thing: Any) -> bool:
 
 
 def has_module(thing: Any) -> bool:
-    """Whether a thing is a module, or a container with one directly in it."""
-    inside = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple)) else ()
-    return is_module(thing) or any(map(is_module, inside))
+    """Whether a thing is a module, or a container with one at any depth in it."""
+    ahead, seen = [thing], set()
+    while ahead:
+        node = ahead.pop()
+        if is_module(node):
+            return True
+        if isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
+            seen.add(id(node))
+            ahead += node.values() if isinstance(node, Mapping) else node
+    return False
 
 
 def is_readable(thing: Any) -> bool:
@@ -63,9 +72,10 @@ class Tree:
     """Converts what makes up one replica; `root` is then what a checkpoint of it would hold.
 
     parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
-    whether to leave out the buffers that a state dict leaves out. buffers, frozen: names, as `readers.tree` gives
-    them. bn: BatchNorm's momentum by module name. buffers_synced: as in `records.Metadata`; None where no module
-    says it. stubs: classes of which nothing was read. Raises UsageError for what cannot be read.
+    whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
+    `readers.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in `records.Metadata`; None
+    where no module says it. stubs: classes of which nothing was read. containers: all mappings of the tree. Raises
+    UsageError for what cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
@@ -73,9 +83,11 @@ class Tree:
         self.modules = 0
         self.buffers: list[str] = []
         self.frozen: list[str] = []
+        self.parameters: set[str] = set()
         self.bn: dict[str, float | None] = {}
         self.synced: set[bool | None] = set()
         self.stubs: set[str] = set()
+        self.containers: list[dict[Any, Any]] = []
         self._names: dict[int, str] = {}
         self._sharded: set[int] = set()
         self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
@@ -87,6 +99,7 @@ class Tree:
         # Last, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
             into.update(self._optimizer(optimizer, name))
+            self.containers.append(into)
 
     @property
     def buffers_synced(self) -> bool | None:
@@ -131,7 +144,11 @@ class Tree:
             into.update(state={}, param_groups=[])
             return into
         if isinstance(node, Mapping):
-            return {key: below(key, value) for key, value in node.items()}
+            # 1 and "1" have one name; then the order tells them apart, which must not depend on the mapping's own.
+            keys = list(node) if len({str(key) for key in node}) == len(node) else sorted(node, key=_by_type)
+            made = {key: below(key, node[key]) for key in keys}
+            self.containers.append(made)
+            return made
         if isinstance(node, (list, tuple, deque)):
             listed = [below(i, value) for i, value in enumerate(node)]
             return tuple(listed) if isinstance(node, tuple) else listed
@@ -148,14 +165,14 @@ class Tree:
     def _module(self, module: Any, name: str) -> dict[str, Any]:
         """Return parameters and buffers by name, in the order of a state dict."""
         self.modules += 1
-        self.synced.add(_buffers_synced(module))
+        self.synced.add(buffers_synced(module))
         head, _, last = name.rpartition(".")
         # As `readers.tree` names what a container such as `model` holds.
         prefix = head if last in MODEL_CONTAINERS else name
         prefix = f"{prefix}." if prefix else ""
         made: dict[str, Any] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
-        flat = tuple(f"{path}." if path else "" for path, m in modules.items() if _is_sharding(m))
+        flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_sharding(m))
         for path, owner in modules.items():
             # torch.compile and FSDP1 hide themselves in the names that the methods give; state dicts show them.
             at = f"{path}." if path else ""
@@ -166,6 +183,7 @@ class Tree:
                     place = place.refuse(_FLAT)
                 made[f"{at}{key}"] = place
                 self._names.setdefault(id(parameter), f"{prefix}{at}{key}")
+                self.parameters.add(f"{prefix}{at}{key}")
                 if not parameter.requires_grad:
                     self.frozen.append(f"{prefix}{at}{key}")
             transient = getattr(owner, "_non_persistent_buffers_set", ()) if self.persistent else ()
@@ -173,11 +191,27 @@ class Tree:
                 if key not in transient:
                     made[f"{at}{key}"] = place_of(buffer)
                     self.buffers.append(f"{prefix}{at}{key}")
-            if _has_extra_state(owner):
+            if has_extra_state(owner):
                 made[f"{at}_extra_state"] = self._convert(owner.get_extra_state(), f"{prefix}{at}_extra_state", 1)
             if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
                 self.bn[f"{prefix}{path}".removesuffix(".")] = owner.momentum
+        self._own_state(modules, flat, prefix, made)
         return made
+
+    def _own_state(self, modules: dict[str, Any], flat: tuple[str, ...], prefix: str, made: dict[str, Any]) -> None:
+        """Add what modules save by code of their own; asking sharded ones would gather their shards."""
+        whole = {at: m for at, m in modules.items() if not (flat and f"{at}.".startswith(flat)) and not is_sharded(m)}
+        transient = {
+            f"{at}.{key}" if at else key
+            for at, m in modules.items()
+            for key in getattr(m, "_non_persistent_buffers_set", ())
+        }
+        added, unasked = own_state(whole, made.keys() | transient)
+        self.stubs.update(unasked)
+        for name, value in added.items():
+            made[name] = self._convert(value, f"{prefix}{name}", 1)
+            if is_tensor(value):
+                self.buffers.append(f"{prefix}{name}")
 
     def _optimizer(self, optimizer: Any, name: str) -> dict[str, Any]:
         """Return an optimizer's state dict with the names of its parameters, where the modules given have them all."""
@@ -223,6 +257,10 @@ def _merge(parts: tuple[Any, ...]) -> Any:
     return tree
 
 
+def _by_type(key: Any) -> tuple[str, str]:
+    return type(key).__name__, str(key)
+
+
 def _key(part: Any) -> str:
     """Return the key under which trainers save such an object."""
     if is_module(part):
@@ -237,27 +275,3 @@ def _key(part: Any) -> str:
 
 def _stateful(thing: Any) -> bool:
     return not isinstance(thing, type) and callable(getattr(thing, "state_dict", None))
-
-
-def _is_sharding(module: Any) -> bool:
-    """Whether a module is FSDP1's wrapper, whose parameters are plain tensors that hold a shard."""
-    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
-    return type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD"
-
-
-def _has_extra_state(module: Any) -> bool:
-    torch: Any = sys.modules.get("torch")
-    own = getattr(type(module), "get_extra_state", None)
-    return torch is not None and own is not None and own is not torch.nn.Module.get_extra_state
-
-
-def _buffers_synced(module: Any) -> bool | None:
-    """Whether DDP copies rank 0's buffers at each forward; None for other modules, which do not say it."""
-    if type(module).__name__ != "DistributedDataParallel":
-        return None
-    # torch 2.15 has the first name, earlier ones have only the second.
-    for name in ("forward_sync_buffers", "broadcast_buffers"):
-        value = getattr(module, name, None)
-        if isinstance(value, bool):
-            return value
-    return None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Syncheck:
     """Compares with the project's [tool.syncheck] and the `--syncheck-*` options of the run, unless a call says else.
 
+    folder: pytest's rootdir, from which on upwards the table is looked for; so do the tests of `--syncheck`.
     given: fields of `syncheck.Options` that the run's options set.
     """
 

@@ -34,7 +34,8 @@ def read(path: str) -> Snapshot:
     Raises MalformedFile for a header that is too long, no JSON, or whose tensors do not tile the file exactly.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        opened = os.fstat(file.fileno())
+        size = opened.st_size
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(MAX_HEADER, size - 8):
             raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
@@ -43,7 +44,7 @@ def read(path: str) -> Snapshot:
     strings = header.pop("__metadata__", {})
     if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
         raise _malformed(path, "__metadata__", "values that are no strings", "strings")
-    tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
     _check_cover(path, header, size - 8 - length)
     values = {name: _number(text) for name, text in strings.items() if name != KEY}
     return Snapshot(path, FORMAT, size, tensors, values, (), _metadata(path, strings))
@@ -65,7 +66,7 @@ def _json(raw: bytes, path: str) -> dict[str, Any]:
     return header
 
 
-def _tensor(path: str, name: str, entry: Any, data: int) -> Tensor:
+def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
     """Check one entry and return its tensor. data: where the tensors' bytes start in the file."""
     place = f"tensor '{name}'"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
@@ -83,7 +84,7 @@ def _tensor(path: str, name: str, entry: Any, data: int) -> Tensor:
     if offsets[1] - offsets[0] != needed:
         found = f"{offsets[1] - offsets[0]} bytes"
         raise _malformed(path, place, found, f"{needed} for {dtype.name} {shape}")
-    return Tensor(name, dtype.name, tuple(shape), strides, path, data + offsets[0])
+    return Tensor(name, dtype.name, tuple(shape), strides, path, data + offsets[0], opened=opened)
 
 
 def _check_cover(path: str, header: dict[str, Any], size: int) -> None:

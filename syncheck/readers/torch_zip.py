@@ -38,19 +38,19 @@ def read(path: str) -> Snapshot:
     to run something, NotACheckpoint for another kind of zip.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        archive = _Archive(file, path, size)
+        archive = _Archive(file, path)
         pickled = archive.bytes_of("data.pkl")
         tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl")
         flat = flatten(tree, path, len(pickled))
         big = archive.big_endian()
         tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
-    return Snapshot(path, FORMAT, size, tensors, flat.values, stubs, flat.metadata)
+    return Snapshot(path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata)
 
 
 class _Archive:
-    def __init__(self, file: BinaryIO, path: str, size: int) -> None:
-        self.file, self.path, self.size = file, path, size
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self.opened = os.fstat(file.fileno())
+        self.file, self.path, self.size = file, path, self.opened.st_size
         try:
             infos = zipfile.ZipFile(file).infolist()
         except (
@@ -152,7 +152,7 @@ class _Archive:
             )
         return Tensor(
             name, place.dtype.name, place.shape, place.strides, self.path,
-            start + place.offset * place.dtype.size, big_endian, place.lazy,
+            start + place.offset * place.dtype.size, big_endian, place.lazy, opened=self.opened,
         )  # fmt: skip
 
     def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:

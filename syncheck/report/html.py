@@ -27,7 +27,9 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --good: #3fb950; --bad: #ff7b72; --warn: #d29922; } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--edge); padding-bottom: .3rem; }
-code, td.name { font-family: ui-monospace, monospace; font-size: .92em; overflow-wrap: anywhere; }
+code, td.name { font-family: ui-monospace, monospace; font-size: .92em; }
+h1, h2, h3, p, td.name { overflow-wrap: anywhere; } td { max-width: 30rem; overflow-wrap: break-word; }
+td.name { min-width: 10rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .8rem; border-bottom: 1px solid var(--edge); vertical-align: top; }
 td.number, th.number { text-align: right; } .wide { overflow-x: auto; }

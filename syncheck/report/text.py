@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.errors import brief
 from syncheck.records import Counts
 from syncheck.report import words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
@@ -78,14 +77,9 @@ def _group(group: Group, limit: int) -> list[Part]:
         parts += [_kinds(group), BLANK]
     for finding in group.findings:
         parts += _finding(finding)
-    values = [diff for diff in group.values if None not in diff.by_rank.values()]
+    values = words.values_text(group.values)
     if values:
-        shown = [
-            f"{v.name}: "
-            + ", ".join(f"{brief(value, 40)} on rank {rank}" for rank, value in list(v.by_rank.items())[:4])
-            for v in values[:5]
-        ]
-        parts += [line("values that differ: " + "; ".join(shown), "dim", 2), BLANK]
+        parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
     return parts + _tensors(group, limit)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
+from syncheck.errors import brief, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Counts, Finding, Group, Report, TensorDiff
+    from syncheck.records import Counts, Finding, Group, Report, TensorDiff, ValueDiff
 
 VERDICTS = {
     "in_sync": "IN SYNC",
@@ -17,6 +17,8 @@ VERDICTS = {
     "undecided": "COULD NOT TELL",
     "alone": "ALONE",
 }
+
+_MOST_VALUES = 5
 
 
 def counts_line(report: Report) -> str:
@@ -106,6 +108,18 @@ def kind_cell(counts: Counts) -> str:
     if counts.close:
         parts.append(f"{counts.close} close")
     return ", ".join(parts) or (f"{counts.tensors} agree" if counts.tensors else "-")
+
+
+def values_text(values: Sequence[ValueDiff]) -> str:
+    """Say which Python values differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. What a rank does not have is left out."""
+    shown = [value for value in values if None not in value.by_rank.values()]
+    texts = [
+        f"{value.name}: " + ", ".join(f"{brief(of, 40)} on rank {rank}" for rank, of in list(value.by_rank.items())[:4])
+        for value in shown[:_MOST_VALUES]
+    ]
+    if len(shown) > _MOST_VALUES:
+        texts.append(f"and {len(shown) - _MOST_VALUES} more")
+    return "; ".join(texts)
 
 
 def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:

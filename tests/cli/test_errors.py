@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from checkpoints import Call, Global, changed, network, save_pth, save_records, save_safetensors
+
+import syncheck as library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,3 +212,51 @@ def test_interrupt_is_130(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(api, "compare", stopped)
     assert cli.main(["compare", *map(str, ranks())]) == 130
     assert capsys.readouterr().err == "syncheck: interrupted\n"
+
+
+def test_one_folder_spelled_in_several_ways(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """Files of one folder are replicas however the folder is written, and are shown as they were given."""
+    ranks(name="ddp_rank{}.pth")
+    (tmp_path / "here").symlink_to(tmp_path)
+    for rank in range(2):
+        save_pth(tmp_path / "bad" / f"rank{rank}.pth", {"w": np.full(2, rank, np.float32)})
+    for paths in (
+        ("./bad/rank0.pth", tmp_path / "bad" / "rank1.pth"),
+        ("bad//rank0.pth", "bad/../bad/rank1.pth"),
+        (tmp_path / "here" / "bad" / "rank0.pth", "bad/rank1.pth"),
+    ):
+        done = cli("compare", "ddp_rank0.pth", "ddp_rank1.pth", *paths, PWD=str(tmp_path / "here"))
+        assert done.code == 1, done.out
+        for rank, path in enumerate(paths):
+            assert f"rank {rank}: {path} " in done.out
+
+
+def test_folders_that_cannot_be_entered_or_are_links(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies below a link is compared, once; below a folder that may not be entered it is unknown, never in sync."""
+    ranks(name="ckpts/ddp_rank{}.pth")
+    for rank in range(2):
+        save_pth(tmp_path / "elsewhere" / f"bad_rank{rank}.pth", {"w": np.full(2, rank, np.float32)})
+    assert library.compare(tmp_path / "ckpts").verdict == "in_sync"
+    (tmp_path / "ckpts" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "ckpts" / "again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "ckpts")
+    (tmp_path / "ckpts" / "up").symlink_to(tmp_path)
+    report = library.compare(tmp_path / "ckpts")
+    assert (report.verdict, len(report.groups)) == ("out_of_sync", 2)
+    (tmp_path / "ckpts" / "linked").unlink()
+    (tmp_path / "ckpts" / "again").unlink()
+    (tmp_path / "ckpts" / "closed").mkdir()
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    report = library.compare(tmp_path / "ckpts")
+    assert report.verdict == "undecided"
+    assert [file.path for file in report.unreadable] == [str(tmp_path / "ckpts" / "closed")]
+    assert report.unreadable[0].reason.startswith("permission denied: what lies in this folder is not known")

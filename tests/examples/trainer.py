@@ -1,6 +1,6 @@
 """A trainer as many are: DistributedDataParallel, a network with BatchNorm, a checkpoint from every rank.
 
-    torchrun --nproc-per-node 2 trainer.py
+torchrun --nproc-per-node 2 trainer.py
 """
 
 from pathlib import Path

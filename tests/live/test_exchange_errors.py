@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import all_raise, each_rank, trained
+import torch.distributed as dist
+from agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
+from syncheck.errors import RankFailed
 from syncheck.live import exchange
 from syncheck.testing import assert_in_sync
 
@@ -61,6 +63,8 @@ MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "a path": ((STATE, "file.pth"), (STATE, "file.pth"), {}, {}),
     "options": ((STATE,), (STATE,), {"only": "params"}, {"only": ()}),
     "an option": ((STATE,), (STATE,), {"only": "weights"}, {"only": "weights"}),
+    "a limit": ((STATE,), (STATE,), {"limit": "x"}, {}),
+    "nothing": ((), (STATE,), {}, {}),
 }
 
 
@@ -72,6 +76,8 @@ MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         ("a path", "a path is not what a rank holds in memory"),
         ("options", "the options are not the same on all ranks"),
         ("an option", "only='weights': needs one of"),
+        ("a limit", "rank 0: limit='x': needs a number of rows"),
+        ("nothing", "rank 0: nothing given to compare"),
     ],
 )
 def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, what: str, says: str) -> None:
@@ -82,3 +88,67 @@ def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, what: str, says: st
     else:
         outcomes = each_rank(assert_in_sync, *others, **others_options)
     assert all_raise(outcomes, "UsageError").text.startswith(says)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_paths_in_a_named_group_raise_on_all_ranks(syncheck_rank: Any) -> None:
+    """With group= every rank takes part, so that paths on rank 1 alone make both raise instead of rank 0 waiting."""
+    things: Any = STATE if syncheck_rank.rank == 0 else "file.pth"
+    outcome = all_raise(each_rank(assert_in_sync, things, group=dist.group.WORLD), "UsageError")
+    assert outcome.text.startswith("rank 1: a path is not what a rank holds in memory")
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_rank_in_another_collective_is_told_clearly(syncheck_rank: Any) -> None:
+    """A message that is none of the comparison's makes it fail with the reason, and is not taken for one of them."""
+    told = ""
+    if syncheck_rank.rank == 0:
+        with pytest.raises(RankFailed) as caught:
+            assert_in_sync(STATE)
+        told = str(caught.value)
+    else:
+        dist.all_gather_object([None] * 2, {"loss": 1.0})
+    assert syncheck_rank.gather(told)[0].startswith("rank 1 sent something that is no part of this comparison")
+
+
+def two_of_a_kind() -> dict[str, tuple[Any, Any]]:
+    """Return pairs that are replicas outside a process group, and in one may be parts of a replica as well."""
+    torch.manual_seed(0)  # the same on all ranks: across ranks nothing differs
+    a, b = Net(norm=True), Net(norm=True)
+    one, two = (torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((a, 0.1), (b, 0.2)))
+    return {
+        "modules": (a, b),
+        "state dicts": (a.state_dict(), b.state_dict()),
+        "a module and a state dict": (a, b.state_dict()),
+        "compiled": (torch.compile(a), b),
+        "optimizers": (one, two),
+        "bundles": ((a, one), (b, two)),
+        "checkpoints": ({"model": a, "step": 1}, {"step": 2, "model": b}),
+        "state dicts with a key more": (a.state_dict(), {**b.state_dict(), "more": torch.ones(1)}),
+        "tensors": (a.fc.weight, b.fc.weight),
+        "lists": ([a.fc.weight], [b.fc.weight]),
+    }
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("what", two_of_a_kind())
+def test_two_of_a_kind_are_never_taken_for_parts_of_one_replica(what: str) -> None:
+    """Two models that differ, the same on all ranks, do not pass in a group: the call has to say what is meant."""
+    first, second = two_of_a_kind()[what]
+    outcome = all_raise(each_rank(assert_in_sync, first, second), "UsageError")
+    assert "say across_ranks=True" in outcome.text
+    assert {o.error for o in each_rank(assert_in_sync, first, second, across_ranks=False)} == {"OutOfSync"}
+    if what != "optimizers":  # without momentum they have no tensors
+        all_pass(each_rank(assert_in_sync, first, second, across_ranks=True))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_unlike_parts_of_a_replica_need_no_word() -> None:
+    """Networks of other layers, and a model with its average beside an optimizer, can only be parts of one replica."""
+    torch.manual_seed(0)
+    nets = Net(), nn.Linear(3, 3)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+    all_pass(each_rank(assert_in_sync, *nets, *optimizers, *schedulers, {"step": 1}))
+    all_pass(each_rank(assert_in_sync, *nets))
+    all_pass(each_rank(assert_in_sync, nets[0], optimizers[0], torch.optim.swa_utils.AveragedModel(nets[0])))

@@ -22,6 +22,7 @@ from syncheck.layout_groups import Replicas
 from syncheck.live.held import Held
 from syncheck.live.memory import snapshot
 from syncheck.testing import OutOfSync, assert_in_sync, compare
+from syncheck.values import is_membership
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,13 +74,19 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     """Return all that is known of each tensor of a snapshot, its bytes included."""
     shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
-    kinds, guessed = kinds_of(shapes, snapshot.metadata)
+    parameters = [name for name, tensor in snapshot.tensors.items() if tensor.parameter]
+    kinds, guessed = kinds_of(shapes, snapshot.metadata, parameters=parameters)
     found: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
     with Files() as files:
         for name, t in snapshot.tensors.items():
             data = None if t.refused else bytes(files.read(t, 0, t.numel, 0))
             found[name] = (t.name, kinds[name], None if t.refused else (t.dtype, t.shape), t.refused, data)
     return found
+
+
+def stored(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the values that a file has too: not which parameters are in which group."""
+    return {name: value for name, value in snapshot.values.items() if not is_membership(name)}
 
 
 def plain() -> Any:
@@ -173,9 +180,10 @@ def test_a_checkpoint_in_memory_is_what_its_file_is(make: Callable[[], Any], tmp
     file, memory = syncheck.read(str(tmp_path / "checkpoint.pth")), snapshot(tree)
     assert whole(memory) == whole(file)
     assert list(memory.tensors) == list(file.tensors)
-    assert memory.values == file.values
+    values = stored(memory)
+    assert values == file.values
     assert memory.metadata == file.metadata
-    assert {k: type(v) for k, v in memory.values.items()} == {k: type(v) for k, v in file.values.items()}
+    assert {k: type(v) for k, v in values.items()} == {k: type(v) for k, v in file.values.items()}
 
 
 @pytest.mark.parametrize("make, with_tied", [(adamw, False), (sgd, True)])
@@ -189,7 +197,7 @@ def test_modules_are_what_a_described_file_is(make: Any, with_tied: bool, tmp_pa
     assert memory.pop("mask")[1] == "buffer"
     assert memory == file
     assert whole(snapshot(model, optimizer, persistent=True)) == file
-    assert snapshot(model, optimizer).values == syncheck.read(str(tmp_path / "checkpoint.pth")).values
+    assert stored(snapshot(model, optimizer)) == syncheck.read(str(tmp_path / "checkpoint.pth")).values
 
 
 def test_a_module_knows_its_kinds() -> None:
@@ -201,6 +209,24 @@ def test_a_module_knows_its_kinds() -> None:
         assert metadata.buffers == ("scale", "mask", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked")
         assert metadata.frozen == ("conv.bias",)
         assert metadata.bn_momentum == {"bn": 0.3}
+
+
+@pytest.mark.parametrize("name", ["rng", "random_state", "ema", "scaler", "optimizer"])
+def test_a_submodule_may_have_any_name(name: str) -> None:
+    """A layer that is called as what trainers keep beside a model is compared as parameters and buffers."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict({name: nn.BatchNorm1d(2), "fc": nn.Linear(2, 2)})
+
+    first, second = net(), net()
+    with torch.no_grad():
+        second[name].weight[0] += 1
+    report = compare(first, second, only="params")
+    assert [(diff.name, diff.kind, diff.status) for diff in report.groups[0].tensors] == [
+        (f"{name}.weight", "parameter", "different")
+    ]
+    assert compare(first, second).groups[0].kinds["bn_mean"].identical == 1
 
 
 def test_wrappers_are_taken_off_before_comparing() -> None:
@@ -341,6 +367,15 @@ def test_a_module_is_compared_with_its_file(tmp_path: Path) -> None:
         model.bn.running_var[0] *= 2
     with pytest.raises(OutOfSync, match="SYN201"):
         assert_in_sync(model, tmp_path / "model.pth")
+
+
+def test_transient_buffers_are_compared_at_any_depth() -> None:
+    """A buffer that no state dict holds is compared where each thing has its module, in whatever containers."""
+    first, second = trained()[0], trained()[0]
+    second.mask[0] += 1
+    with pytest.raises(OutOfSync) as caught:
+        assert_in_sync({"s": {"model": first}}, {"s": {"model": second}})
+    assert [diff.name for diff in caught.value.report.groups[0].tensors] == ["s.mask"]
 
 
 def test_one_module_alone_says_what_to_do() -> None:

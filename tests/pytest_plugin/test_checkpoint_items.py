@@ -251,7 +251,7 @@ def test_what_is_odd_about_the_files_is_told(tmp_path: Path) -> None:
     (tmp_path / "ckpts" / "log.txt").write_text("a log")
     for ended in sessions((tmp_path, ["--syncheck", "ckpts"]), (tmp_path, ["--syncheck", "ckpts", "-n", "2"])):
         assert ended.code == 0
-        assert "note on 1 of 1 groups: no file of rank 2, which the metadata says took part" in ended.out
+        assert "note: no file of rank 2, which the metadata says took part" in ended.out
         assert "syncheck: 2 checkpoints, 1 group, 1 other files skipped" in ended.out
 
 

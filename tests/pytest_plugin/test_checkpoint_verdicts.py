@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
-from sessions import sessions
+from sessions import session, sessions
 
 import syncheck
 from syncheck import api
@@ -200,8 +200,8 @@ def random_case(chance: random.Random, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("spread", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_a_file_that_breaks_during_the_run_is_no_pass(tmp_path: Path, spread: tuple[str, ...]) -> None:
-    """A file cut short, or removed, after it was opened fails every item of its group and no other."""
-    for run in ("cut", "gone", "whole"):
+    """A file cut, removed or replaced after it was opened fails every item of its group and no other."""
+    for run in ("cut", "gone", "other", "folder", "whole"):
         for rank in range(2):
             save(tmp_path / f"{run}_rank{rank}.pth", network())
     (tmp_path / "conftest.py").write_text(
@@ -210,12 +210,19 @@ def test_a_file_that_breaks_during_the_run_is_no_pass(tmp_path: Path, spread: tu
         "    with contextlib.suppress(OSError):\n"
         "        os.truncate('cut_rank1.pth', 100)\n"
         "        os.rename('gone_rank0.pth', 'gone')\n"
+        "        for rank in range(2):\n"
+        "            os.replace(f'new{rank}', f'other_rank{rank}.pth')\n"
+        "        os.unlink('folder_rank1.pth')\n"
+        "        os.mkdir('folder_rank1.pth')\n"
     )
+    for rank in range(2):  # equal at the places of the tensors that were there before
+        save(tmp_path / "new.pth", network() | {"more": np.full(9, rank, np.float32)}).rename(tmp_path / f"new{rank}")
     (ended,) = sessions((tmp_path, ["-v", "--syncheck", "*.pth", "--syncheck-output", "a.json", *spread]))
     assert ended.code == 1
-    for run, word in (("cut", "FAILED"), ("gone", "FAILED"), ("whole", "PASSED")):
+    for run in ("cut", "gone", "other", "folder", "whole"):
+        word = "PASSED" if run == "whole" else "FAILED"
         assert {ended.outcomes()[f".::{run}::{item}"] for item in ("parameters", "bn-stats")} == {word}, ended.out
-    for file in ("cut_rank1.pth", "gone_rank0.pth"):
+    for file in ("cut_rank1.pth", "gone_rank0.pth", "other_rank0.pth", "folder_rank1.pth"):
         assert f"could not tell: broken since the run began: {file}: " in ended.out
     assert "Traceback" not in ended.out
 
@@ -261,3 +268,20 @@ def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, dec
     assert ended["optimizer"].status == ("skipped" if decided else "failed")
     assert "no tensor was compared (1 refused: sparse)" in ended["optimizer"].body
     assert ("syncheck_verdict", "undecided") in ended["optimizer"].properties
+
+
+def test_what_no_item_judges_is_counted(tmp_path: Path) -> None:
+    """Random number states, what options leave out, and values that may differ are told beside a pass, in junit too."""
+    for rank in range(2):
+        state = np.full(4, rank, np.int64)
+        tree = {"model": network(), "rng_state": state, "temperature": 0.5 + rank, "step": 5}
+        save_pth(tmp_path / f"ddp_rank{rank}.pth", tree)
+    for spread in ((), ("-n", "2")):
+        ended = session(tmp_path, "--syncheck", "*.pth", "--syncheck-exclude", "fc.*", "--junitxml=j.xml", *spread)
+        assert ended.code == 0, ended.out
+        (line,) = [line for line in ended.lines if line.startswith("IN SYNC")]
+        assert line.endswith("; rng 1/1 not compared; 2 tensors left out by the options")
+        assert "    values that differ: temperature: 0.5 on rank 0, 1.5 on rank 1" in ended.lines
+        junit = (tmp_path / "j.xml").read_text()
+        assert 'name="syncheck_not_judged" value="rng 1/1 not compared; 2 tensors left out' in junit
+        assert 'name="syncheck_values_that_differ" value="temperature: 0.5 on rank 0' in junit

@@ -76,7 +76,9 @@ def test_run_and_project_say_how(pytester: pytest.Pytester) -> None:
     """The fixture takes the project's [tool.syncheck], and the run's options before that."""
     pytester.makepyfile(CHECKS)
     pytester.makefile(".toml", pyproject='[tool.syncheck]\nexclude = ["bias"]\n[tool.pytest.ini_options]\n')
-    pytester.runpytest_subprocess("-k", "assertion_fails").assert_outcomes(passed=1, deselected=7)
+    result = pytester.runpytest_subprocess("-k", "assertion_fails")
+    result.assert_outcomes(passed=1, deselected=7)
+    assert "syncheck: options from pyproject.toml: exclude bias" in result.outlines
     result = pytester.runpytest_subprocess("-k", "assertion_fails", "--syncheck-exclude", "nothing")
     result.assert_outcomes(failed=1, deselected=7)
     result = pytester.runpytest_subprocess("-k", "assertion_fails", "--syncheck-allow", "SYN999")

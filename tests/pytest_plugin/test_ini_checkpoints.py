@@ -32,21 +32,28 @@ def test_checkpoints_of_the_project(project: Path) -> None:
     """
     ours = {"ckpts::ddp::parameters": "PASSED", "ckpts::ddp::bn-stats": "PASSED"}
     suite = {"tests/test_suite.py::test_own": "PASSED"}
-    bare, spread, path, below, one, strict = sessions(
+    bare, spread, path, below, one, strict, other = sessions(
         (project, ["-v"]),
         (project, ["-v", "-n", "2"]),
         (project, ["-v", "tests"]),
         (project / "tests", ["-v", f"--rootdir={project}"]),
         (project, ["-v", "ckpts::ddp::bn-stats"]),
         (project, ["-v", "--syncheck-allow", "SYN101"]),
+        (project, ["-v", "--syncheck", "ckpts"]),
     )
     for run in (bare, spread):
         assert (run.code, run.outcomes()) == (0, suite | ours), run.out
+        assert "syncheck: options from pyproject.toml: allow SYN201" in run.lines
+        assert "not judged" not in run.out
         assert "options in force: allow SYN201" in run.out
     assert (path.code, path.outcomes()) == (0, suite), path.out
+    assert "syncheck_checkpoints: not judged, paths were given" in path.lines
+    assert "syncheck_checkpoints: not judged, --syncheck was given" in other.lines
     assert below.code == 0
+    assert f"syncheck_checkpoints: not judged, pytest was not started in {project}" in below.lines
     assert list(below.outcomes()) == ["test_suite.py::test_own"]
     assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
+    assert "options from pyproject.toml" not in strict.out
     assert (strict.code, strict.outcomes()["ckpts::ddp::bn-stats"]) == (1, "FAILED")
 
 
@@ -62,3 +69,27 @@ def test_checkpoints_that_are_not_there(project: Path) -> None:
     (wrong,) = sessions((project, ["--syncheck", "ckpts"]))
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
     assert "pyproject.toml: tool.syncheck.allow = 7; needs a list of strings" in wrong.out
+
+
+def test_a_rank_judges_no_checkpoints(project: Path) -> None:
+    """The session inside a rank, known by a plugin's name, collects its test alone."""
+    (project / "conftest.py").write_text(
+        "def pytest_configure(config):\n    config.pluginmanager.register(object(), 'syncheck-rank')\n"
+    )
+    (inside,) = sessions((project, ["-v"]))
+    assert inside.outcomes() == {"tests/test_suite.py::test_own": "PASSED"}, inside.out
+
+
+def test_a_root_named_by_a_link_is_the_root(project: Path) -> None:
+    """Where --rootdir is a link to the current folder, configured checkpoints are judged, and ids can be given."""
+    (project.parent / "link").symlink_to(project)
+    root = f"--rootdir={project.parent / 'link'}"
+    bare, one = sessions((project, ["-v", root]), (project, ["-v", root, "../link/ckpts::ddp::bn-stats"]))
+    # So pytest writes the ids of tests here.
+    assert list(bare.outcomes()) == [
+        "../link/tests/test_suite.py::test_own",
+        "../link/ckpts::ddp::parameters",
+        "../link/ckpts::ddp::bn-stats",
+    ]
+    assert "  ../link/ckpts::ddp: " in bare.out
+    assert one.outcomes() == {"../link/ckpts::ddp::bn-stats": "PASSED"}, one.out

@@ -34,6 +34,10 @@ def test_files_are_written(drifted: Path) -> None:
     for ending in endings:
         assert "SYN201" in (drifted / f"one.{ending}").read_text()
         assert f"report written: one.{ending}" in one.out
+    for ending in ("html", "md", "txt"):
+        advised = (drifted / f"one.{ending}").read_text()
+        assert "--syncheck-allow SYN201" in advised.replace("`", "")
+        assert "To accept it: --allow" not in advised
     for name in ("one", "spread"):
         document = json.loads((drifted / f"{name}.json").read_text())
         assert document["groups"][0]["findings"][0]["code"] == "SYN201"

@@ -107,3 +107,49 @@ def test_a_pytest_without_checkpoints_pays_nothing(project: Path) -> None:
     ended = session(project, "-p", "no:cacheprovider")
     assert ended.code == 0, ended.out
     assert "syncheck: " not in ended.out
+
+
+def test_folders_that_the_shell_expanded(project: Path) -> None:
+    """A folder beside --syncheck is judged by what it holds: scripts and other endings hide no checkpoint."""
+    save(project / "runs" / "a" / "rank0.pth", network())
+    save(project / "runs" / "a" / "rank1.pth", network())
+    save(project / "runs" / "b" / "rank0.pth", network())
+    save(project / "runs" / "b" / "rank1.pth", changed(network(), "fc.bias"))
+    (project / "runs" / "b" / "train.py").write_text("raise SystemExit('not to be imported')\n")
+    for ending in ("", ".tar"):
+        save(project / f"flat{ending}" / f"rank0{ending}", network())
+        save(project / f"flat{ending}" / f"rank1{ending}", changed(network(), "fc.bias"))
+    scripted, spread, no_ending, tar = sessions(
+        (project, ["-v", "--syncheck", "runs/a", "runs/b"]),
+        (project, ["-v", "--syncheck", "runs/a", "runs/b", "-n", "2"]),
+        (project, ["-v", "--syncheck", "runs/a/*", "flat"]),
+        (project, ["-v", "--syncheck", "ckpts/*", "flat.tar"]),
+    )
+    for run in (scripted, spread, no_ending, tar):
+        assert run.code == 1, run.out
+        assert sorted(run.outcomes().values()) == ["FAILED", *["PASSED"] * 3], run.out
+
+
+def test_folders_with_tests_and_checkpoints(project: Path) -> None:
+    """A folder with both is judged too, unless the glob was quoted or it lies above what is judged, which is told."""
+    save(project / "tests" / "data" / "rank0.pth", network())
+    save(project / "tests" / "data" / "rank1.pth", changed(network(), "fc.bias"))
+    (project / "runs").mkdir()
+    for name in ("train.py", "latest", ".cache/test_it.py"):
+        (project / "runs" / name).parent.mkdir(exist_ok=True)
+        (project / "runs" / name).write_text("")
+    both, quoted, quoted_spread, above, neither = sessions(
+        (project, ["-v", "--syncheck", "ckpts", "tests"]),
+        (project, ["-v", "--syncheck", "ckpts/*", "tests"]),
+        (project, ["-v", "--syncheck", "ckpts/*", "tests", "-n", "2"]),
+        (project, ["-v", "--syncheck", "ckpts", "."]),
+        (project, ["-v", "--syncheck", "ckpts", "runs"]),
+    )
+    suite = {"tests/test_suite.py::test_own": "PASSED"}
+    assert both.code == 1, both.out
+    assert both.outcomes().items() > (suite | OUR_ITEMS).items()
+    for run, folder in ((quoted, "tests"), (quoted_spread, "tests"), (above, ".")):
+        assert (run.code, run.outcomes()) == (0, suite | OUR_ITEMS), run.out
+        assert f"syncheck: only tests are taken from {folder}: --syncheck {folder} judges" in run.out
+    assert neither.code == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: runs: neither a checkpoint nor a file of tests in this folder" in neither.out

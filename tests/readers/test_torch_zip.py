@@ -216,13 +216,15 @@ def test_dtensor_is_sharded_and_not_different(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "transposed"])
 def test_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, name: str) -> None:
-    """A file that was cut after it was opened is malformed, whichever way its tensor is read."""
+    """A file that is cut while it is compared is malformed, whichever way its tensor is read."""
     torch.save({name: shapes_and_views()[name]}, tmp_path / "f.pth")
     tensor = syncheck.read(str(tmp_path / "f.pth")).tensors[name]
-    with (tmp_path / "f.pth").open("r+b") as file:
-        file.truncate(tensor.offset + 100)
-    with Files() as files, pytest.raises(MalformedFile, match=f"tensor '{name}': the file ends before"):
-        files.read(tensor, 0, next(ranges([tensor]))[1], slot=0)
+    with Files() as files:
+        files.descriptor(tensor)
+        with (tmp_path / "f.pth").open("r+b") as file:
+            file.truncate(tensor.offset + 100)
+        with pytest.raises(MalformedFile, match=f"tensor '{name}': the file ends before"):
+            files.read(tensor, 0, next(ranges([tensor]))[1], slot=0)
 
 
 def test_legacy_format_is_named(tmp_path: Path) -> None:

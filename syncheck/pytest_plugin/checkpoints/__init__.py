@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from syncheck.pytest_plugin import options
-from syncheck.pytest_plugin.checkpoints.arguments import Asked, asked_for
+from syncheck.pytest_plugin.checkpoints.arguments import Asked, asked_for, is_same
+from syncheck.pytest_plugin.checkpoints.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
+    from syncheck.records import Report
 
 _MOST_IDS = 6
 
@@ -25,9 +27,11 @@ def configure(config: pytest.Config) -> None:
 
     Each process of pytest-xdist does this, and all get the same items; wrong usage is told before a worker starts.
     """
-    if config.getoption("help"):
+    # A rank runs one test of the session that started it, which judges the checkpoints itself.
+    if config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
         return
     asked = asked_for(config)
+    config.pluginmanager.register(Header(asked), "syncheck-header")
     outputs: list[str] = config.getoption("syncheck_output")
     if asked.paths:
         with _usage():
@@ -54,17 +58,21 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     from syncheck import config as project
     from syncheck.pytest_plugin.checkpoints import judge as judging
     from syncheck.pytest_plugin.checkpoints.plan import plan
+    from syncheck.pytest_plugin.checkpoints.text import terminal_width
     from syncheck.report.files import check_endings
 
     start = config.invocation_params.dir
     check_endings(outputs, option="--syncheck-output")
     given: dict[str, Any] = {name: config.getoption(option) for name, option in options.COMPARING.items()}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    how = project.options(project.load(start), **given)
+    # As the fixture does; pytest's own options are those of the rootdir too.
+    how = project.options(project.load(config.rootpath), **given)
     with judging.folder(start):
         found = api.find(*asked.paths, options=how)
-    planned = plan(found, how, start, config.rootpath)
-    judge = judging.Judge(found, how, start, whole=bool(outputs) and not _is_worker(config))
+    root = start if is_same(start, config.rootpath) else config.rootpath
+    planned = plan(found, how, start, root)
+    width = getattr(config, "workerinput", {}).get("syncheck_width") or terminal_width()
+    judge = judging.Judge(found, how, start, whole=bool(outputs) and not _is_worker(config), width=width)
     return CheckpointPlugin(judge, _chosen(planned, asked, config), outputs)
 
 
@@ -78,11 +86,11 @@ def _chosen(planned: list[Planned], asked: Asked, config: pytest.Config) -> list
     wanted: set[str] = set()
     for given in asked.ids:
         folder, _, rest = given.partition("::")
-        absolute = os.path.normpath(start / folder)
+        absolute = os.path.realpath(start / folder)
         matching = [
             one.nodeid
             for one in planned
-            if str(one.folder) == absolute and f"{one.owner}::{one.item}::".startswith(f"{rest}::")
+            if os.path.realpath(one.folder) == absolute and f"{one.owner}::{one.item}::".startswith(f"{rest}::")
         ]
         if not matching:
             more = f" and {len(known) - _MOST_IDS} more" if len(known) > _MOST_IDS else ""
@@ -95,6 +103,22 @@ def _chosen(planned: list[Planned], asked: Asked, config: pytest.Config) -> list
 def _is_worker(config: pytest.Config) -> bool:
     """Whether this is a process that pytest-xdist started."""
     return hasattr(config, "workerinput")
+
+
+def _in_pytests_words(report: Report) -> Report:
+    """Name options as this command line has them, in what the findings advise."""
+    from dataclasses import replace
+
+    return replace(
+        report,
+        groups=tuple(
+            replace(
+                group,
+                findings=tuple(replace(found, fix=options.in_pytests_words(found.fix)) for found in group.findings),
+            )
+            for group in report.groups
+        ),
+    )
 
 
 class CheckpointPlugin:
@@ -117,6 +141,11 @@ class CheckpointPlugin:
         what = f"{files} checkpoint{'s' * (files != 1)}, {len(found.groups)} group{'s' * (len(found.groups) != 1)}"
         skipped = f", {found.skipped} other files skipped" if found.skipped else ""
         return f"syncheck: {what}{skipped}{f'; options: {how}' if how else ''}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a process of pytest-xdist how wide the terminal is: it sees none itself."""
+        node.workerinput["syncheck_width"] = self.judge.width
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -156,7 +185,7 @@ class CheckpointPlugin:
         from syncheck.report.files import write_file
 
         try:
-            report = self.judge.report()
+            report = _in_pytests_words(self.judge.report())
             with self.judge.here():
                 write_file(path, report, option="--syncheck-output")
             self.written.append(path)

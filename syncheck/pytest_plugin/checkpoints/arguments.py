@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-# By its ending, a positional argument is taken for a checkpoint; by content, a zip of something else would be too.
-ENDINGS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors")
+# Files from which plugins collect are called like this too; a file `latest` is not.
+_TESTS = re.compile(r"(?:^|[^a-z])tests?(?:[^a-z]|$)|^conftest\.py$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +20,15 @@ class Asked:
     """What there is to judge.
 
     paths: files, folders and globs. ids: of the items to run, empty for all. source: what named the paths.
+    passed: folders given that hold checkpoints and are only collected. unused: why the checkpoints of the ini file are
+    not judged; empty where they are, or where it names none.
     """
 
     paths: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
     source: str = "--syncheck"
+    passed: tuple[str, ...] = ()
+    unused: str = ""
 
 
 def asked_for(config: pytest.Config) -> Asked:
@@ -40,17 +43,27 @@ def asked_for(config: pytest.Config) -> Asked:
     ids = [argument for argument in arguments if _is_id(argument, start)]
     others = [argument for argument in arguments if not _is_id(argument, start)]
     if given:
-        # A glob that the shell expanded leaves all but its first file among the positional arguments.
-        more = [argument for argument in others if _is_checkpoint(start / argument)]
-        asked = Asked((*given, *more), tuple(ids))
-        _set_arguments(config, [argument for argument in others if argument not in more])
-    elif start == config.rootpath and not others:
+        # A glob that the shell expanded leaves all but its first path among the positional arguments.
+        sorted_out = [(argument, *_roles(config, argument, given)) for argument in others]
+        more = [argument for argument, judged, _ in sorted_out if judged]
+        asked = Asked(
+            (*given, *more),
+            tuple(ids),
+            unused=_unused(config, "--syncheck was given"),
+            passed=tuple(
+                argument for argument, judged, _ in sorted_out if not judged and _holds_checkpoint(start / argument)
+            ),
+        )
+        _set_arguments(config, [argument for argument, _, collected in sorted_out if collected])
+    elif others:
+        return Asked(unused=_unused(config, "paths were given"))
+    elif is_same(start, config.rootpath):
         # As with testpaths: only in a run from the root that names no path. An id of ours names none.
         asked = Asked(tuple(config.getini("syncheck_checkpoints")), tuple(ids), "syncheck_checkpoints")
         if asked.paths and ids:
             _set_arguments(config, [])
     else:
-        return Asked()
+        return Asked(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
     for path in asked.paths:
         magic = glob.has_magic(path) and not os.path.lexists(start / path)
         if not path or not (
@@ -58,6 +71,15 @@ def asked_for(config: pytest.Config) -> Asked:
         ):
             raise pytest.UsageError(f"{asked.source} {path or repr(path)}: no such file or folder, seen from {start}")
     return asked
+
+
+def is_same(folder: Path, other: Path) -> bool:
+    """Whether two paths are one folder; pytest takes over a link in --rootdir as it is written."""
+    return folder == other or os.path.samefile(folder, other)
+
+
+def _unused(config: pytest.Config, reason: str) -> str:
+    return reason if config.getini("syncheck_checkpoints") else ""
 
 
 def _set_arguments(config: pytest.Config, arguments: list[str]) -> None:
@@ -72,14 +94,44 @@ def _is_id(argument: str, start: Path) -> bool:
     return bool(separator) and os.path.isdir(start / folder)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint, or a folder of checkpoints in which there is no Python file to collect."""
-    if path.is_file():
-        return path.name.lower().endswith(ENDINGS)
-    found = False
-    for _, folders, names in os.walk(path):
+def _roles(config: pytest.Config, argument: str, given: list[str]) -> tuple[bool, bool]:
+    """Say of a path beside --syncheck whether it is judged and whether pytest collects from it.
+
+    A folder with both tests and checkpoints is judged too where it may come from a glob that the shell expanded. That
+    cannot be where the glob reached us, nor for a folder that holds what --syncheck names.
+    Raises UsageError for a folder with neither: pytest would pass over it in silence.
+    """
+    start = config.invocation_params.dir
+    path = start / argument
+    if "::" in argument or not path.is_dir():
+        judged = "::" not in argument and path.is_file() and path.suffix != ".py" and _holds_checkpoint(path)
+        return judged, not judged
+    names = []
+    for _, folders, found in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(name.endswith(".py") for name in names):
-            return False
-        found = found or any(name.lower().endswith(ENDINGS) for name in names)
-    return found
+        names += found
+    collected = any(_may_be_tests(config, name) for name in names)
+    if not _holds_checkpoint(path):
+        if not collected:
+            raise pytest.UsageError(f"{argument}: neither a checkpoint nor a file of tests in this folder")
+        return False, True
+    patterns = config.getini("python_files")
+    if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
+        return True, collected
+    globs = any(glob.has_magic(one) and not os.path.lexists(start / one) for one in given)
+    above = any(Path(os.path.abspath(start / one)).is_relative_to(os.path.abspath(path)) for one in given)
+    return not globs and not above, True
+
+
+def _may_be_tests(config: pytest.Config, name: str) -> bool:
+    """Whether pytest or a plugin of it may collect from a file of this name."""
+    patterns = [*config.getini("python_files"), *(config.getoption("doctestglob", None) or ())]
+    if config.getoption("doctestmodules", False):
+        patterns.append("*.py")
+    return _TESTS.search(name) is not None or any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _holds_checkpoint(path: Path) -> bool:
+    from syncheck import api
+
+    return api.holds_checkpoint(path)

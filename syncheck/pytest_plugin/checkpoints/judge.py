@@ -39,12 +39,13 @@ class Judge:
     """Compares the checkpoints when it is asked, and keeps the answers.
 
     whole: compare all at once, because the whole report will be needed; else run by run, so that processes that run
-    some of the items compare only what these need.
+    some of the items compare only what these need. width: columns of the terminal on which failures are shown.
     """
 
-    def __init__(self, found: api.Found, options: api.Options, start: Path, *, whole: bool) -> None:
+    def __init__(self, found: api.Found, options: api.Options, start: Path, *, whole: bool, width: int) -> None:
         self.found = found
         self.options = options
+        self.width = width
         self._start = start
         self._whole = whole
         self._report: Report | CheckpointError | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from syncheck.errors import CheckpointError, one_line
 from syncheck.pytest_plugin.checkpoints import text
 from syncheck.pytest_plugin.checkpoints.plan import ALONE, NOTHING, VALUES, item_of
+from syncheck.pytest_plugin.options import in_pytests_words
 from syncheck.records import Counts
 from syncheck.report import words
 
@@ -33,8 +34,8 @@ class Outcome:
     properties: tuple[tuple[str, str], ...] = ()
 
 
-def outcome(planned: Planned, judge: Judge) -> Outcome:
-    """Judge one item. Only what the item needs is compared."""
+def outcome(planned: Planned, judge: Judge, width: int = 80) -> Outcome:
+    """Judge one item. Only what the item needs is compared. width: columns of the text of a failure."""
     if planned.unreadable is not None:
         return _failed(f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}", _told("undecided"))
     assert planned.group is not None
@@ -46,8 +47,8 @@ def outcome(planned: Planned, judge: Judge) -> Outcome:
         return _failed(f"could not tell: {error}", _told("undecided"))
     if lost:
         broken = "; ".join(f"{file.path}: {file.reason}" for file in lost)
-        return _failed(f"could not tell: broken since the run began: {broken}", _told("undecided", group))
-    return _judged(planned, group, judge)
+        return _failed(f"could not tell: broken since the run began: {broken}", _told("undecided", group, planned))
+    return _judged(planned, group, judge, width)
 
 
 def concerning(group: Group, planned: Planned) -> list[Finding]:
@@ -80,7 +81,7 @@ def _alone(planned: Planned, judge: Judge) -> Outcome:
     return _failed(headline, _told("undecided"), f"{headline}\n{text.bounded(reason)}\n{advice}")
 
 
-def _judged(planned: Planned, group: Group, judge: Judge) -> Outcome:
+def _judged(planned: Planned, group: Group, judge: Judge, width: int) -> Outcome:
     counts = sum((of for kind, of in group.kinds.items() if item_of(kind) == planned.item), Counts())
     mine = [diff for diff in group.tensors if item_of(diff.kind) == planned.item]
     findings = concerning(group, planned)
@@ -88,13 +89,14 @@ def _judged(planned: Planned, group: Group, judge: Judge) -> Outcome:
     measured = _told(
         "out_of_sync" if failing else "undecided" if _nothing(planned, group, counts) else "in_sync",
         group,
+        planned,
         findings,
         counts,
         mine,
     )
     if failing:
         shown = [finding for finding in findings if finding.severity != "info"]
-        body = text.failure(group, shown, counts, mine, values=planned.item == VALUES)
+        body = text.failure(group, shown, counts, mine, values=planned.item == VALUES, width=width)
         return _failed(text.headline(failing), measured, body)
     reason = _nothing(planned, group, counts)
     if reason:
@@ -138,6 +140,7 @@ def _skipped(reason: str, properties: tuple[tuple[str, str], ...]) -> Outcome:
 def _told(
     verdict: str,
     group: Group | None = None,
+    planned: Planned | None = None,
     findings: Iterable[Finding] = (),
     counts: Counts | None = None,
     mine: Iterable[TensorDiff] = (),
@@ -148,7 +151,9 @@ def _told(
         told["replicas"] = str(len(group.replicas))
         # The first tells only how the group was found.
         if group.notes[1:]:
-            told["notes"] = text.bounded("; ".join(group.notes[1:]), 500)
+            told["notes"] = text.bounded(in_pytests_words("; ".join(group.notes[1:])), 500)
+    if group is not None and planned is not None:
+        told |= _beside(group, planned)
     listed = list(findings)
     if listed:
         told["findings"] = ",".join(dict.fromkeys(finding.code for finding in listed))
@@ -163,3 +168,14 @@ def _told(
         told["max_abs"] = f"{gaps[0].max_abs:.6g}"
         told["worst"] = text.bounded(gaps[0].name)
     return tuple((f"syncheck_{name}", value) for name, value in told.items())
+
+
+def _beside(group: Group, planned: Planned) -> dict[str, str]:
+    """Say what of a group no item judges: what was not compared is always counted, and what differs is always said."""
+    counts = {kind: of for kind, of in group.kinds.items() if item_of(kind) not in planned.siblings}
+    parts = [f"{kind} {of.not_compared}/{of.tensors} not compared" for kind, of in counts.items() if of.not_compared]
+    if group.left_out:
+        parts.append(f"{group.left_out} tensors left out by the options")
+    values = words.values_text([value for value in group.values if not value.counts])
+    told = {"not_judged": "; ".join(parts), "values_that_differ": text.bounded(values, 500)}
+    return {name: value for name, value in told.items() if value}

@@ -48,17 +48,22 @@ def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
         verdict = _verdict(items)
         reporter.write(words.VERDICTS[verdict], **{_COLORS[verdict]: True})
         shown = seen_from(reporter.config.invocation_params.dir, reporter.config.rootpath, owner)
-        reporter.line(f"  {shown}: {'; '.join(_item(item, told) for item, told in items.items())}")
+        parts = [_item(item, told) for item, told in items.items()]
+        parts += filter(None, [_first(items, "not_judged")])
+        reporter.line(f"  {shown}: {'; '.join(parts)}")
+        if values := _first(items, "values_that_differ"):
+            reporter.line(f"    values that differ: {values}")
     if len(ranked) > _MOST_GROUPS:
         rest = [_verdict(items) for _, items in ranked[_MOST_GROUPS:]]
         told = ", ".join(
             f"{rest.count(verdict)} {words.VERDICTS[verdict].lower()}" for verdict in _ORDER if verdict in rest
         )
         reporter.line(f"... and {len(rest)} more groups: {told}")
-    notes = Counter(next(iter(items.values())).get("notes", "") for items in groups.values())
+    notes = Counter(_first(items, "notes") for items in groups.values())
     notes.pop("", None)
     for note, count in notes.most_common(_MOST_NOTES):
-        reporter.line(f"note on {count} of {len(groups)} groups: {note}")
+        on = f" on {count} of {len(groups)} groups" if len(groups) > 1 else ""
+        reporter.line(f"note{on}: {note}")
     how = in_force(plugin.judge.options)
     if how:
         reporter.line(f"options in force: {how}")
@@ -96,6 +101,11 @@ def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> dict
         owner, _, item = nodeid.rpartition("::")
         groups.setdefault(owner, {})[item] = found[nodeid]
     return groups
+
+
+def _first(items: Mapping[str, Mapping[str, str]], name: str) -> str:
+    """Return what is told of the group as a whole; each of its items that was judged tells it."""
+    return next((told[name] for told in items.values() if name in told), "")
 
 
 def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:

@@ -25,12 +25,16 @@ _MOST_OF_A_NAME = 200
 _DISPENSABLE = ("kind", "max ulp", "max rel")
 
 
+def terminal_width() -> int:
+    """Return the columns to print in; to be asked before pytest captures, for then no terminal can be seen."""
+    width = shutil.get_terminal_size().columns
+    return width if width >= 40 else 80  # pytest's own rule for terminals that do not tell
+
+
 def failure(
-    group: Group, findings: Sequence[Finding], counts: Counts, mine: Sequence[TensorDiff], *, values: bool
+    group: Group, findings: Sequence[Finding], counts: Counts, mine: Sequence[TensorDiff], *, values: bool, width: int
 ) -> str:
     """Return what to print for an item. findings: those to tell. mine: its tensors that are not identical."""
-    width = shutil.get_terminal_size().columns
-    width = width if width >= 40 else 80  # pytest's own rule for terminals that do not tell
     lines: list[str] = []
     for finding in findings[:_MOST_FINDINGS]:
         lines += [*_finding(finding, width), ""]
@@ -68,6 +72,11 @@ def bounded(text: str, most: int = _MOST) -> str:
     """Escape and cut what holds names from files."""
     text = one_line(text)
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _ending(name: str, most: int) -> str:
+    name = one_line(name)
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _on(finding: Finding) -> str:
@@ -112,13 +121,15 @@ def _tensors(mine: Sequence[TensorDiff], width: int) -> Iterable[str]:
     if not mine:
         return
     shown = words.worst_first(mine)[:ROWS]
+    # One long name must not push every row's numbers out of sight. Where names differ is mostly at their end.
+    most = min(_MOST_OF_A_NAME, max(40, width * 2 // 3))
     names = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
     rows = [
         dict(
             zip(
                 names,
                 (
-                    bounded(diff.name, _MOST_OF_A_NAME),
+                    _ending(diff.name, most),
                     diff.kind,
                     words.clusters_text(diff),
                     *(bounded(cell, _MOST_OF_A_NAME) for cell in words.gap_cells(diff)),

@@ -1,0 +1,116 @@
+"""What a failed assertion says: the findings, the worst tensors and the counts, in a text of bounded size."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.errors import one_line
+from syncheck.report import plain, words
+from syncheck.report import text as text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncheck.records import Finding, Group, Report, TensorDiff
+
+# Bounds of a failure's text, whatever the names in a checkpoint are.
+MOST_COLUMNS = 1000
+MOST_GROUPS = 3
+MOST_FINDINGS = 8
+MOST_UNREADABLE = 5
+_NAME, _SENTENCE = 120, 600  # characters
+_OPTION = re.compile(
+    r"(?<![\w-])--(only|include|exclude|buffers|rtol|atol|ulp|allow|group-by)\b(?: (SYN\d+|REGEX|GLOB))?"
+)
+
+
+def message(report: Report, limit: int = 10) -> str:
+    """Say what a report found in a text of bounded size: the worst groups with their findings and tensors, the counts.
+
+    limit: rows of tensors a group, 0 for all.
+    """
+    failing = [group for group in report.groups if group.verdict != "in_sync" or _refused(group)]
+    failing.sort(key=lambda group: group.verdict != "out_of_sync")
+    shown = replace(report, groups=tuple(_cut_group(group, limit) for group in failing[:MOST_GROUPS]))
+    lines = plain.render(text_of.comparison(shown, limit)).splitlines()[:-2]
+    hidden = len(failing) - len(shown.groups)
+    if hidden:
+        lines += [f"and {hidden} more groups of replicas that are not in sync", ""]
+    for file in report.unreadable[:MOST_UNREADABLE]:
+        lines.append(f"not read: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
+    lines += [_verdict(report), words.counts_line(report)]
+    codes = dict.fromkeys(f.code for group in failing for f in group.findings if f.fails)
+    title = f"replicas are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
+    if report.verdict == "out_of_sync":
+        title = f"replicas are out of sync: {', '.join(codes)}"
+    return "\n".join(_cut(in_python(line), MOST_COLUMNS) for line in [title, "", *lines])
+
+
+def could_not_compare(report: Report) -> list[TensorDiff]:
+    """List what was asked for and is no shard, and yet could not be compared."""
+    return [diff for group in report.groups for diff in _refused(group)]
+
+
+def _refused(group: Group) -> list[TensorDiff]:
+    return [diff for diff in group.tensors if diff.reason == "refused"]
+
+
+def _verdict(report: Report) -> str:
+    """Return the verdict of an assertion, which is stricter than a report's about tensors that were not compared."""
+    refused = could_not_compare(report)
+    line = words.verdict_line(report)
+    if report.verdict == "out_of_sync" or report.unreadable:
+        return line
+    if refused:
+        names = ", ".join(f"{one_line(_cut(diff.name))} ({_cut(diff.detail or '')})" for diff in refused[:3])
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        many = "1 tensor" if len(refused) == 1 else f"{len(refused)} tensors"
+        return f"COULD NOT TELL: {many} could not be compared: {names}{more}; leave them out with exclude="
+    left_out = sum(group.left_out for group in report.groups)
+    told = f"the options leave {left_out} of them out" if left_out else "none was found that could be"
+    return line.replace("options may leave all of them out", told)
+
+
+def in_python(text: str) -> str:
+    """Write the command line's options as keywords: '--allow SYN201' becomes 'allow="SYN201"'."""
+
+    def keyword(match: re.Match[str]) -> str:
+        name, value = match[1].replace("-", "_"), match[2]
+        return name if not value else f'{name}="{value}"' if value.startswith("SYN") else f"{name}={value}"
+
+    return _OPTION.sub(keyword, text).replace("-n 0 shows all", "limit=0 shows all")
+
+
+def _cut(text: str, most: int = _NAME) -> str:
+    """Shorten a text in its middle: ends of names tell more than middles."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2 - 2]}...{text[len(text) - most // 2 + 1 :]}"
+
+
+def _cut_group(group: Group, limit: int) -> Group:
+    """Return a group with names and sentences of bounded length."""
+    worst = words.worst_first([diff for diff in group.tensors if diff.reason != "rng"])
+    shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
+    return replace(
+        group,
+        name=_cut(group.name),
+        replicas=tuple(replace(replica, path=_cut(replica.path)) for replica in group.replicas),
+        notes=tuple(_cut(note, _SENTENCE) for note in group.notes[:MOST_FINDINGS]),
+        # The table counts those that it does not show.
+        tensors=(*(_cut_diff(diff) for diff in shown), *rest),
+        findings=tuple(_cut_findings(group.findings)),
+        values=tuple(replace(value, name=_cut(value.name)) for value in group.values),
+    )
+
+
+def _cut_diff(diff: TensorDiff) -> TensorDiff:
+    return replace(diff, name=_cut(diff.name), detail=None if diff.detail is None else _cut(diff.detail, _SENTENCE))
+
+
+def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:
+    failing_first = sorted(findings, key=lambda finding: not finding.fails)
+    for finding in failing_first[:MOST_FINDINGS]:
+        yield replace(finding, evidence=_cut(finding.evidence, _SENTENCE))

@@ -1,0 +1,75 @@
+"""Tensors whose bytes cannot be compared: an assertion never passes over them in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from agreement import all_raise, each_rank
+from torch import nn
+
+from syncheck.testing import OutOfSync, assert_in_sync, compare
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+ODD = ("sparse", "quantized", "nested", "meta", "lazy", "unknown dtype")
+GOOD = torch.ones(2)
+
+
+def odd(value: float = 1.0) -> dict[str, Any]:
+    """Return tensors that are not compared, each of three elements or rows."""
+    dense = torch.full((3, 3), value)
+    with torch.random.fork_rng():
+        quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
+    return {
+        "sparse": dense.to_sparse(),
+        "quantized": quantized,
+        "nested": torch.nested.nested_tensor([dense, dense]),
+        "meta": torch.empty(3, 3, device="meta"),
+        "lazy": nn.LazyLinear(3).weight,
+        "unknown dtype": torch.zeros(3, dtype=torch.uint8).view(torch.bits8),
+    }
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_was_not_compared_fails_an_assertion(what: str) -> None:
+    """One comparable tensor beside a refused one is no pass: the text names it, and exclude= leaves it out."""
+    first, second = ({"good": GOOD, "odd": odd(value)[what]} for value in (1.0, 2.0))
+    assert compare(first, second).verdict == "in_sync"  # the command line's contract, which counts it
+    with pytest.raises(OutOfSync) as caught:
+        assert_in_sync(first, second)
+    assert "COULD NOT TELL: 1 tensor could not be compared: odd (" in str(caught.value)
+    assert "leave them out with exclude=" in str(caught.value)
+    assert_in_sync(first, second, exclude="odd")
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_one_that_is_refused_on_one_replica_only_is_a_difference(what: str) -> None:
+    """A tensor that is dense on one replica and sparse, quantized or without values on another is SYN102."""
+    with pytest.raises(OutOfSync, match="SYN102"):
+        assert_in_sync({"good": GOOD, "odd": torch.ones(3, 3)}, {"good": GOOD, "odd": odd()[what]})
+
+
+@pytest.mark.parametrize(
+    "first, second, says",
+    [
+        (torch.eye(3).to_sparse(), torch.eye(4).to_sparse(), "[3, 3] on rank 0, [4, 4] on rank 1"),
+        (torch.eye(3).to_sparse(), torch.eye(3).double().to_sparse(), "float32 on rank 0, float64 on rank 1"),
+        (torch.eye(3).to_sparse(), torch.empty(3, 3, device="meta"), "a sparse tensor on rank 0, a meta tensor"),
+    ],
+    ids=["shape", "dtype", "kind"],
+)
+def test_refused_tensors_that_are_unlike_are_a_difference(first: Any, second: Any, says: str) -> None:
+    """Where shape, dtype or kind of refused tensors is known and not the same, they cannot be equal."""
+    with pytest.raises(OutOfSync) as caught:
+        assert_in_sync({"good": GOOD, "odd": first}, {"good": GOOD, "odd": second})
+    assert "SYN102" in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_refused_tensors_fail_across_ranks(syncheck_rank: Any) -> None:
+    """Sparse tensors that differ between ranks raise the same text on all of them."""
+    value = odd(1.0 + syncheck_rank.rank)["sparse"]
+    outcome = all_raise(each_rank(assert_in_sync, {"good": GOOD, "odd": value}))
+    assert "1 tensor could not be compared: odd (a sparse tensor)" in outcome.text

@@ -1,0 +1,164 @@
+"""Values beside tensors: in memory every one counts, those of optimizers and schedulers first of all."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from agreement import all_pass, all_raise, each_rank
+from torch import nn
+
+from syncheck.testing import OutOfSync, assert_in_sync, compare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def sgd(model: Any, groups: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)) -> torch.optim.Optimizer:
+    """Return an optimizer without momentum, and so without tensors, of groups of a model's parameters."""
+    parameters = list(model.parameters())
+    return torch.optim.SGD([{"params": [parameters[i] for i in group]} for group in groups], lr=0.1)
+
+
+def one_group(model: Any) -> Any:
+    return model, sgd(model)
+
+
+def two_groups(model: Any) -> Any:
+    return model, sgd(model, ((0, 1), (2, 3)))
+
+
+def swapped(model: Any) -> Any:
+    return model, sgd(model, ((0, 3), (2, 1)))
+
+
+def subset(model: Any) -> Any:
+    return model, sgd(model, ((0, 1, 2),))
+
+
+def none(model: Any) -> Any:
+    return (model,)
+
+
+def saved(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what makes the checkpoint of a model and its optimizer."""
+
+    def make(model: Any) -> Any:
+        model, optimizer = of(model)
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    return make
+
+
+def step_lr(steps: int) -> Callable[[Any], Any]:
+    def make(model: Any) -> Any:
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return model, optimizer, scheduler
+
+    return make
+
+
+def plateau(loss: float) -> Callable[[Any], Any]:
+    def make(model: Any) -> Any:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(model))
+        scheduler.step(loss)
+        return model, scheduler
+
+    return make
+
+
+def scaler(key: str, scale: float) -> Callable[[Any], Any]:
+    state = torch.amp.GradScaler("cpu", init_scale=scale).state_dict()
+    return lambda model: {"model": model.state_dict(), key: state}
+
+
+def plain(**values: Any) -> Callable[[Any], Any]:
+    return lambda model: {"model": model.state_dict(), **values}
+
+
+UNLIKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "number of groups": (one_group, two_groups, "optimizer.param_groups.1.lr"),
+    "members of groups": (two_groups, swapped, "optimizer.param_groups.0.params"),
+    "saved members": (saved(two_groups), saved(one_group), "optimizer.param_groups.1.lr"),
+    "a subset": (one_group, subset, "optimizer.param_groups.0.params"),
+    "an optimizer on one side": (one_group, none, "optimizer.param_groups.0.lr"),
+    "last_epoch": (step_lr(1), step_lr(2), "lr_scheduler.last_epoch"),
+    "best": (plateau(1.0), plateau(2.0), "best"),
+    "a scaler's scale": (scaler("amp", 8.0), scaler("amp", 4.0), "amp.scale"),
+    "a scaler's key": (scaler("amp", 8.0), scaler("scaler", 8.0), "amp.scale"),
+    "a number": (plain(temperature=0.5), plain(temperature=0.7), "temperature"),
+    "a number on one side": (plain(temperature=0.5), plain(), "temperature"),
+    "a step on one side": (plain(step=3), plain(), "step"),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_values_in_memory_count(what: str) -> None:
+    """Equal tensors with another optimizer, scheduler, scaler or number beside them fail, and the value is named."""
+    first, second, name = UNLIKE[what]
+    assert_in_sync(first(net()), first(net()))
+    with pytest.raises(OutOfSync) as caught:
+        assert_in_sync(first(net()), second(net()))
+    [finding] = caught.value.report.groups[0].findings
+    assert finding.code == "SYN299"
+    assert any(name in value for value in finding.values), finding.values
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("what", ["members of groups", "an optimizer on one side", "last_epoch"])
+def test_values_count_across_ranks(syncheck_rank: Any, what: str) -> None:
+    """What differs beside the tensors on one rank fails on all ranks."""
+    first, second, name = UNLIKE[what]
+    outcome = all_raise(each_rank(assert_in_sync, *(second if syncheck_rank.rank else first)(net())))
+    assert any(name in value for value in outcome.findings[0].values)
+
+
+def test_a_live_optimizer_agrees_with_its_state_dict() -> None:
+    """Members of groups are known by name or by position; where the two cannot be compared nothing is claimed."""
+    for make in (one_group, two_groups, subset, swapped):
+        model, optimizer = make(net())
+        assert_in_sync((model, optimizer), {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        assert_in_sync((model, optimizer), (torch.compile(model), optimizer))
+
+
+@pytest.mark.parametrize("excused", [{"exclude": "temperature"}, {"only": "params"}, {"include": "*.weight"}], ids=str)
+def test_options_leave_values_out(excused: dict[str, Any]) -> None:
+    """What the options leave out excuses a value as it does a tensor."""
+    assert_in_sync(plain(temperature=0.5)(net()), plain(temperature=0.7)(net()), **excused)
+
+
+def test_a_learning_rate_counts_whatever_tensors_are_asked_for() -> None:
+    """only= chooses among tensors; a learning rate that differs is excused by name alone, as between files."""
+    model, optimizer = one_group(net())
+    other, second = copy.deepcopy((model, optimizer))
+    second.param_groups[0]["lr"] = 0.5
+    assert compare((model, optimizer), (other, second), only="params").verdict == "out_of_sync"
+    assert_in_sync((model, optimizer), (other, second), exclude="optimizer.param_groups.*")
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_is_a_ranks_own_does_not_count(syncheck_rank: Any) -> None:
+    """The rank, its device and its random state differ by design, in memory too."""
+    rank = syncheck_rank.rank
+    own = {"args": {"local_rank": rank, "device": f"cuda:{rank}"}, "rng": {"python": (3, (rank, 7), None)}}
+    all_pass(each_rank(assert_in_sync, {"model": net().state_dict(), **own}))
+
+
+def test_between_files_a_missing_value_does_not_count(tmp_path: Path) -> None:
+    """Files keep different values; one that some lack is shown and does not fail."""
+    for name, make in (("a", plain(temperature=0.5)), ("b", plain())):
+        torch.save(make(net()), tmp_path / f"run_rank{'ab'.index(name)}.pth")
+    report = assert_in_sync(tmp_path / "run_rank0.pth", tmp_path / "run_rank1.pth")
+    assert [value.name for value in report.groups[0].values] == ["temperature"]

@@ -1,0 +1,59 @@
+"""What happens to files between opening and comparing them: places read from one file say nothing of another."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import save
+
+from syncheck import api
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def change(path: Path, how: str) -> None:
+    """Make another file, or something else, of a checkpoint."""
+    if how == "folder":
+        path.unlink()
+        path.mkdir()
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif how == "replaced":
+        os.replace(save(path.parent / f"new{path.suffix}", {"w": np.ones(4, np.float32)}), path)
+    else:  # the same size, in place
+        before = path.stat()
+        save(path, {"w": np.ones(4, np.float32)})
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+@pytest.mark.parametrize("how", ["replaced", "overwritten", "folder", "pipe"])
+def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -> None:
+    """A file that is another one when it is judged is named as changed; none of its bytes are taken for what was."""
+    paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.ones(4, np.float32)}) for rank in range(3)]
+    found = api.find(*paths)
+    assert api.judge(found).verdict == "in_sync"
+    change(paths[1], how)
+    report = api.judge(found)
+    assert report.verdict == "undecided"
+    told = "it is no file any more" if how in ("folder", "pipe") else "it was changed since it was opened"
+    assert [(file.path, file.reason) for file in report.unreadable] == [
+        (str(paths[1]), f"{told}. Run again when nothing writes it.")
+    ]
+
+
+def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the disk or of the network is one of ours, with the file, however the bytes are read."""
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    large = np.ones(1 << 20, np.float32)
+    found = api.find(*(save(tmp_path / f"w_rank{rank}.pth", {"w": large}) for rank in range(2)))
+    monkeypatch.setattr(os, "preadv", broken)
+    assert api.judge(found).unreadable[0].reason == "input/output error"
