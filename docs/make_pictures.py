@@ -26,7 +26,13 @@ def picture() -> str:
     os.chdir(HERE.parent)
     report = syncheck.compare("fixtures/desync/bn_local_stats/*.pth")
     console = Console(
-        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
+        record=True,
+        width=COLUMNS,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+        _environ={},  # the picture is the same whatever terminal it is made in
     )
     console.print(Text("$ syncheck compare -n 4 fixtures/desync/bn_local_stats/*.pth", style="bold"))
     for part in text.comparison(report, 4):
@@ -41,7 +47,10 @@ def main() -> int:
     target = HERE / "compare.svg"
     drawn = picture()
     if "--check" in sys.argv[1:]:
-        return int(target.read_text(encoding="utf-8") != drawn)
+        if target.read_text(encoding="utf-8") == drawn:
+            return 0
+        print(f"{target}: not the picture of today's output; run: python docs/make_pictures.py")
+        return 1
     target.write_text(drawn, encoding="utf-8")
     return 0
 
