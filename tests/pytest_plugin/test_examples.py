@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,8 @@ def test_the_checkpoints_are_judged(pytester: pytest.Pytester) -> None:
     """What two ranks of the trainer saved agrees but for BatchNorm's statistics, and can be accepted."""
     shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)
     # gloo may abort when an interpreter ends, after the files are written; that is not looked at here.
-    pytester.run("torchrun", "--nproc-per-node", "2", "trainer.py", timeout=90)
+    launcher = [sys.executable, "-m", "torch.distributed.run"]  # torchrun, of this environment
+    pytester.run(*launcher, "--nproc-per-node", "2", "trainer.py", timeout=90)
     result = pytester.runpytest_subprocess("--syncheck", "ckpts/*.pth")
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines(
