@@ -56,7 +56,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Help who compared state dicts with ==: Python gives up before pytest can ask for an explanation."""
     report = yield
-    if call.excinfo is not None and "is ambiguous" in str(call.excinfo.value):
+    # Of exactly these types: other exceptions' own code may raise when it is asked for a text.
+    if call.excinfo is not None and type(call.excinfo.value) in (RuntimeError, ValueError):
         from syncheck.pytest_plugin import assertion
 
         if (text := assertion.help_for(call.excinfo)) is not None:
@@ -73,7 +74,7 @@ def syncheck(request: pytest.FixtureRequest) -> Syncheck:
     from syncheck.pytest_plugin.fixture import Syncheck
 
     config = request.config
-    return Syncheck(config.rootpath, {field: config.getoption(name) for field, name in options.COMPARING.items()})
+    return Syncheck(config.rootpath, options.given(config))
 
 
 @pytest.fixture

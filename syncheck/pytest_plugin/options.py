@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -61,6 +61,11 @@ def add(parser: pytest.Parser) -> None:
         default=[],
     )
     parser.addini("syncheck_timeout", "seconds; --syncheck-timeout wins", default=str(TIMEOUT))
+
+
+def given(config: pytest.Config) -> dict[str, Any]:
+    """Return what the run's options say of how to compare, by the name that `syncheck.Options` has for it."""
+    return {field: config.getoption(option) for field, option in COMPARING.items()}
 
 
 def in_pytests_words(text: str) -> str:

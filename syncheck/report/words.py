@@ -127,11 +127,15 @@ def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
     return sorted(diffs, key=lambda d: (not d.out_of_sync, d.status != "not_compared", -(d.max_abs or 0)))
 
 
+def suspects(finding: Finding) -> str:
+    """Name the ranks of a finding: 'ranks 0-1'."""
+    return f"rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"
+
+
 def headline(finding: Finding) -> str:
     """Name a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
     allowed = ", allowed" if finding.allowed else ""
-    on = f"on rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"
-    return f"{finding.code} {finding.slug} ({finding.severity}{allowed}) {on}"
+    return f"{finding.code} {finding.slug} ({finding.severity}{allowed}) on {suspects(finding)}"
 
 
 def group_title(group: Group) -> str:

@@ -72,6 +72,36 @@ def test_fixture_and_assertions(pytester: pytest.Pytester) -> None:
     assert "fixture.py" not in text
 
 
+def test_odd_failures_stay_as_they_are(pytester: pytest.Pytester) -> None:
+    """Where == compares what cannot be explained, or an error cannot be printed, pytest's own failure stands."""
+    pytester.makepyfile(
+        """
+        import numpy as np
+
+        def test_circle():
+            a, b = {"x": 1}, {"x": 2}
+            a["a"], b["b"] = a, b
+            assert a == b
+
+        def test_values_that_fail():
+            class Odd(dict):
+                def values(self): raise KeyError("odd")
+            assert Odd(a=1) == {"a": 2}
+
+        def test_no_text():
+            class Mute(ValueError):
+                def __str__(self): raise TypeError("mute")
+            raise Mute
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(failed=3)
+    assert "INTERNALERROR" not in result.stdout.str()
+    result.stdout.fnmatch_lines_random(["E       AssertionError: *", "*Mute*"])
+    assert "RecursionError" not in result.stdout.str()
+    assert "E       KeyError" not in result.stdout.str()
+
+
 def test_run_and_project_say_how(pytester: pytest.Pytester) -> None:
     """The fixture takes the project's [tool.syncheck], and the run's options before that."""
     pytester.makepyfile(CHECKS)

@@ -63,10 +63,8 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
 
     start = config.invocation_params.dir
     check_endings(outputs, option="--syncheck-output")
-    given: dict[str, Any] = {name: config.getoption(option) for name, option in options.COMPARING.items()}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     # As the fixture does; pytest's own options are those of the rootdir too.
-    how = project.options(project.load(config.rootpath), **given)
+    how = project.options(project.load(config.rootpath), **options.given(config))
     with judging.folder(start):
         found = api.find(*asked.paths, options=how)
     root = start if is_same(start, config.rootpath) else config.rootpath

@@ -44,13 +44,12 @@ def _of_the_project(config: pytest.Config) -> list[str]:
     from syncheck import config as project
     from syncheck.errors import SyncheckError
 
-    given = {name: config.getoption(option) for name, option in options.COMPARING.items()}
     try:
         found = project.load(config.rootpath)
     except SyncheckError as error:
         return [f"syncheck: {error}"]  # what needs the options fails; nothing else has to
     parts = []
-    for key in project.applied(found, **given):
+    for key in project.applied(found, **options.given(config)):
         value = found.values[key.replace("-", "_")]
         parts.append(f"{key} {', '.join(value) if isinstance(value, tuple) else value}")
     if not parts or found.path is None:

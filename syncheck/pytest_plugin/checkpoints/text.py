@@ -55,7 +55,7 @@ def headline(findings: Sequence[Finding]) -> str:
     """Return one line for pytest's short summary."""
     first = findings[0]
     more = f" (and {', '.join(f.code for f in findings[1:4])})" if len(findings) > 1 else ""
-    return bounded(f"{first.code} {first.slug} on {_on(first)}{more}: {first.evidence}")
+    return bounded(f"{first.code} {first.slug} on {words.suspects(first)}{more}: {first.evidence}")
 
 
 def counted(counts: Counts) -> str:
@@ -77,10 +77,6 @@ def bounded(text: str, most: int = _MOST) -> str:
 def _ending(name: str, most: int) -> str:
     name = one_line(name)
     return name if len(name) <= most else f"...{name[3 - most :]}"
-
-
-def _on(finding: Finding) -> str:
-    return f"rank{'s' * (len(finding.ranks) > 1)} {words.ranks_text(finding.ranks)}"
 
 
 def _finding(finding: Finding, width: int) -> Iterable[str]:

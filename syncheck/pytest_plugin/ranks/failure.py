@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from _pytest._code.code import ExceptionChainRepr, ReprEntry, ReprEntryNative, ReprFileLocation, ReprTraceback
 
+from syncheck.records import ranks_text
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,7 +68,7 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
 
 def disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequence[Result]) -> RanksFailed:
     """Say which ranks passed and which skipped: a test that is not run everywhere proves nothing."""
-    parts = [f"{kind} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for kind, ranks in kinds.items()]
+    parts = [f"{kind} on {ranks_text(ranks)}" for kind, ranks in kinds.items()]
     disagree = "the ranks do not agree on the outcome: " if len(parts) > 1 else ""
     headline = f"{disagree}{'; '.join(parts)}"
     shown = _text(item, [f"{headline}\n"], headline)
@@ -141,7 +143,7 @@ def _standing(ended: Sequence[Result], stuck: Sequence[Result], world: int) -> l
 
 
 def _named(results: Sequence[Result]) -> str:
-    return f"rank{'s' * (len(results) > 1)} {', '.join(map(str, sorted(r.rank for r in results)))}"
+    return ranks_text(sorted(r.rank for r in results))
 
 
 def _brief(text: str) -> str:
