@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from scenarios import differing, load
 
-from train.run import build_parser, main, settings_from
+from train.options import build_parser, settings_from
+from train.run import main
 from train.settings import Settings
 
 if TYPE_CHECKING:
