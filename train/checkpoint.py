@@ -31,11 +31,12 @@ class Snapshot:
     """What one rank knows after a step.
 
     model: its tensors without any wrapper's prefix. optimizer: the optimizer's own state dict. block: the
-    metadata that syncheck.metadata() made of the run.
+    metadata that syncheck.metadata() made of the run. scaler: state of the loss scale, where there is one.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
+    scaler: dict[str, Any] | None
     epoch: int
     step: int
     block: dict[str, Any]
@@ -53,6 +54,7 @@ def encode_pth(snapshot: Snapshot) -> bytes:
             },
             "param_groups": snapshot.optimizer["param_groups"],
         },
+        **({} if snapshot.scaler is None else {"scaler": snapshot.scaler}),
         "epoch": snapshot.epoch,
         "step": snapshot.step,
         "syncheck": snapshot.block,

@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, Subset
 
 from train.data import DistributedBatchSampler, load_data
 from train.errors import UserError
-from train.methods import METHODS
+from train.faults import make_fault
+from train.methods import METHODS, check_modifiers
 from train.metrics import Meter, Score
 from train.models import build_model
 from train.progress import Plan, Silent
 from train.saver import Saver
+from train.step import Step
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to start. forward: what training calls; `method.module` is the same model unwrapped."""
+    """One run, ready to start."""
 
     settings: Settings
     ctx: RankContext
@@ -64,8 +66,7 @@ class Job:
     train_batches: Batches
     test_batches: Batches
     method: Method
-    forward: nn.Module
-    optimizer: Optimizer
+    step: Step
     saver: Saver
 
 
@@ -80,10 +81,11 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
     start, step, epoch = time.perf_counter(), 0, 0
     while step < job.plan.steps:
         epoch += 1
-        epoch_start, before = time.perf_counter(), step
+        epoch_start = time.perf_counter()
         step, meter = train_epoch(job, step, epoch, progress)
-        speed = (step - before) * settings.batch_size / (time.perf_counter() - epoch_start)
+        elapsed = time.perf_counter() - epoch_start
         trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
+        speed = trained.samples / elapsed
         progress.epoch(step, epoch, trained, test, speed)
     seconds = time.perf_counter() - start
     return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved))
@@ -91,20 +93,29 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
 
 def prepare(settings: Settings, ctx: RankContext) -> Job:
     """Load the data, build the model, and check that they fit; a collective. Raises UserError."""
+    check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
     with ctx.together():
         data = load_data(settings.data, settings.data_dir, settings.limit_train)
     samples, batch_size = len(data.train), settings.batch_size
     sampler = DistributedBatchSampler(
-        samples, batch_size, ctx.rank, ctx.world_size, shuffle=settings.shuffle, seed=settings.seed
+        samples,
+        batch_size,
+        ctx.rank,
+        ctx.world_size,
+        shuffle=settings.shuffle,
+        seed=settings.seed,
+        smallest=2 * ctx.world_size * settings.accumulate if settings.keep_last else None,
     )
     plan = make_plan(settings, samples, len(sampler))
+    fault = make_fault(settings, ctx, plan.steps)
     method = METHODS[settings.method](settings, ctx)
     model = build_model(settings.model, data.channels, data.classes, settings.width)
-    check_batchnorm(model, settings, ctx.world_size)
-    forward = method.wrap(model)
+    check_batchnorm(model, settings, ctx.world_size * method.replicas)
+    forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.
-    optimizer = build_optimizer(settings, method.module)
+    optimizer = build_optimizer(settings, method)
+    step = Step(settings, ctx, method, forward, optimizer, fault)
     return Job(
         settings=settings,
         ctx=ctx,
@@ -113,9 +124,8 @@ def prepare(settings: Settings, ctx: RankContext) -> Job:
         train_batches=DataLoader(data.train, batch_sampler=sampler),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
-        forward=forward,
-        optimizer=optimizer,
-        saver=Saver(settings, ctx, plan, method, optimizer),
+        step=step,
+        saver=Saver(settings, ctx, plan, step),
     )
 
 
@@ -125,23 +135,17 @@ def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int,
     step: optimizer steps done before. epoch: counted from 1. Returns the steps done after, and this rank's
     sums.
     """
-    batch_size, device, steps = job.settings.batch_size, job.ctx.device, job.plan.steps
-    meter, start, before = Meter(device), time.perf_counter(), step
+    steps, meter, start, seen = job.plan.steps, Meter(job.ctx.device), time.perf_counter(), 0
     job.sampler.set_epoch(epoch - 1)
-    job.forward.train()
-    for x, y in job.train_batches:
-        set_learning_rate(job.optimizer, job.settings.lr * schedule(step, steps))
-        logits, labels = job.forward(x.to(device)), y.to(device)
-        loss_sum = F.cross_entropy(logits, labels, reduction="sum")
-        # Divided by the global batch, not by this rank's share of it: uneven shares then weigh what they
-        # should.
-        job.method.backward(loss_sum / batch_size)
-        job.method.step(job.optimizer)
+    job.step.forward.train()
+    for samples, (x, y) in zip(job.sampler.sizes, job.train_batches, strict=True):
+        set_learning_rate(job.step.optimizer, job.settings.lr * schedule(step, steps))
         step += 1
+        job.step.run(step, x, y, samples, meter)
         # Saved at once: no later forward may touch the buffers before.
         job.saver.after_step(step)
-        meter.add(loss_sum, logits, labels)
-        progress.step(step, epoch, meter, (step - before) * batch_size / (time.perf_counter() - start))
+        seen += samples
+        progress.step(step, epoch, meter, seen / (time.perf_counter() - start))
         if step == steps:
             break
     return step, meter
@@ -157,23 +161,25 @@ def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
     return Plan(settings.run, math.ceil(steps / steps_per_epoch), steps, steps_per_epoch)
 
 
-def check_batchnorm(model: nn.Module, settings: Settings, world_size: int) -> None:
+def check_batchnorm(model: nn.Module, settings: Settings, replicas: int) -> None:
     """Refuse a batch that leaves BatchNorm one sample to normalize, which is zero minus its own mean.
 
     The smallest share counts, for a rank that fails alone leaves the others waiting. Raises UserError.
     """
-    share = settings.batch_size if settings.sync_bn else settings.batch_size // world_size
-    if share < 2 and any(isinstance(module, _BatchNorm) for module in model.modules()):
-        advice = f"use {2 * world_size} or more" + (", or --sync-bn" if settings.batch_size > 1 else "")
+    parts = settings.accumulate if settings.sync_bn else replicas * settings.accumulate
+    if settings.batch_size // parts < 2 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        advice = f"use {2 * parts} or more"
+        if not settings.sync_bn and "--sync-bn" not in METHODS[settings.method].refuses and settings.batch_size > 1:
+            advice += ", or --sync-bn"
         raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")
 
 
-def build_optimizer(settings: Settings, module: nn.Module) -> Optimizer:
-    """Build the optimizer over all parameters of the unwrapped model, in their order."""
+def build_optimizer(settings: Settings, method: Method) -> Optimizer:
+    """Let the method build the optimizer that the settings name."""
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(module.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    return torch.optim.SGD(
-        module.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        return method.build_optimizer(torch.optim.AdamW, lr=settings.lr, weight_decay=settings.weight_decay)
+    return method.build_optimizer(
+        torch.optim.SGD, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
 
 
@@ -206,7 +212,7 @@ def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
     """
     module.eval()
     meter = Meter(ctx.device)
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: FSDP keeps what it gathers
         for x, y in batches:
             logits, labels = module(x.to(ctx.device)), y.to(ctx.device)
             meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)

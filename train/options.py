@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from train.checkpoint import FORMATS
 from train.data import DATASETS
 from train.errors import UserError
+from train.faults import FAULTS, list_faults
 from train.launch import launched
 from train.methods import METHODS
 from train.models import MODELS
@@ -35,14 +37,40 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+class ListFaults(argparse.Action):
+    """Print the table of the faults on rank 0 and leave."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:  # noqa: A002 - argparse's
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Leave with 0: it was asked for."""
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(list_faults())
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """List the options; their defaults are those of Settings."""
     parser = Parser(prog="run.py", description=DESCRIPTION, allow_abbrev=False)
-    method = parser.add_argument_group("method")
-    method.add_argument("--method", choices=METHODS, help="default: ddp under torchrun, single without")
-    method.add_argument("--sync-bn", action="store_true", help="BatchNorm over the samples of all ranks")
-    method.add_argument("--no-buffer-sync", action="store_true", help="let each rank keep its own BatchNorm statistics")
-    method.add_argument(
+    _add_method(parser.add_argument_group("method"))
+    _add_modifiers(parser.add_argument_group("modifiers of the method"))
+    _add_faults(parser.add_argument_group("planted desyncs, to see what they look like"))
+    _add_task(parser.add_argument_group("model and data"))
+    _add_optimization(parser.add_argument_group("optimization"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_method(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--method", choices=METHODS, help="default: ddp under torchrun, single without")
+    group.add_argument(
+        "--replicas", type=int, metavar="N", help="dp: replicas (its GPUs, or 2); hsdp: copies of the sharded model (2)"
+    )
+    group.add_argument(
+        "--average-every", type=int, metavar="N", help="localsgd: steps between two averages of the models (4)"
+    )
+    group.add_argument(
         "--timeout",
         type=float,
         default=120.0,
@@ -50,62 +78,108 @@ def build_parser() -> argparse.ArgumentParser:
         help="wait this long for other ranks (%(default)s)",
     )
 
-    task = parser.add_argument_group("model and data")
-    task.add_argument("--model", choices=MODELS, default=DEFAULT.model, help="(%(default)s)")
-    task.add_argument("--width", type=int, help="channels of the first layer (default: the model's own)")
-    task.add_argument("--data", choices=DATASETS, default=DEFAULT.data, help="(%(default)s)")
-    task.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the clone's own)")
-    task.add_argument("--limit-train", type=int, metavar="N", help="use the first N training samples only")
-    task.add_argument("--no-shuffle", action="store_true", help="the same order in every epoch")
 
-    run = parser.add_argument_group("optimization")
-    run.add_argument("--epochs", type=int, default=DEFAULT.epochs, metavar="N", help="(%(default)s)")
-    run.add_argument("--max-steps", type=int, metavar="N", help="end after N optimizer steps, if the epochs have more")
-    run.add_argument(
+def _add_modifiers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--sync-bn", action="store_true", help="BatchNorm over the samples of all ranks")
+    group.add_argument("--no-buffer-sync", action="store_true", help="let each rank keep its own BatchNorm statistics")
+    group.add_argument(
+        "--amp",
+        choices=("off", "bf16", "fp16"),
+        default=DEFAULT.amp,
+        help="mixed precision by torch.autocast, with loss scaling for fp16 (%(default)s)",
+    )
+    group.add_argument(
+        "--accumulate",
+        type=int,
+        default=DEFAULT.accumulate,
+        metavar="K",
+        help="split each rank's share into K micro-batches; gradients are reduced after the last (%(default)s)",
+    )
+    group.add_argument("--grad-clip", type=float, metavar="NORM", help="clip the norm of the whole gradient")
+    group.add_argument(
+        "--find-unused", action="store_true", help="let DDP look for parameters that a step does not use"
+    )
+
+
+def _add_faults(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--fault", metavar="NAME", choices=FAULTS, help="plant one; --list-faults names them")
+    group.add_argument("--fault-step", type=int, metavar="N", help="the step at which it strikes (default: its own)")
+    group.add_argument("--list-faults", action=ListFaults, help="list the faults and what each does, and exit")
+
+
+def _add_task(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", choices=MODELS, default=DEFAULT.model, help="(%(default)s)")
+    group.add_argument("--width", type=int, help="channels of the first layer (default: the model's own)")
+    group.add_argument("--data", choices=DATASETS, default=DEFAULT.data, help="(%(default)s)")
+    group.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the clone's own)")
+    group.add_argument("--limit-train", type=int, metavar="N", help="use the first N training samples only")
+    group.add_argument(
+        "--keep-last",
+        action="store_true",
+        help="train on the last, smaller batch of each epoch too, if it holds 2 samples for each rank and micro-batch",
+    )
+    group.add_argument("--no-shuffle", action="store_true", help="the same order in every epoch")
+
+
+def _add_optimization(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--epochs", type=int, default=DEFAULT.epochs, metavar="N", help="(%(default)s)")
+    group.add_argument(
+        "--max-steps", type=int, metavar="N", help="end after N optimizer steps, if the epochs have more"
+    )
+    group.add_argument(
         "--batch-size",
         type=int,
         default=DEFAULT.batch_size,
         metavar="N",
         help="global batch, split over the ranks; an uneven split is weighted exactly (%(default)s)",
     )
-    run.add_argument("--optimizer", choices=LEARNING_RATES, default=DEFAULT.optimizer, help="(%(default)s)")
+    group.add_argument("--optimizer", choices=LEARNING_RATES, default=DEFAULT.optimizer, help="(%(default)s)")
     rates = ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items())
-    run.add_argument("--lr", type=float, help=f"peak of warm-up and cosine decay (default: {rates})")
-    run.add_argument("--momentum", type=float, default=DEFAULT.momentum, help="of sgd (%(default)s)")
-    run.add_argument("--weight-decay", type=float, default=DEFAULT.weight_decay, help="(%(default)s)")
-    run.add_argument("--seed", type=int, default=DEFAULT.seed, help="of weights and order (%(default)s)")
+    group.add_argument("--lr", type=float, help=f"peak of warm-up and cosine decay (default: {rates})")
+    group.add_argument("--momentum", type=float, default=DEFAULT.momentum, help="of sgd (%(default)s)")
+    group.add_argument("--weight-decay", type=float, default=DEFAULT.weight_decay, help="(%(default)s)")
+    group.add_argument("--seed", type=int, default=DEFAULT.seed, help="of weights and order (%(default)s)")
 
-    output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, default=DEFAULT.out, metavar="DIR", help="(%(default)s)")
-    output.add_argument("--save-per-rank", action="store_true", help="at the end, write DIR/<run>_rank<r>")
-    output.add_argument(
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--out", type=Path, default=DEFAULT.out, metavar="DIR", help="(%(default)s)")
+    group.add_argument("--save-per-rank", action="store_true", help="at the end, write DIR/<run>_rank<r>")
+    group.add_argument(
         "--save-every",
         type=int,
         metavar="N",
         help="also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank",
     )
-    output.add_argument("--save-format", choices=FORMATS, default=DEFAULT.save_format, help="(%(default)s)")
-    output.add_argument(
+    group.add_argument("--save-format", choices=FORMATS, default=DEFAULT.save_format, help="(%(default)s)")
+    group.add_argument(
         "--progress",
         choices=("auto", "bar", "plain", "none"),
         default="auto",
         help="a bar on a terminal, else a line per epoch (%(default)s)",
     )
-    return parser
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """Turn parsed arguments into the settings of a run."""
     return Settings(
         method=args.method or ("ddp" if launched(os.environ) else "single"),
+        replicas=args.replicas,
+        average_every=args.average_every,
         sync_bn=args.sync_bn,
         buffer_sync=not args.no_buffer_sync,
+        amp=args.amp,
+        accumulate=args.accumulate,
+        grad_clip=args.grad_clip,
+        find_unused=args.find_unused,
+        fault=args.fault,
+        fault_step=args.fault_step,
         model=args.model,
         width=args.width,
         data=args.data,
         data_dir=args.data_dir,
         limit_train=args.limit_train,
         shuffle=not args.no_shuffle,
+        keep_last=args.keep_last,
         epochs=args.epochs,
         max_steps=args.max_steps,
         batch_size=args.batch_size,

@@ -19,12 +19,10 @@ from train.checkpoint import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch.optim import Optimizer
-
     from train.launch import RankContext
-    from train.methods.base import Method
     from train.progress import Plan
     from train.settings import Settings
+    from train.step import Step
 
 
 class Saver:
@@ -34,9 +32,9 @@ class Saver:
     removed before any rank writes. Raises UserError on all ranks when one of them cannot write.
     """
 
-    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, method: Method, optimizer: Optimizer) -> None:
-        self.settings, self.ctx, self.plan = settings, ctx, plan
-        self.method, self.optimizer = method, optimizer
+    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, job: Step) -> None:
+        self.settings, self.ctx, self.plan, self.job = settings, ctx, plan, job
+        self.replicas = ctx.world_size * job.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.run_id = ctx.gather(secrets.token_hex(8))[0]
         if settings.save_per_rank:
@@ -49,7 +47,7 @@ class Saver:
 
     def after_step(self, step: int) -> None:
         """Save what is due after this optimizer step, counted from 1; a collective if anything is."""
-        s, ranks = self.settings, range(self.ctx.world_size)
+        s, ranks = self.settings, range(self.replicas)
         if not s.save_per_rank:
             return
         if s.save_every is not None and step % s.save_every == 0:
@@ -58,21 +56,26 @@ class Saver:
             self._save([final_path(s.out, s.run, rank, s.save_format) for rank in ranks], step)
 
     def _save(self, paths: list[Path], step: int) -> None:
-        """Write this rank's one of `paths`; all ranks hear whether all of them could."""
+        """Write this process's replicas to their `paths`; all ranks hear whether all of them could."""
         epoch = step // self.plan.steps_per_epoch  # epochs done
-        block = metadata(
-            run=self.settings.run,
-            run_id=self.run_id,
-            rank=self.ctx.rank,
-            world_size=self.ctx.world_size,
-            step=step,
-            epoch=epoch,
-            model=self.method.module,
-            optimizer=self.optimizer,
-            buffers_synced=self.method.buffers_synced,
-            config=self.settings.config(self.ctx.world_size),
-        )
-        snapshot = Snapshot(self.method.state(), self.optimizer.state_dict(), epoch, step, block)
+        method, scaler = self.job.method, self.job.scaler
+        replicas = method.state(self.job.optimizer)
         with self.ctx.together():
-            write_atomic(paths[self.ctx.rank], FORMATS[self.settings.save_format](snapshot))
+            for index, replica in enumerate(replicas, self.ctx.rank * method.replicas):
+                block = metadata(
+                    run=self.settings.run,
+                    run_id=self.run_id,
+                    rank=index,
+                    world_size=self.replicas,
+                    step=step,
+                    epoch=epoch,
+                    model=method.module,
+                    optimizer=replica.optimizer,
+                    config=self.settings.config(self.replicas),
+                    host=self.job.fault.host,
+                    **method.facts,
+                )
+                state = scaler.state_dict() if scaler.is_enabled() else None
+                snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block)
+                write_atomic(paths[index], FORMATS[self.settings.save_format](snapshot))
         self.saved += paths

@@ -17,20 +17,34 @@ LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 class Settings:
     """All that decides a run; the defaults are those of the command line.
 
-    batch_size: samples per optimizer step, over all ranks together. width: channels of the model's first
-    layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many training samples
-    only. save_every: optimizer steps between two saved steps.
+    batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
+    micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient.
+    replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
+    average_every: steps between two averages of localsgd; None for its default. width: channels of the
+    model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
+    training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
+    optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
+    counted from 1, at which it strikes; None for its own default.
     """
 
     method: str = "single"
+    replicas: int | None = None
+    average_every: int | None = None
     sync_bn: bool = False
     buffer_sync: bool = True
+    amp: str = "off"
+    accumulate: int = 1
+    grad_clip: float | None = None
+    find_unused: bool = False
+    fault: str | None = None
+    fault_step: int | None = None
     model: str = "resnet8"
     width: int | None = None
     data: str = "digits"
     data_dir: Path | None = None
     limit_train: int | None = None
     shuffle: bool = True
+    keep_last: bool = False
     epochs: int = 10
     max_steps: int | None = None
     batch_size: int = 32
@@ -52,6 +66,16 @@ class Settings:
             parts.append("syncbn")
         if not self.buffer_sync:
             parts.append("nobufsync")
+        if self.amp != "off":
+            parts.append(f"amp-{self.amp}")
+        if self.accumulate > 1:
+            parts.append(f"accum{self.accumulate}")
+        if self.grad_clip is not None:
+            parts.append(f"clip{self.grad_clip:g}")
+        if self.find_unused:
+            parts.append("unused")
+        if self.fault is not None:
+            parts.append(f"fault-{self.fault}")
         return "-".join(parts)
 
     def config(self, world_size: int) -> dict[str, Any]:
@@ -62,13 +86,22 @@ class Settings:
         """
         return {
             "method": self.method,
+            "replicas": self.replicas,
+            "average_every": self.average_every,
             "sync_bn": self.sync_bn,
             "buffer_sync": self.buffer_sync,
+            "amp": self.amp,
+            "accumulate": self.accumulate,
+            "grad_clip": self.grad_clip,
+            "find_unused": self.find_unused,
+            "fault": self.fault,
+            "fault_step": self.fault_step,
             "model": self.model,
             "width": self.width,
             "data": self.data,
             "limit_train": self.limit_train,
             "shuffle": self.shuffle,
+            "keep_last": self.keep_last,
             "epochs": self.epochs,
             "max_steps": self.max_steps,
             "batch_size": self.batch_size,
@@ -94,18 +127,26 @@ def check(settings: Settings, world_size: int) -> None:
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
+        ("--accumulate", s.accumulate),
+        ("--replicas", s.replicas),
+        ("--average-every", s.average_every),
+        ("--fault-step", s.fault_step),
     ):
         if number is not None and number < 1:
             raise UserError(f"{option} {number}: needs 1 or more")
     if not (math.isfinite(s.lr) and s.lr > 0):
         raise UserError(f"--lr {s.lr}: needs a positive number")
+    if s.grad_clip is not None and not (math.isfinite(s.grad_clip) and s.grad_clip > 0):
+        raise UserError(f"--grad-clip {s.grad_clip}: needs a positive number")
     if not 0 <= s.momentum < 1:
         raise UserError(f"--momentum {s.momentum}: needs a number from 0 to below 1")
     if not (math.isfinite(s.weight_decay) and s.weight_decay >= 0):
         raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number")
     if not 0 <= s.seed < 2**63:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
-    if s.batch_size < world_size:
-        raise UserError(
-            f"--batch-size {s.batch_size} (global) leaves some of {world_size} ranks empty; use {world_size} or more"
-        )
+    if s.fault_step is not None and s.fault is None:
+        raise UserError("--fault-step: needs --fault; --list-faults names them")
+    if s.batch_size < world_size * s.accumulate:
+        parts = f"{world_size} ranks" + (f" x {s.accumulate} micro-batches" if s.accumulate > 1 else "")
+        least = world_size * s.accumulate
+        raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")

@@ -22,6 +22,7 @@ from train.engine import (
 )
 from train.errors import UserError
 from train.launch import RankContext
+from train.methods.single import Single
 from train.models import build_model
 from train.progress import Silent
 from train.settings import Settings
@@ -124,9 +125,11 @@ def test_batchnorm_needs_two_samples_a_rank(settings: Settings, world_size: int,
 
 def test_optimizer_takes_all_parameters_in_order() -> None:
     """The integer ids of the optimizer's state follow the model's own order of parameters."""
-    model = build_model("resnet8", 1, 10, 4)
     for name, kind in (("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)):
-        optimizer = build_optimizer(Settings(optimizer=name), model)
+        settings = Settings(optimizer=name)
+        method = Single(settings, RankContext())
+        model = method.wrap(build_model("resnet8", 1, 10, 4))
+        optimizer = build_optimizer(settings, method)
         assert isinstance(optimizer, kind)
         (group,) = optimizer.param_groups
         assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FLAGS = {
+    "--accumulate",
+    "--amp",
+    "--average-every",
+    "--fault",
+    "--fault-step",
+    "--find-unused",
+    "--grad-clip",
+    "--keep-last",
+    "--list-faults",
+    "--replicas",
     "--batch-size",
     "--data",
     "--data-dir",
@@ -86,8 +96,9 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
         ("--timeout nan", "--timeout nan: needs seconds, above 0 and up to 604800"),
         ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
         ("--method ddp", "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py'"),
-        ("--sync-bn", "--sync-bn: --method single has no other replica; use --method ddp"),
-        ("--no-buffer-sync", "--no-buffer-sync: --method single has no other replica; use --method ddp"),
+        ("--sync-bn", "--sync-bn: not with --method single: it has no other replica to share statistics with"),
+        ("--find-unused", "--find-unused: not with --method single: it reduces no gradients, so it waits for none"),
+        ("--replicas 2", "--replicas: only for --method dp and hsdp, not for single"),
         ("--save-per-rank --out /dev/null/ckpts", "cannot write to --out /dev/null/ckpts: Not a directory"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
     ],

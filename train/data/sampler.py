@@ -17,25 +17,41 @@ class DistributedBatchSampler(Sampler[list[int]]):
     samples: how many there are. batch_size: of the global batch. Rank r takes every world_size-th index of
     the batch from the r-th on, so shares differ by at most one, lower ranks first. Where they are even, these
     are the batches of torch.utils.data.DistributedSampler with the same seed (a test compares them); that one
-    cannot split unevenly, it repeats samples instead. Samples that do not fill a last global batch are
-    dropped, other ones each epoch, so that every rank makes the same number of steps and every step has the
-    same weight.
+    cannot split unevenly, it repeats samples instead.
+
+    Samples that do not fill a last global batch are dropped, other ones each epoch, so that every step has the
+    same weight; unless `smallest` is given: then they are a batch of their own if there are that many. Either
+    way every rank makes the same number of steps. sizes: samples of each global batch, over all ranks.
 
     Call `set_epoch` before each epoch: without it every epoch has the same order.
     """
 
-    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        smallest: int | None = None,
+    ) -> None:
         self.samples, self.batch_size = samples, batch_size
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed = shuffle, seed
         self.epoch = 0
+        full, rest = divmod(samples, batch_size)
+        self.sizes = [batch_size] * full
+        if smallest is not None and rest >= smallest:
+            self.sizes.append(rest)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; the same on all ranks."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.samples // self.batch_size
+        return len(self.sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.shuffle:
@@ -43,6 +59,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             order = torch.randperm(self.samples, generator=generator).tolist()
         else:
             order = list(range(self.samples))
-        for batch in range(len(self)):
-            start = batch * self.batch_size
-            yield order[start + self.rank : start + self.batch_size : self.world_size]
+        start = 0
+        for size in self.sizes:
+            yield order[start + self.rank : start + size : self.world_size]
+            start += size

@@ -4,13 +4,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from train.errors import UserError
 from train.methods.ddp import Ddp
 from train.methods.single import Single
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from train.methods.base import Method
+    from train.settings import Settings
+
+__all__ = ["METHODS", "MODIFIERS", "check_modifiers"]
 
 METHODS: dict[str, type[Method]] = {
     "single": Single,
     "ddp": Ddp,
 }
+# Which options change how a method works, and whether the settings use them. Only some have one of their own.
+MODIFIERS: dict[str, Callable[[Settings], bool]] = {
+    "--sync-bn": lambda s: s.sync_bn,
+    "--no-buffer-sync": lambda s: not s.buffer_sync,
+    "--amp bf16": lambda s: s.amp == "bf16",
+    "--amp fp16": lambda s: s.amp == "fp16",
+    "--accumulate": lambda s: s.accumulate > 1,
+    "--grad-clip": lambda s: s.grad_clip is not None,
+    "--find-unused": lambda s: s.find_unused,
+    "--save-format safetensors": lambda s: s.save_per_rank and s.save_format == "safetensors",
+}
+OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
+    "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
+    "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
+}
+
+
+def check_modifiers(settings: Settings) -> None:
+    """Refuse an option that makes no sense with the method, with the reason. Raises UserError."""
+    method = settings.method
+    for option, used in MODIFIERS.items():
+        if used(settings) and option in METHODS[method].refuses:
+            raise UserError(f"{option}: not with --method {method}: {METHODS[method].refuses[option]}")
+    for option, (given, owners) in OWN.items():
+        if given(settings) and method not in owners:
+            raise UserError(f"{option}: only for --method {' and '.join(owners)}, not for {method}")

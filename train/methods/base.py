@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
     from torch import Tensor, nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from train.launch import RankContext
     from train.settings import Settings
 
 
-class Method(Protocol):
-    """One way to train one model on several processes.
+@dataclass(frozen=True)
+class Replica:
+    """What one checkpoint holds: a model's tensors, named as without any wrapper, and its optimizer; not copied."""
 
-    grouped: whether it needs a process group. module: the model without any wrapper, on its device, once
-    `wrap` has run. buffers_synced: whether running statistics are synchronized at least once a step, if one
-    forward late, rather than never.
+    model: dict[str, Tensor]
+    optimizer: Optimizer
+
+
+class Method(Protocol):
+    """One way to train one model on several processes or devices.
+
+    grouped: whether it needs a process group. refuses: options that make no sense with it, each with the
+    reason. replicas: how many replicas of the model this process holds. module: the model without any
+    wrapper, on its device, once `wrap` has run.
     """
 
-    grouped: bool
+    grouped: ClassVar[bool]
+    refuses: ClassVar[Mapping[str, str]]
+    replicas: int
     module: nn.Module
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None: ...
 
     @property
-    def buffers_synced(self) -> bool:
-        """Say what the metadata block tells readers of the checkpoint."""
+    def facts(self) -> dict[str, Any]:
+        """Collect what the metadata block tells readers of the checkpoint: arguments of syncheck.metadata()."""
         ...
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Prepare a model that is equal on all ranks, and return what training calls."""
         ...
 
+    def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
+        """Build the optimizer over all parameters of the unwrapped model, in their order."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep the gradients of this forward and backward on their rank: more of the batch is to come."""
+        ...
+
     def backward(self, loss: Tensor) -> None:
-        """Leave the global batch's gradient in every rank's parameters.
+        """Leave the global batch's gradient where `step` needs it.
 
         loss: this rank's share of the global mean: the sum over its own samples divided by the global batch
         size.
         """
         ...
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Update the parameters and clear their gradients."""
+    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Update the parameters and clear their gradients. scaler: passes all through, except with --amp fp16."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """Name the model's tensors as they are on this rank, as without any wrapper; not copied."""
+    def state(self, optimizer: Optimizer) -> list[Replica]:
+        """Give each replica that this process holds; as many as `replicas`, on every call."""
         ...

@@ -7,14 +7,19 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
+from train.methods.base import Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
     from torch import Tensor, nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from train.launch import RankContext
@@ -30,16 +35,19 @@ class Ddp:
     place.
     """
 
-    grouped = True
+    grouped: ClassVar[bool] = True
+    refuses: ClassVar[Mapping[str, str]] = {}
+    replicas = 1
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
         self.module: nn.Module
+        self.wrapper: DistributedDataParallel
 
     @property
-    def buffers_synced(self) -> bool:
-        """By default the next forward makes them equal: one step late for a file saved before it."""
-        return self.settings.sync_bn or self.settings.buffer_sync
+    def facts(self) -> dict[str, Any]:
+        """By default the next forward makes buffers equal: one step late for a file saved before it."""
+        return {"buffers_synced": self.settings.sync_bn or self.settings.buffer_sync}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Put the model where it computes, and let DDP watch its gradients."""
@@ -49,35 +57,52 @@ class Ddp:
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
         # 1b. Wrap. This sends rank 0's parameters and buffers to all, so they start equal whatever the seeds
-        #     were. On a GPU, name it; on the CPU there is nothing to name.
-        device_ids = [self.ctx.device.index] if self.ctx.device.type == "cuda" else None
-        arguments: dict[str, Any] = buffer_arguments(self.settings.buffer_sync)
+        #     were. On a GPU, name it; on the CPU there is nothing to name. A parameter that a step does not
+        #     use would be waited for in vain, unless DDP is told to look for such.
+        self.wrapper = DistributedDataParallel(
+            self.module,
+            device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
+            find_unused_parameters=self.settings.find_unused,
+            **buffer_arguments(self.settings.buffer_sync),
+        )
         # 1c. Train through the wrapper, or no gradient is averaged; evaluate and save through the module, or
         #     the wrapper copies rank 0's buffers over the others and hides that they differ.
-        return DistributedDataParallel(self.module, device_ids=device_ids, **arguments)
+        return self.wrapper
+
+    def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
+        """Build this rank's optimizer, equal to all others'."""
+        # 2. As in single.py: DDP averages gradients, and knows nothing of the optimizer.
+        return kind(self.module.parameters(), **arguments)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leave the gradients of this micro-batch where they are, to be averaged with the last one's."""
+        # 3a. Around the forward too: it is the forward that decides whether its backward will synchronize.
+        no_sync: AbstractContextManager[None] = self.wrapper.no_sync()
+        return no_sync
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients, which DDP averages over the ranks on the way."""
-        # 2a. DDP divides the sum by the number of ranks, but the shares in `loss` already add up to the
+        # 3b. DDP divides the sum by the number of ranks, but the shares in `loss` already add up to the
         #     global mean: undo the division. (With even shares this equals the usual mean over the rank's own
         #     samples.)
         loss = loss * self.ctx.world_size
-        # 2. Every rank must call this equally often, for each waits for all the others.
+        # 3. Every rank must call this equally often, for each waits for all the others.
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters: equal values, equal gradients, so they stay equal without being sent."""
-        # 3. As in single.py.
-        optimizer.step()
+        # 4. As in single.py. The scaler sees the averaged gradients, so all ranks leave out the same steps.
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
-    def state(self) -> dict[str, Tensor]:
-        """Name this rank's tensors."""
-        # 4. Of the module, not of the wrapper, which would put "module." before every name.
-        return self.module.state_dict()
+    def state(self, optimizer: Optimizer) -> list[Replica]:
+        """Give this rank's replica."""
+        # 5. Of the module, not of the wrapper, which would put "module." before every name.
+        return [Replica(self.module.state_dict(), optimizer)]
 
 
-def buffer_arguments(sync: bool) -> dict[str, bool]:
+def buffer_arguments(sync: bool) -> dict[str, Any]:
     """Spell "leave the buffers alone" for the torch at hand; nothing where they are to be synchronized.
 
     forward_sync_buffers still sends them once at the start; broadcast_buffers, which it replaced in torch

@@ -1,0 +1,75 @@
+"""One optimizer step: micro-batches, mixed precision and clipping, the same for every method."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from train.faults import Fault
+    from train.launch import RankContext
+    from train.methods.base import Method
+    from train.metrics import Meter
+    from train.settings import Settings
+
+PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Step:
+    """Trains on one global batch.
+
+    The order is that of https://docs.pytorch.org/docs/stable/notes/amp_examples.html: forward and loss under
+    autocast, backward outside it on the scaled loss, unscale, clip, step. Parameters stay in float32.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ctx: RankContext,
+        method: Method,
+        forward: nn.Module,
+        optimizer: Optimizer,
+        fault: Fault,
+    ) -> None:
+        self.settings, self.ctx, self.method, self.forward = settings, ctx, method, forward
+        self.optimizer, self.fault = optimizer, fault
+        # float16 ends at 6e-8, where many gradients lie: they are computed of a larger loss, and scaled back.
+        # bfloat16 has the range of float32 and needs none of it.
+        self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
+
+    def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
+        """Update the model once.
+
+        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N] int64. meter:
+        counts the share.
+        """
+        parts = self.settings.accumulate
+        device = self.ctx.device
+        for part, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1):
+            # Gradients add up over the micro-batches; they travel to the other ranks once, with the last.
+            with nullcontext() if part == parts else self.method.no_sync():
+                self._accumulate(xs.to(device), ys.to(device), samples, meter)
+        self.scaler.unscale_(self.optimizer)
+        if self.settings.grad_clip is not None:
+            # The gradient is complete and equal on all ranks, so all clip by the same factor.
+            clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
+        self.fault.before_step(step, self.method, self.optimizer, xs.to(device))
+        self.method.step(self.optimizer, self.scaler)
+        self.fault.after_step(step, self.method, self.optimizer)
+
+    def _accumulate(self, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
+        """Add the gradient of one micro-batch."""
+        precision = PRECISION[self.settings.amp]
+        with torch.autocast(self.ctx.device.type, precision, enabled=self.settings.amp != "off"):
+            logits = self.forward(x)
+            loss_sum = F.cross_entropy(logits, y, reduction="sum")
+        # Divided by the global batch, not by this micro-batch: uneven shares then weigh what they should.
+        self.method.backward(self.scaler.scale(loss_sum / samples))
+        meter.add(loss_sum, logits, y)
