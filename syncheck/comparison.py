@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from syncheck.records import Snapshot, Tensor
 
 
+# Kinds of what ZeRO deals out to the ranks.
+_OPTIMIZER = ("optimizer", "optimizer_step")
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What to compare and what to excuse.
@@ -49,6 +53,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     diffs: list[TensorDiff] = []
     left_out = 0
+    zero = all(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
     if len(snapshots) > 1:
         with Files() as files:
             for name, tensors in found.items():
@@ -60,7 +65,8 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
                     by_kind[kind]["not_compared"] += 1
                     diffs.append(not_asked_for(name, kind, tensors))
                     continue
-                diff = compare_tensor(name, kind, tensors, tuple(snapshots), files, selection.tolerance)
+                apart = zero and kind in _OPTIMIZER
+                diff = compare_tensor(name, kind, tensors, tuple(snapshots), files, selection.tolerance, sharded=apart)
                 by_kind[kind][diff.status if diff else "identical"] += 1
                 if diff is not None:
                     diffs.append(diff)

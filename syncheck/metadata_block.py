@@ -38,6 +38,8 @@ def metadata(
     optimizer: Any = None,
     buffers_synced: bool | None = None,
     mesh: Mapping[str, int] | None = None,
+    optimizer_sharded: bool = False,
+    averaging: Mapping[str, int] | None = None,
     config: Mapping[str, Any] | None = None,
     host: str | None = None,
 ) -> dict[str, Any]:
@@ -49,7 +51,9 @@ def metadata(
     parameters and BatchNorm momentum. optimizer: asked for the order of its parameters. buffers_synced: True if the
     method synchronizes buffers at least once a step (SyncBatchNorm; plain DDP, with one step's lag), False if it
     never does (DDP with forward_sync_buffers=False, FSDP), None where that is not known.
-    mesh: coordinates of this rank by mesh dimension.
+    mesh: coordinates of this rank by mesh dimension. optimizer_sharded: True where each rank holds its own part of the
+    optimizer's state, as with ZeRO. averaging: of local SGD, when models are averaged: ``period`` and
+    ``warmup_steps`` in optimizer steps, ``last_step`` the last at which they were (0: not yet).
     config: what distinguishes this run from others; runs that differ in ``sync_bn`` only are reported as a pair.
 
     Raises ValueError for a rank outside 0..world_size-1.
@@ -66,6 +70,8 @@ def metadata(
         "world_size": world_size,
         "host": host if host is not None else os.uname().nodename,
         "mesh": dict(mesh or {}),
+        "optimizer_sharded": optimizer_sharded,
+        "averaging": dict(averaging or {}),
         "buffers_synced": buffers_synced,
         "config": dict(config or {}),
         "versions": _versions(),
@@ -113,6 +119,8 @@ def parse(block: object, path: str) -> Metadata:
         world_size=get("world_size", int, None),
         host=get("host", str, None),
         mesh=get("mesh", dict, {}),
+        optimizer_sharded=get("optimizer_sharded", bool, False),
+        averaging=get("averaging", dict, {}),
         buffers=names("buffers") if block.get("buffers") is not None else None,
         frozen=names("frozen"),
         bn_momentum=get("bn_momentum", dict, {}),

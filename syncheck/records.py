@@ -42,6 +42,10 @@ class Metadata:
     optimizer_parameters: tuple[str, ...] = ()
     """Parameter names in the order of the optimizer's integer ids."""
     buffers_synced: bool | None = None
+    optimizer_sharded: bool = False
+    """Whether each rank holds its own part of the optimizer's state, as with ZeRO."""
+    averaging: Mapping[str, int] = field(default_factory=dict)
+    """Of local SGD: period, warmup_steps and last_step, in optimizer steps."""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

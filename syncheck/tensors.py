@@ -22,12 +22,20 @@ Sets = tuple[tuple[int, ...], ...]
 
 
 def compare_tensor(
-    name: str, kind: str, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], files: Files, tolerance: Tolerance
+    name: str,
+    kind: str,
+    tensors: Mapping[int, Tensor],
+    ranks: tuple[int, ...],
+    files: Files,
+    tolerance: Tolerance,
+    *,
+    sharded: bool = False,
 ) -> TensorDiff | None:
     """Compare one tensor's replicas by rank; None when they are identical.
 
-    ranks: all of the group, which may be more than have the tensor. Raises CheckpointError when a file can no longer
-    be read.
+    ranks: all of the group, which may be more than have the tensor. sharded: whether each rank was to hold other
+    tensors than the rest, so that one that is not everywhere is as it should be. Raises CheckpointError when a file
+    can no longer be read.
     """
     missing = tuple(rank for rank in ranks if rank not in tensors)
     diff = _unlike(_bare(name, kind, tensors), tensors) or _by_bytes(
@@ -35,6 +43,9 @@ def compare_tensor(
     )
     if not missing:
         return diff
+    if sharded and diff is None:
+        detail = f"on {ranks_text(tuple(tensors))} only, as the metadata says of the optimizer's state"
+        return replace(_bare(name, kind, tensors), reason="sharded", detail=detail)
     diff = diff or _bare(name, kind, tensors)
     here, gone = list(tensors), list(missing)
     return replace(
@@ -72,7 +83,7 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | Non
     if sharded:
         first = next(iter(sharded.values()))
         if len(sharded) == len(tensors):  # shards of one tensor may have any shapes
-            return replace(bare, reason="sharded", detail=first)
+            return replace(bare, reason="sharded", detail=first.removeprefix(SHARDED).strip())
         return replace(bare, reason="refused", detail=f"{first} (on {ranks_text(tuple(sharded))} only)")
     # A sparse tensor beside a dense one, or one without values beside one that has them: these are not the same.
     kinds: dict[int, Any] = {rank: text or f"{tensors[rank].dtype} with values" for rank, text in refusals.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from train.data import DistributedBatchSampler, load_data
 from train.errors import UserError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Batches = DataLoader[tuple["Tensor", ...]]
 WARM_UP = 0.1  # share of all steps over which the learning rate rises
-EVALUATION_BATCH = 512  # samples per rank and forward; any number gives the same score
+EVALUATION_BATCH = 512  # samples per rank and forward at most; any number gives the same score
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,17 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
-    """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up."""
-    mine = Subset(samples, range(ctx.rank, len(samples), ctx.world_size))
-    return DataLoader(mine, batch_size=EVALUATION_BATCH)
+    """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up.
+
+    In equally many batches on all ranks, for under FSDP every forward is a collective. Raises UserError when
+    there are fewer samples than ranks.
+    """
+    if len(samples) < ctx.world_size:
+        raise UserError(f"{len(samples)} test samples for {ctx.world_size} ranks: each needs one; start fewer ranks")
+    mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
+    largest_share = math.ceil(len(samples) / ctx.world_size)
+    parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
+    return DataLoader(samples, batch_sampler=[part.tolist() for part in parts])
 
 
 def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:

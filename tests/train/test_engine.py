@@ -9,6 +9,7 @@ import pytest
 import torch
 from scenarios import SMALL, load, run
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from train.data import load_data
 from train.engine import (
@@ -75,6 +76,22 @@ def test_evaluation_counts_each_sample_once() -> None:
     shares = [evaluation_batches(data.test, RankContext(rank, 7)) for rank in range(7)]
     counts = [sum(len(labels) for _, labels in share) for share in shares]
     assert counts == [52, 52, 52, 51, 51, 51, 51]
+
+
+@pytest.mark.parametrize(("samples", "world_size", "forwards"), [(1025, 2, 2), (1024, 2, 1), (360, 7, 1), (7, 7, 1)])
+def test_evaluation_takes_equally_many_forwards(samples: int, world_size: int, forwards: int) -> None:
+    """All ranks make the same number of forwards, also where one share ends just beyond a full batch."""
+    data = TensorDataset(torch.arange(samples))
+    for rank in range(world_size):
+        sizes = [len(x) for (x,) in evaluation_batches(data, RankContext(rank, world_size))]
+        assert len(sizes) == forwards
+        assert 0 < max(sizes) <= 512
+
+
+def test_evaluation_needs_a_sample_for_each_rank() -> None:
+    """More ranks than test samples are refused with both numbers."""
+    with pytest.raises(UserError, match="2 test samples for 3 ranks: each needs one; start fewer ranks"):
+        evaluation_batches(TensorDataset(torch.arange(2)), RankContext(0, 3))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.methods.ddp import Ddp
+from train.methods.fsdp import Fsdp
+from train.methods.hsdp import Hsdp
+from train.methods.localsgd import LocalSgd
 from train.methods.single import Single
+from train.methods.zero import Zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +23,10 @@ __all__ = ["METHODS", "MODIFIERS", "check_modifiers"]
 METHODS: dict[str, type[Method]] = {
     "single": Single,
     "ddp": Ddp,
+    "zero": Zero,
+    "localsgd": LocalSgd,
+    "fsdp": Fsdp,
+    "hsdp": Hsdp,
 }
 # Which options change how a method works, and whether the settings use them. Only some have one of their own.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
