@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.engine import Result, train
+from train.engine import Job, Result, prepare, train, train_epoch
 from train.progress import Silent
 from train.settings import Settings
 
@@ -24,6 +24,22 @@ SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)
 def run(ctx: RankContext, settings: Settings) -> Result:
     """Train. It ends with a collective, so all ranks' files are there when it returns on any of them."""
     return train(settings, ctx, Silent())
+
+
+def trained(ctx: RankContext, settings: Settings) -> Job:
+    """Train, and return what the process then holds in memory."""
+    job = prepare(settings, ctx)
+    step, epoch = 0, 0
+    while step < job.plan.steps:
+        epoch += 1
+        step, _ = train_epoch(job, step, epoch, Silent())
+    return job
+
+
+def whole_state(job: Job) -> dict[str, Tensor]:
+    """All tensors of the model; those that are divided over the ranks are put together, so it is a collective."""
+    state = job.method.module.state_dict()
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in state.items()}
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""docs/methods.md is true: every method with every modifier is run, and syncheck's verdict is the one in the table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from scenarios import SMALL, run
+
+import syncheck
+from train.errors import UserError
+from train.launch import RankContext
+from train.methods import METHODS, MODIFIERS
+
+if TYPE_CHECKING:
+    from syncheck.records import Group
+    from syncheck.testing import Rank
+    from train.settings import Settings
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+# The settings of each row but the last, which holds all that the method does not refuse; of two that exclude each
+# other, the later.
+RUNS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "--sync-bn": {"sync_bn": True},
+    "--no-buffer-sync": {"buffer_sync": False},
+    "--amp bf16": {"amp": "bf16"},
+    "--amp fp16": {"amp": "fp16"},
+    "--accumulate": {"accumulate": 3},
+    "--grad-clip": {"grad_clip": 0.1},
+    "--find-unused": {"find_unused": True},
+    "--save-format safetensors": {"save_format": "safetensors"},
+}
+# Eight steps: localsgd has just averaged.
+BASE = replace(SMALL, max_steps=8)
+
+
+def table() -> dict[str, dict[str, str]]:
+    """Read the page's table: method, modifier, verdict."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    start = next(i for i, row in enumerate(rows) if row[0] == "modifier")
+    methods, cells = rows[start][1:], rows[start + 2 : start + 4 + len(MODIFIERS)]
+    return {method: {row[0]: row[i] for row in cells} for i, method in enumerate(methods, 1)}
+
+
+def test_table_is_complete() -> None:
+    """Each method has a column and each modifier a row, and what is refused in the code is refused in the table."""
+    methods = table()
+    assert list(methods) == list(METHODS)
+    for name, cells in methods.items():
+        assert set(cells) == {*RUNS, "all together"} == {"alone", "all together", *MODIFIERS}
+        assert {modifier for modifier, text in cells.items() if text == "refused"} == set(METHODS[name].refuses)
+
+
+def test_page_gives_every_reason() -> None:
+    """The page quotes the reason of each refusal, as the program says it."""
+    text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
+    for method in METHODS.values():
+        assert all(reason in text for reason in method.refuses.values())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "single",
+        "dp",
+        *(pytest.param(name, marks=pytest.mark.syncheck(ranks=2)) for name in ("ddp", "zero", "localsgd", "fsdp")),
+        pytest.param("hsdp", marks=pytest.mark.syncheck(ranks=4)),
+    ],
+)
+def test_every_cell(method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Each modifier is run with the method, on real files; refused, in sync, or the findings are as the page says."""
+    grouped = METHODS[method].grouped
+    ctx: RankContext = request.getfixturevalue("ctx") if grouped else RankContext()
+    rank: Rank | None = request.getfixturevalue("syncheck_rank") if grouped else None
+    out = rank.shared if rank is not None else tmp_path
+    found = {row: verdict(ctx, replace(BASE, method=method, out=out, **s)) for row, s in RUNS.items()}
+    accepted = {key: value for row, s in RUNS.items() if found[row] != "refused" for key, value in s.items()}
+    found["all together"] = verdict(ctx, replace(BASE, method=method, out=out, **accepted))
+    assert found == table()[method]
+
+
+def verdict(ctx: RankContext, settings: Settings) -> str:
+    """Train and ask syncheck about the files of this run."""
+    if any(option in METHODS[settings.method].refuses and used(settings) for option, used in MODIFIERS.items()):
+        with pytest.raises(UserError, match=f"not with --method {settings.method}: "):
+            run(ctx, settings)
+        return "refused"
+    saved = run(ctx, settings).saved
+    (group,) = syncheck.compare(*saved).groups
+    return words(group)
+
+
+def words(group: Group) -> str:
+    """Say in the table's words what was found."""
+    if group.verdict == "alone":
+        return "one replica"
+    codes = [finding.code for finding in group.findings if finding.severity != "info"]
+    sharded = ["sharded"] if any(diff.reason == "sharded" for diff in group.tensors) else []
+    assert (group.verdict == "out_of_sync") is bool(codes)
+    return ", ".join([*(codes or ["in sync"]), *sharded])

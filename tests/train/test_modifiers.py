@@ -1,0 +1,235 @@
+"""What the options do to a method: precision, messages sent, refusals, and who holds what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from scenarios import SMALL, differing, load, run, tensors, trained
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import syncheck
+from train import engine
+from train.methods import METHODS, MODIFIERS
+from train.methods.ddp import Ddp
+from train.models.convnet import ConvNet
+from train.step import Step
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+    from train.launch import RankContext
+
+CONVNET = replace(SMALL, model="convnet", save_per_rank=False)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
+    """Precision of what the network's first layer gives and of its weight, at each forward."""
+    found: dict[str, set[torch.dtype]] = {"activation": set(), "weight": set()}
+    forward = ConvNet.forward
+
+    def watch(self: ConvNet, x: Tensor) -> Tensor:
+        if self.training:
+            found["activation"].add(self.conv1(x).dtype)
+            found["weight"].add(self.conv1.weight.dtype)
+        return forward(self, x)
+
+    monkeypatch.setattr(ConvNet, "forward", watch)
+    return found
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("method", ["ddp", "zero", "fsdp"])
+@pytest.mark.parametrize(
+    ("amp", "dtype"), [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)], ids=str
+)
+def test_amp_computes_in_its_precision(
+    ctx: RankContext, seen: dict[str, set[torch.dtype]], method: str, amp: str, dtype: torch.dtype
+) -> None:
+    """Layers compute in the precision asked for, while weights and their optimizer state stay in float32."""
+    job = trained(ctx, replace(CONVNET, method=method, amp=amp))
+    assert seen == {"activation": {dtype}, "weight": {torch.float32}}
+    states = job.method.state(job.step.optimizer)[0].optimizer.state_dict()["state"].values()
+    assert {t.dtype for state in states for t in state.values() if isinstance(t, Tensor)} == {torch.float32}
+    assert job.step.scaler.is_enabled() is (amp == "fp16")
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("method", ["ddp", "zero", "fsdp"])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """With fp16 a gradient that overflows on rank 1 alone costs every rank that step and halves every scale.
+
+    The state of the scale is in the checkpoints, equal on all ranks.
+    """
+    backward = METHODS[method].backward
+    calls = []
+
+    def overflow(self: Any, loss: Tensor) -> None:
+        calls.append(loss)
+        backward(self, loss * float("inf") if len(calls) == 3 and ctx.rank == 1 else loss)
+
+    monkeypatch.setattr(METHODS[method], "backward", overflow)
+    settings = replace(CONVNET, method=method, amp="fp16", optimizer="adamw", save_per_rank=True)
+    settings = replace(settings, out=syncheck_rank.shared)
+    run(ctx, settings)
+    contents = [load(settings.out / f"{settings.run}_rank{rank}.pth") for rank in range(2)]
+    assert [content["scaler"]["scale"] for content in contents] == [32768.0, 32768.0]
+    steps = {state["step"].item() for content in contents for state in content["optimizer"]["state"].values()}
+    assert steps == {5.0}  # of 6
+    report = syncheck.compare(settings.out)
+    assert report.groups[0].counts.different == 0
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
+def test_accumulation_sends_gradients_once_a_step(
+    ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Three micro-batches cost as many all-reduces as one batch; without no_sync they cost three times as many."""
+    sent: list[int] = []
+
+    def counting(_: object, bucket: Any) -> Any:
+        sent.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    # DDP looks at them as they are, and those of this file are text.
+    counting.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    wrap = Ddp.wrap
+
+    def hooked(self: Ddp, model: nn.Module) -> nn.Module:
+        wrapper = wrap(self, model)
+        self.wrapper.register_comm_hook(None, counting)
+        return wrapper
+
+    monkeypatch.setattr(Ddp, "wrap", hooked)
+    if method == "localsgd":  # one hook is all that DDP takes: count through the library's own
+        monkeypatch.setattr(Ddp, "wrap", wrap)
+        monkeypatch.setattr("train.methods.localsgd.post_localSGD_hook", counting)
+    counts = []
+    for accumulate in (1, 3):
+        sent.clear()
+        trained(ctx, replace(CONVNET, method=method, accumulate=accumulate))
+        counts.append(len(sent))
+    assert counts[0] == counts[1] >= 6
+    monkeypatch.setattr(Step, "run", without_no_sync(Step.run))
+    sent.clear()
+    trained(ctx, replace(CONVNET, method=method, accumulate=3))
+    assert len(sent) == 3 * counts[0]
+
+
+def without_no_sync(run_step: Any) -> Any:
+    """Run a step as if its method could not wait."""
+    from contextlib import nullcontext
+
+    def run_synced(self: Step, *arguments: Any) -> None:
+        self.method.no_sync = nullcontext  # type: ignore[method-assign,assignment]
+        run_step(self, *arguments)
+
+    return run_synced
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # the counting below makes views
+@pytest.mark.syncheck(ranks=2)
+def test_fsdp_accumulation_sends_gradients_once_a_step(ctx: RankContext) -> None:
+    """Under FSDP three micro-batches cost as many reduce-scatters as one batch."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    counts = []
+    for accumulate in (1, 3):
+        with CommDebugMode() as mode:
+            trained(ctx, replace(CONVNET, method="fsdp", accumulate=accumulate))
+        found = {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
+        counts.append(sum(count for name, count in found.items() if "reduce_scatter" in name))
+    assert counts[0] == counts[1] == 6  # one group of parameters, six steps
+
+
+class Unused(ConvNet):
+    """A network with a layer that no forward uses."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.spare = nn.Linear(2, 2)
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
+def test_find_unused_lets_ddp_go_on(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """A parameter that no step uses stops DDP at its second step, unless --find-unused lets it look for such."""
+    monkeypatch.setattr(engine, "build_model", lambda *_: Unused(1, 10, 4))
+    settings = replace(CONVNET, method=method)
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        trained(ctx, settings)
+    job = trained(ctx, replace(settings, find_unused=True))
+    spare = job.method.module.get_parameter("spare.weight")
+    assert all(spare.equal(other) for other in ctx.gather(spare))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_zero_deals_out_the_optimizer(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Each parameter's state is in exactly one rank's file, under its own name, and syncheck counts it as sharded."""
+    settings = replace(SMALL, method="zero", optimizer="adamw", lr=0.005, sync_bn=True, out=syncheck_rank.shared)
+    run(ctx, settings)
+    paths = [settings.out / f"zero-syncbn_rank{rank}.pth" for rank in range(2)]
+    names = []
+    for path in paths:
+        content = load(path)
+        assert content["syncheck"]["optimizer_sharded"] is True
+        of_this_rank = content["syncheck"]["optimizer_parameters"]
+        for index, state in content["optimizer"]["state"].items():
+            assert state["exp_avg"].shape == content["model"][of_this_rank[index]].shape
+        assert len(content["optimizer"]["state"]) == len(of_this_rank) > 0
+        names.append(set(of_this_rank))
+    assert names[0].isdisjoint(names[1])
+    assert names[0] | names[1] == {name for name in load(paths[0])["model"] if name.endswith(("weight", "bias"))}
+    (group,) = syncheck.compare(settings.out).groups
+    assert (group.verdict, group.findings) == ("in_sync", ())
+    assert group.counts.not_compared == 3 * 23
+    assert {diff.reason for diff in group.tensors} == {"sharded"}
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Parameters agree while gradients are averaged and after each fourth step, and differ between; files say when."""
+    out = syncheck_rank.shared
+    run(ctx, replace(SMALL, method="localsgd", model="convnet", width=None, max_steps=14, save_every=1, out=out))
+    agree, last = [], []
+    for step in range(1, 15):
+        pair = [out / "history" / "localsgd" / f"step_{step}" / f"rank_{rank}.pth" for rank in range(2)]
+        if not any(not name.startswith("optimizer.") for name in differing(*pair)):
+            agree.append(step)
+        averaging = load(pair[1])["syncheck"]["averaging"]
+        assert (averaging["period"], averaging["warmup_steps"]) == (4, 4)
+        last.append(averaging["last_step"])
+    assert agree == [1, 2, 3, 4, 8, 12]
+    assert last == [0] * 7 + [8] * 4 + [12] * 3
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_fsdp_files_hold_parts(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Each rank's file holds its rows of every parameter and says which; syncheck calls them sharded, not different."""
+    settings = replace(SMALL, method="fsdp", sync_bn=True, out=syncheck_rank.shared)
+    job = trained(ctx, settings)
+    contents = [tensors(settings.out / f"fsdp-syncbn_rank{rank}.pth") for rank in range(2)]
+    for name, parameter in job.method.module.named_parameters():
+        parts = [content[name].to_local() for content in contents]
+        assert torch.cat(parts).equal(parameter.full_tensor())  # type: ignore[operator]
+        assert parts[0].shape != parameter.shape
+    (group,) = syncheck.compare(settings.out).groups
+    assert group.verdict == "in_sync"
+    assert group.metadata is not None
+    assert group.metadata.mesh == {"shard": 0}
+    assert {diff.reason for diff in group.tensors} == {"sharded"}
+    assert group.counts.not_compared == 2 * 23
+
+
+def test_refusals_name_options_that_exist() -> None:
+    """What a method refuses is in the table of modifiers, and each refusal gives a reason of some words."""
+    for method in METHODS.values():
+        assert set(method.refuses) <= set(MODIFIERS)
+        assert all(len(reason.split()) > 4 for reason in method.refuses.values())
