@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from train.engine import Job, Result, prepare, train, train_epoch
+from train.methods.fsdp import ON_CPU
 from train.progress import Silent
 from train.settings import Settings
 
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 
 # Small enough for a second, and all kinds of tensors are in it.
 SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)
+
+NEEDS_FSDP = pytest.mark.skipif(not ON_CPU, reason="this torch shards on GPUs only")
+
+
+def fsdp(*values: Any) -> Any:
+    """Mark the parameters of a test that needs FSDP2, which torch 2.6 cannot run on CPUs."""
+    return pytest.param(*values, marks=NEEDS_FSDP)
 
 
 def run(ctx: RankContext, settings: Settings) -> Result:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import SMALL, run, trained, whole_state
+from scenarios import NEEDS_FSDP, SMALL, fsdp, run, trained, whole_state
 
 from train.launch import RankContext
 from train.step import Step
@@ -52,12 +52,13 @@ def gap(ctx: RankContext, settings: Settings) -> float:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("batch_size", [32, 35], ids=["even", "uneven"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [fsdp(name) if "fsdp" in name else name for name in VARIANTS])
 def test_trains_like_single(ctx: RankContext, variant: str, batch_size: int) -> None:
     """Twenty steps without BatchNorm end where one process ends, also where 35 samples are 18 and 17, and 6, 6, 5."""
     assert gap(ctx, replace(NO_BN, batch_size=batch_size, **VARIANTS[variant])) < ROUNDING
 
 
+@NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 3, "grad_clip": CLIP}], ids=["plain", "accumulate and clip"])
 def test_hsdp_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
@@ -66,14 +67,14 @@ def test_hsdp_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> N
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
 def test_adamw_trains_like_single(ctx: RankContext, method: str) -> None:
     """The other optimizer too; Adam divides by small numbers at first, so it rounds more coarsely."""
     assert gap(ctx, replace(NO_BN, method=method, optimizer="adamw", lr=0.005)) < 1e-4
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
 def test_sync_bn_is_batchnorm_on_the_whole_batch(ctx: RankContext, method: str) -> None:
     """With --sync-bn a network with BatchNorm ends where one process with plain BatchNorm ends; without, it does not.
 
@@ -86,7 +87,7 @@ def test_sync_bn_is_batchnorm_on_the_whole_batch(ctx: RankContext, method: str) 
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
 def test_the_last_smaller_batch_counts_as_itself(ctx: RankContext, method: str) -> None:
     """With --keep-last 70 samples are batches of 32, 32 and 6, each the mean of its own samples, on any ranks."""
     settings = replace(NO_BN, method=method, keep_last=True, limit_train=70, accumulate=1, max_steps=None, epochs=3)
@@ -124,6 +125,7 @@ def test_the_comparison_sees_a_wrong_accumulation(
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
 
 
+@NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("planted", [False, True], ids=["healthy", "planted"])
 def test_hsdp_replicas_are_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, *, planted: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios import SMALL, run
+from scenarios import NEEDS_FSDP, SMALL, run
 
 import syncheck
 from train.errors import UserError
@@ -68,8 +68,9 @@ def test_page_gives_every_reason() -> None:
     [
         "single",
         "dp",
-        *(pytest.param(name, marks=pytest.mark.syncheck(ranks=2)) for name in ("ddp", "zero", "localsgd", "fsdp")),
-        pytest.param("hsdp", marks=pytest.mark.syncheck(ranks=4)),
+        *(pytest.param(name, marks=pytest.mark.syncheck(ranks=2)) for name in ("ddp", "zero", "localsgd")),
+        pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=2)]),
+        pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=4)]),
     ],
 )
 def test_every_cell(method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from scenarios import SMALL, differing, load, run, tensors, trained
+from scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import syncheck
 from train import engine
+from train.errors import UserError
+from train.launch import RankContext
 from train.methods import METHODS, MODIFIERS
 from train.methods.ddp import Ddp
 from train.models.convnet import ConvNet
@@ -21,7 +23,6 @@ from train.step import Step
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
-    from train.launch import RankContext
 
 CONVNET = replace(SMALL, model="convnet", save_per_rank=False)
 
@@ -43,7 +44,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", "zero", "fsdp"])
+@pytest.mark.parametrize("method", ["ddp", "zero", fsdp("fsdp")])
 @pytest.mark.parametrize(
     ("amp", "dtype"), [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)], ids=str
 )
@@ -59,7 +60,7 @@ def test_amp_computes_in_its_precision(
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", "zero", "fsdp"])
+@pytest.mark.parametrize("method", ["ddp", "zero", fsdp("fsdp")])
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -134,6 +135,7 @@ def without_no_sync(run_step: Any) -> Any:
     return run_synced
 
 
+@NEEDS_FSDP
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # the counting below makes views
 @pytest.mark.syncheck(ranks=2)
 def test_fsdp_accumulation_sends_gradients_once_a_step(ctx: RankContext) -> None:
@@ -210,6 +212,7 @@ def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) ->
     assert last == [0] * 7 + [8] * 4 + [12] * 3
 
 
+@NEEDS_FSDP
 @pytest.mark.syncheck(ranks=2)
 def test_fsdp_files_hold_parts(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Each rank's file holds its rows of every parameter and says which; syncheck calls them sharded, not different."""
@@ -233,3 +236,11 @@ def test_refusals_name_options_that_exist() -> None:
     for method in METHODS.values():
         assert set(method.refuses) <= set(MODIFIERS)
         assert all(len(reason.split()) > 4 for reason in method.refuses.values())
+
+
+@pytest.mark.parametrize("method", ["fsdp", "hsdp"])
+def test_fsdp_says_when_torch_is_too_old(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Where torch cannot shard on CPUs the method says so and from which version on it can."""
+    monkeypatch.setattr("train.methods.fsdp.ON_CPU", False)
+    with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; 2.7 and newer do on CPUs"):
+        METHODS[method](replace(SMALL, method=method), RankContext(0, 2, backend="gloo"))

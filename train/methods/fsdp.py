@@ -10,8 +10,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
+from train.errors import UserError
 from train.methods.base import Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.settings import Settings
+
+# fully_shard records events on streams, of which the CPU has stand-ins; in torch 2.6 they lack that one.
+ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
 class Fsdp:
@@ -44,6 +49,10 @@ class Fsdp:
     replicas = 1
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
+        if ctx.device.type == "cpu" and not ON_CPU:
+            raise UserError(
+                f"--method {settings.method}: torch {torch.__version__} shards on GPUs only; 2.7 and newer do on CPUs"
+            )
         self.settings, self.ctx = settings, ctx
         self.module: nn.Module
         self.mesh: DeviceMesh
