@@ -35,17 +35,14 @@ class Metadata:
     world_size: int | None = None
     host: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    buffers: tuple[str, ...] | None = None
-    """Names of the saved buffers, or None when no model was described."""
+    buffers: tuple[str, ...] | None = None  # names of the saved ones; None: no model was described
     frozen: tuple[str, ...] = ()
     bn_momentum: Mapping[str, float | None] = field(default_factory=dict)
-    optimizer_parameters: tuple[str, ...] = ()
-    """Parameter names in the order of the optimizer's integer ids."""
+    optimizer_parameters: tuple[str, ...] = ()  # names in the order of the optimizer's integer ids
     buffers_synced: bool | None = None
+    # Whether each rank holds a part of the optimizer's state; when local SGD averages. See `syncheck.metadata()`.
     optimizer_sharded: bool = False
-    """Whether each rank holds its own part of the optimizer's state, as with ZeRO."""
     averaging: Mapping[str, int] = field(default_factory=dict)
-    """Of local SGD: period, warmup_steps and last_step, in optimizer steps."""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

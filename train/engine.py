@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from train.data import DistributedBatchSampler, load_data
+from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
 from train.methods import METHODS, check_modifiers
@@ -97,21 +97,22 @@ def prepare(settings: Settings, ctx: RankContext) -> Job:
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
     with ctx.together():
         data = load_data(settings.data, settings.data_dir, settings.limit_train)
-    samples, batch_size = len(data.train), settings.batch_size
+    samples = len(data.train)
+    method = METHODS[settings.method](settings, ctx)
     sampler = DistributedBatchSampler(
         samples,
-        batch_size,
+        settings.batch_size,
         ctx.rank,
         ctx.world_size,
         shuffle=settings.shuffle,
         seed=settings.seed,
-        smallest=2 * ctx.world_size * settings.accumulate if settings.keep_last else None,
+        keep_last=settings.keep_last
+        and smallest_share(samples % settings.batch_size, ctx.world_size, settings.accumulate, method.replicas) > 1,
     )
     plan = make_plan(settings, samples, len(sampler))
     fault = make_fault(settings, ctx, plan.steps)
-    method = METHODS[settings.method](settings, ctx)
     model = build_model(settings.model, data.channels, data.classes, settings.width)
-    check_batchnorm(model, settings, ctx.world_size * method.replicas)
+    check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
@@ -161,15 +162,19 @@ def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
     return Plan(settings.run, math.ceil(steps / steps_per_epoch), steps, steps_per_epoch)
 
 
-def check_batchnorm(model: nn.Module, settings: Settings, replicas: int) -> None:
+def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, replicas: int) -> None:
     """Refuse a batch that leaves BatchNorm one sample to normalize, which is zero minus its own mean.
 
-    The smallest share counts, for a rank that fails alone leaves the others waiting. Raises UserError.
+    The smallest share counts, for a rank that fails alone leaves the others waiting. replicas: of each rank.
+    Raises UserError.
     """
-    parts = settings.accumulate if settings.sync_bn else replicas * settings.accumulate
-    if settings.batch_size // parts < 2 and any(isinstance(module, _BatchNorm) for module in model.modules()):
-        advice = f"use {2 * parts} or more"
-        if not settings.sync_bn and "--sync-bn" not in METHODS[settings.method].refuses and settings.batch_size > 1:
+    ranks = 1 if settings.sync_bn else world_size
+    if smallest_share(settings.batch_size, ranks, settings.accumulate, replicas) > 1:
+        return
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        shares = ranks * settings.accumulate * replicas
+        advice = f"use a multiple of {shares}, {2 * shares} or more" if replicas > 1 else f"use {2 * shares} or more"
+        if ranks > 1 and "--sync-bn" not in METHODS[settings.method].refuses and settings.batch_size > 1:
             advice += ", or --sync-bn"
         raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")
 

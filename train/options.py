@@ -12,7 +12,7 @@ from train.checkpoint import FORMATS
 from train.data import DATASETS
 from train.errors import UserError
 from train.faults import FAULTS, list_faults
-from train.launch import launched
+from train.launch import add_options, launched, speaks
 from train.methods import METHODS
 from train.models import MODELS
 from train.settings import LEARNING_RATES, Settings
@@ -32,20 +32,20 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """Print the help on rank 0 only."""
-        if os.environ.get("RANK", "0") == "0":
+        """Print the help once, whatever the number of processes."""
+        if speaks(os.environ):
             super().print_help(file)
 
 
 class ListFaults(argparse.Action):
-    """Print the table of the faults on rank 0 and leave."""
+    """Print the table of the faults once and leave."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:  # noqa: A002 - argparse's
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Leave with 0: it was asked for."""
-        if os.environ.get("RANK", "0") == "0":
+        if speaks(os.environ):
             sys.stdout.write(list_faults())
         parser.exit()
 
@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     """List the options; their defaults are those of Settings."""
     parser = Parser(prog="run.py", description=DESCRIPTION, allow_abbrev=False)
     _add_method(parser.add_argument_group("method"))
+    add_options(parser)
     _add_modifiers(parser.add_argument_group("modifiers of the method"))
     _add_faults(parser.add_argument_group("planted desyncs, to see what they look like"))
     _add_task(parser.add_argument_group("model and data"))
@@ -63,7 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_method(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--method", choices=METHODS, help="default: ddp under torchrun, single without")
+    group.add_argument(
+        "--method", choices=METHODS, help="default: ddp where several processes were started, else single"
+    )
     group.add_argument(
         "--replicas", type=int, metavar="N", help="dp: replicas (its GPUs, or 2); hsdp: copies of the sharded model (2)"
     )
@@ -116,7 +119,7 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-last",
         action="store_true",
-        help="train on the last, smaller batch of each epoch too, if it holds 2 samples for each rank and micro-batch",
+        help="train on the last, smaller batch of each epoch too, if every share of it has 2 samples or more",
     )
     group.add_argument("--no-shuffle", action="store_true", help="the same order in every epoch")
 
@@ -162,7 +165,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """Turn parsed arguments into the settings of a run."""
     return Settings(
-        method=args.method or ("ddp" if launched(os.environ) else "single"),
+        method=args.method or ("ddp" if launched(os.environ, args) else "single"),
         replicas=args.replicas,
         average_every=args.average_every,
         sync_bn=args.sync_bn,

@@ -1,29 +1,56 @@
 """Train a model under a parallel method and save one checkpoint per rank.
 
     torchrun --nproc-per-node 2 train/run.py --save-per-rank    # ddp
+    python train/run.py --spawn 2 --save-per-rank               # the same without torchrun
     python train/run.py                                         # single
 
-A mistake in the options, the data or the output folder is one line on stderr and exit code 2.
+Other ways to start: train/scripts/ and `run.py --help`. A mistake in the options, the data or the output folder is
+one line on stderr and exit code 2; the end of another rank is exit code 1.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # Python put train/ here. The root of this clone takes its place, before anything of ours is imported, so
     # that `train` and `syncheck` are the ones beside this file whatever else is installed.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ctrl-C during the imports, which take seconds, needs no traceback of theirs.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    # When another rank goes away, torch's C++ parts write pages of stack before we can say so in a line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from train.engine import Result, train
 from train.errors import RankError, UserError
-from train.launch import from_environment, leave, process_group
+from train.launch import (
+    INTERRUPTED,
+    Ending,
+    LaunchOptions,
+    PeerLost,
+    end_after_interrupt,
+    from_environment,
+    leave,
+    process_group,
+    say,
+    spawn,
+    speaks,
+)
 from train.methods import METHODS
 from train.options import build_parser, settings_from
 from train.progress import make_progress
 from train.settings import check
+
+if TYPE_CHECKING:
+    import argparse
+
+    from train.launch import RankContext
+    from train.settings import Settings
 
 LONGEST = 604_800  # seconds: a week
 
@@ -42,28 +69,61 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one training; returns the exit code."""
+def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
+    """Turn the options into settings, and find out who this process is. Raises UserError."""
+    settings = settings_from(args)
+    grouped = METHODS[settings.method].grouped
+    ctx = from_environment(os.environ, settings.method, grouped=grouped, options=LaunchOptions.of(args))
+    check(settings, ctx.world_size)
+    if not 0 < args.timeout <= LONGEST:
+        raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
+    return settings, ctx
+
+
+def work(args: argparse.Namespace) -> Ending:
+    """Be one rank of one training."""
     try:
-        args = build_parser().parse_args(argv)
-        settings = settings_from(args)
-        ctx = from_environment(os.environ, settings.method, grouped=METHODS[settings.method].grouped)
-        check(settings, ctx.world_size)
-        if not 0 < args.timeout <= LONGEST:
-            raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
+        settings, ctx = prepare(args)
         with process_group(ctx, args.timeout), make_progress(args.progress, is_main=ctx.is_main) as progress:
             result = train(settings, ctx, progress)
+        if ctx.is_main:
+            sys.stdout.write(summary(result))
     except UserError as error:
-        if isinstance(error, RankError) or os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"run.py: error: {error}\n")
-            sys.stderr.flush()
-        return 2
+        return Ending(2, str(error), alike=not isinstance(error, RankError))
+    except PeerLost as error:
+        return Ending(1, str(error))
     except KeyboardInterrupt:
-        return 130
-    if ctx.is_main:
-        sys.stdout.write(summary(result))
-    return 0
+        return INTERRUPTED
+    return Ending()
+
+
+def run(args: argparse.Namespace) -> Ending:
+    """Be one rank, or with --spawn start all of them."""
+    options = LaunchOptions.of(args)
+    if not spawn.wanted(options):
+        return work(args)
+    try:
+        spawn.check(os.environ, options)
+        # What rank 0 would refuse is refused here, before any process is started.
+        prepare(spawn.options_of_rank(args, 0, Path.cwd()))
+    except UserError as error:
+        return Ending(2, str(error), alike=True)
+    return spawn.start(work, args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one training; returns the exit code."""
+    args = None
+    try:
+        args = build_parser().parse_args(argv)
+        ending = run(args)
+    except UserError as error:
+        ending = Ending(2, str(error), alike=not isinstance(error, RankError))
+    if not ending.alike or speaks(os.environ, args):
+        say(ending)
+    return ending.code
 
 
 if __name__ == "__main__":
+    end_after_interrupt()
     leave(main())

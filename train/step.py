@@ -43,6 +43,7 @@ class Step:
         # float16 ends at 6e-8, where many gradients lie: they are computed of a larger loss, and scaled back.
         # bfloat16 has the range of float32 and needs none of it.
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
+        fault.scaler = self.scaler
 
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from train.data import DistributedBatchSampler, load_data
+from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.data.digits import FILE, FOLDER
 from train.errors import UserError
 
@@ -103,3 +103,26 @@ def test_order_changes_with_the_epoch_only() -> None:
     assert shares(50, 10, 1, 0) != shares(50, 10, 1, 1)
     assert shares(50, 10, 2, 1, shuffle=False) == shares(50, 10, 2, 0, shuffle=False)
     assert shares(4, 4, 2, shuffle=False) == [[[0, 2]], [[1, 3]]]
+
+
+def test_smallest_share_is_that_of_the_real_split() -> None:
+    """It is the smallest of the shares that the sampler, tensor_split and chunk really make, for all small numbers."""
+    for samples, world_size, parts, replicas in product(range(1, 30), range(1, 4), range(1, 4), range(1, 5)):
+        if samples < world_size * parts:
+            continue
+        ranks = [torch.arange(samples)[rank::world_size] for rank in range(world_size)]
+        pieces = [piece for share in ranks for part in share.tensor_split(parts) for piece in part.chunk(replicas)]
+        assert smallest_share(samples, world_size, parts, replicas) == min(map(len, pieces))
+    assert smallest_share(0, 2, 1, 1) == 0
+
+
+@pytest.mark.parametrize(("keep_last", "sizes"), [(False, [32, 32]), (True, [32, 32, 6])])
+def test_the_rest_is_a_batch_only_when_kept(*, keep_last: bool, sizes: list[int]) -> None:
+    """Of 70 samples the last 6 are a batch of their own, split like any other, or left out."""
+    samplers = [
+        DistributedBatchSampler(70, 32, rank, 2, shuffle=True, seed=0, keep_last=keep_last) for rank in range(2)
+    ]
+    assert [sampler.sizes for sampler in samplers] == [sizes] * 2
+    batches = [a + b for a, b in zip(*map(list, samplers), strict=True)]
+    assert [len(batch) for batch in batches] == sizes
+    assert len({index for batch in batches for index in batch}) == sum(sizes)

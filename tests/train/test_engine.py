@@ -132,12 +132,12 @@ def test_schedule_rises_and_falls() -> None:
 )
 def test_batchnorm_needs_two_samples_a_rank(settings: Settings, world_size: int, refused: bool) -> None:
     """A share of one sample is refused where BatchNorm would see it alone, and nowhere else."""
-    check_batchnorm(nn.Linear(2, 2), settings, world_size)
+    check_batchnorm(nn.Linear(2, 2), settings, world_size, 1)
     if refused:
         with pytest.raises(UserError, match="BatchNorm"):
-            check_batchnorm(nn.BatchNorm2d(2), settings, world_size)
+            check_batchnorm(nn.BatchNorm2d(2), settings, world_size, 1)
     else:
-        check_batchnorm(nn.BatchNorm2d(2), settings, world_size)
+        check_batchnorm(nn.BatchNorm2d(2), settings, world_size, 1)
 
 
 def test_optimizer_takes_all_parameters_in_order() -> None:

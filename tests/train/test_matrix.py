@@ -12,6 +12,7 @@ from scenarios import NEEDS_FSDP, SMALL, run
 
 import syncheck
 from train.errors import UserError
+from train.faults import FAULTS
 from train.launch import RankContext
 from train.methods import METHODS, MODIFIERS
 
@@ -61,6 +62,13 @@ def test_page_gives_every_reason() -> None:
     text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for method in METHODS.values():
         assert all(reason in text for reason in method.refuses.values())
+
+
+def test_page_lists_every_fault() -> None:
+    """The page's table of faults is what --list-faults prints."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [f"| `{name}` | {fault.code} | {fault.says} |" for name, fault in FAULTS.items()]
+    assert text.endswith("\n".join(rows) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import LAUNCHER
 from scenarios import differing, load
 
 from train.options import build_parser, settings_from
@@ -22,19 +23,23 @@ FLAGS = {
     "--accumulate",
     "--amp",
     "--average-every",
-    "--fault",
-    "--fault-step",
-    "--find-unused",
-    "--grad-clip",
-    "--keep-last",
-    "--list-faults",
-    "--replicas",
+    "--backend",
     "--batch-size",
     "--data",
     "--data-dir",
     "--epochs",
+    "--fault",
+    "--fault-step",
+    "--find-unused",
+    "--gpus",
+    "--grad-clip",
     "--help",
+    "--init-method",
+    "--ip",
+    "--keep-last",
     "--limit-train",
+    "--list-faults",
+    "--local-rank",
     "--lr",
     "--max-steps",
     "--method",
@@ -44,23 +49,28 @@ FLAGS = {
     "--no-shuffle",
     "--optimizer",
     "--out",
+    "--port",
     "--progress",
+    "--rank",
+    "--replicas",
     "--save-every",
     "--save-format",
     "--save-per-rank",
     "--seed",
+    "--spawn",
     "--sync-bn",
     "--timeout",
     "--weight-decay",
     "--width",
+    "--world-size",
 }
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each test starts outside any launcher, in an empty folder."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+        monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 
@@ -95,7 +105,23 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
         ("--seed -1", "--seed -1: needs a number from 0 to 2**63 - 1"),
         ("--timeout nan", "--timeout nan: needs seconds, above 0 and up to 604800"),
         ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
-        ("--method ddp", "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py'"),
+        (
+            "--method ddp",
+            "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",
+        ),
+        ("--method single --spawn 2", "--method single is one process, the launcher started 2"),
+        ("--spawn 2 --rank 0", "--spawn and --rank: --spawn chooses that itself; drop one of them"),
+        ("--spawn 2 --batch-size 1", "--batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more"),
+        (
+            "--rank 0",
+            (
+                "--rank without --world-size: by hand, each process needs --rank R --world-size N and "
+                "--init-method file:///PATH, or --ip ADDRESS --port PORT"
+            ),
+        ),
+        ("--rank 3 --world-size 2 --ip ::1 --port 1", "--rank 3 with --world-size 2: needs 0 to 1"),
+        ("--backend gloo", "--backend gloo: --method single has no process group"),
+        ("--gpus x", "--gpus x: needs numbers with commas between them, as 0,1, or none for the CPU"),
         ("--sync-bn", "--sync-bn: not with --method single: it has no other replica to share statistics with"),
         ("--find-unused", "--find-unused: not with --method single: it reduces no gradients, so it waits for none"),
         ("--replicas 2", "--replicas: only for --method dp and hsdp, not for single"),
@@ -164,6 +190,7 @@ def test_torchrun_as_in_the_readme(torchrun: Callable[..., subprocess.CompletedP
     assert len(list((tmp_path / "ckpts" / "history" / "ddp").glob("step_*/rank_*.pth"))) == 4
 
 
+@pytest.mark.slow
 def test_single_under_two_processes_is_refused(torchrun: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Both ranks exit with 2, and the reason comes once, before torchrun's own summary."""
     run = torchrun("--method", "single")
@@ -175,6 +202,7 @@ def test_single_under_two_processes_is_refused(torchrun: Callable[..., subproces
     assert "exitcode  : 2" in run.stderr
 
 
+@pytest.mark.slow
 def test_unwritable_out_stops_all_ranks(torchrun: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """A folder that cannot be written to is found by the ranks together, inside the process group."""
     run = torchrun("--save-per-rank", "--out", "/dev/null/ckpts")

@@ -8,14 +8,14 @@ from torch.utils.data import Subset
 
 from train.data.dataset import Data
 from train.data.digits import load_digits
-from train.data.sampler import DistributedBatchSampler
+from train.data.sampler import DistributedBatchSampler, smallest_share
 from train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["DATASETS", "Data", "DistributedBatchSampler", "load_data"]
+__all__ = ["DATASETS", "Data", "DistributedBatchSampler", "load_data", "smallest_share"]
 
 # Each takes the folder that --data-dir names, or None for its own default.
 DATASETS: dict[str, Callable[[Path | None], Data]] = {

@@ -11,6 +11,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def smallest_share(samples: int, world_size: int, parts: int, replicas: int) -> int:
+    """Count the samples of the smallest share when a global batch is split.
+
+    First over the ranks, then into `parts` micro-batches, both as evenly as can be, then over the `replicas` of a
+    DataParallel with torch.chunk: 13 on 4 are 4, 4, 4 and 1. Replicas without a sample do not count.
+    """
+    per_rank = {samples // world_size, -(-samples // world_size)}
+    per_part = {size for share in per_rank for size in (share // parts, -(-share // parts))}
+    chunks = {size: -(-size // replicas) for size in per_part}
+    return min(size % chunk or chunk if size else 0 for size, chunk in chunks.items())
+
+
 class DistributedBatchSampler(Sampler[list[int]]):
     """Split every global batch over the ranks, each sample to exactly one of them.
 
@@ -20,8 +32,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
     cannot split unevenly, it repeats samples instead.
 
     Samples that do not fill a last global batch are dropped, other ones each epoch, so that every step has the
-    same weight; unless `smallest` is given: then they are a batch of their own if there are that many. Either
-    way every rank makes the same number of steps. sizes: samples of each global batch, over all ranks.
+    same weight; with `keep_last` they are a batch of their own. Either way every rank makes the same number of
+    steps. sizes: samples of each global batch, over all ranks.
 
     Call `set_epoch` before each epoch: without it every epoch has the same order.
     """
@@ -35,7 +47,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         *,
         shuffle: bool,
         seed: int,
-        smallest: int | None = None,
+        keep_last: bool = False,
     ) -> None:
         self.samples, self.batch_size = samples, batch_size
         self.rank, self.world_size = rank, world_size
@@ -43,7 +55,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         full, rest = divmod(samples, batch_size)
         self.sizes = [batch_size] * full
-        if smallest is not None and rest >= smallest:
+        if keep_last and rest:
             self.sizes.append(rest)
 
     def set_epoch(self, epoch: int) -> None:

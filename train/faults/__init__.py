@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.faults.base import Fault
+from train.faults.batchnorm import BuffersNeverSynced, ExtraForward, VarianceOnly
+from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
+from train.faults.progress import OptimizerOnOneRank, ScalerDiverged, SkippedStep, StaleRank
+from train.faults.reduction import ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
+from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -13,13 +18,34 @@ if TYPE_CHECKING:
 
 __all__ = ["FAULTS", "Fault", "list_faults", "make_fault"]
 
-FAULTS: dict[str, type[Fault]] = {}
+# In the order of the findings that they lead to.
+FAULTS: dict[str, type[Fault]] = {
+    "buffers-never-synced": BuffersNeverSynced,
+    "extra-forward": ExtraForward,
+    "variance-only-bn": VarianceOnly,
+    "init-not-broadcast": InitNotBroadcast,
+    "forward-through-module": ForwardThroughModule,
+    "late-head": LateHead,
+    "clip-on-one-rank": ClipOnOneRank,
+    "skipped-step": SkippedStep,
+    "optimizer-on-one-rank": OptimizerOnOneRank,
+    "scaler-diverged": ScalerDiverged,
+    "stale-rank": StaleRank,
+    "frozen-not-broadcast": FrozenNotBroadcast,
+    "bit-flip-weight": BitFlipWeight,
+    "bit-flip-exp-avg": BitFlipExpAvg,
+    "contiguous-corruption": ContiguousCorruption,
+    "nan-on-one-rank": NanOnOneRank,
+    "differs-by-node": DiffersByNode,
+    "rounding-only": RoundsOtherwise,
+}
 
 
 def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
     """Build the fault that the settings ask for, or the one that does nothing. steps: of the whole run.
 
-    Raises UserError where it cannot show: another method than ddp, one rank only, a step that never comes.
+    Raises UserError where it cannot show: another method than ddp, one rank only, a step that never comes or
+    means nothing to it.
     """
     if settings.fault is None:
         return Fault(settings, ctx, steps)
@@ -29,9 +55,12 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
         raise UserError(f"--fault {settings.fault}: planted in --method ddp only, not in {settings.method}")
     if ctx.world_size < 2:
         raise UserError(f"--fault {settings.fault}: one rank has no other to differ from; start two or more")
+    fault = FAULTS[settings.fault]
+    if settings.fault_step is not None and fault.when == "always":
+        raise UserError(f"--fault-step: --fault {settings.fault} is there from the first step on; leave it out")
     if settings.fault_step is not None and settings.fault_step > steps:
         raise UserError(f"--fault-step {settings.fault_step}: the run ends after {steps} steps")
-    return FAULTS[settings.fault](settings, ctx, steps)
+    return fault(settings, ctx, steps)
 
 
 def list_faults() -> str:

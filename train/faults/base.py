@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+import torch
+
+from train.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from train.launch import RankContext
@@ -16,18 +24,27 @@ if TYPE_CHECKING:
 class Fault:
     """No fault; base of the others, and the places where they strike.
 
-    says: what it does, for --list-faults. code: the finding that `syncheck` should make of it. steps: of the
-    whole run. Every hook is called on every rank; one that communicates must do so on all of them, so that no
-    rank waits for another. `bad` is the rank that goes wrong where a fault concerns only one: the last, for
-    rank 0 is right no more often than any other.
+    says: what it does, for --list-faults. code: the finding that `syncheck` should make of it. when: the step
+    at which it strikes without --fault-step: "half" of the run, or the "last"; "always" for one that is there
+    all the time. at: that step, counted from 1; 0 for "always". steps: of the whole run.
+
+    Every hook is called on every rank; one that communicates must do so on all of them, so that no rank waits
+    for another. `bad` is the rank that goes wrong where a fault concerns only one: the last, for rank 0 is
+    right no more often than any other.
+
+    Raises UserError, on all ranks alike, where the settings leave it nothing to show.
     """
 
     says: ClassVar[str] = ""
     code: ClassVar[str] = ""
+    when: ClassVar[str] = "always"
+    scaler: GradScaler  # of the run; set by Step
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         self.settings, self.ctx, self.steps = settings, ctx, steps
         self.bad = ctx.rank == ctx.world_size - 1
+        default = {"half": max(1, steps // 2), "last": steps, "always": 0}[self.when]
+        self.at = settings.fault_step or default
 
     def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for those that override it
         """Act once, between wrapping the model and building its optimizer. Returns what training calls."""
@@ -43,3 +60,14 @@ class Fault:
     def host(self) -> str | None:
         """Name of the machine for the metadata block; None for its real one."""
         return None
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise UserError. reason: why it cannot show, and what to do, in one line."""
+        raise UserError(f"--fault {self.settings.fault}: {reason}")
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Draw random numbers from `seed` in the block; those drawn after it are as without the block."""
+        with torch.random.fork_rng(devices=[self.ctx.device] if self.ctx.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield

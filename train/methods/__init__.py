@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.methods.ddp import Ddp
+from train.methods.dp import Dp
 from train.methods.fsdp import Fsdp
 from train.methods.hsdp import Hsdp
 from train.methods.localsgd import LocalSgd
@@ -22,6 +23,7 @@ __all__ = ["METHODS", "MODIFIERS", "check_modifiers"]
 
 METHODS: dict[str, type[Method]] = {
     "single": Single,
+    "dp": Dp,
     "ddp": Ddp,
     "zero": Zero,
     "localsgd": LocalSgd,

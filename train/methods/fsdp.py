@@ -79,8 +79,8 @@ class Fsdp:
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
         # 1b. Divide block by block, then the rest: what is divided together is gathered together, so smaller
-        #     parts need less memory at a time, and larger ones fewer messages. Every parameter becomes a
-        #     DTensor that holds this rank's rows and knows the whole shape. The module stays what it is.
+        #     parts need less memory at a time, larger ones fewer messages. Every parameter becomes a DTensor that
+        #     holds this rank's rows and knows the whole shape.
         self.mesh = self.make_mesh()
         for block in blocks(self.module):
             fully_shard(block, mesh=self.mesh)

@@ -1,0 +1,115 @@
+"""A run with a fault beside the same run without, and what their files hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from scenarios import SMALL, differing, load, run, tensors
+
+import syncheck
+from syncheck.diagnose import RULES
+from train.faults import FAULTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from syncheck import Report
+    from train.launch import RankContext
+    from train.settings import Settings
+
+# With SyncBatchNorm nothing differs by itself, and with AdamW each parameter has a step counter.
+QUIET = replace(SMALL, sync_bn=True, optimizer="adamw", lr=0.005)
+# What a fault needs beside its name.
+NEEDS: dict[str, dict[str, Any]] = {
+    "buffers-never-synced": {"sync_bn": False},
+    "extra-forward": {"sync_bn": False},
+    "scaler-diverged": {"amp": "fp16"},
+}
+# Files that claim to be synchronized once a step are believed: the drift is then one step's.
+ALIKE = {"SYN202": {"SYN202", "SYN201"}}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks' files at the end of one run.
+
+    clean: what differs between those of the run without the fault. without: rank 0's file of that run.
+    """
+
+    settings: Settings
+    good: Path
+    bad: Path
+    clean: set[str]
+    without: Path
+
+    @property
+    def differing(self) -> set[str]:
+        """Names of the tensors that differ between the ranks."""
+        return differing(self.good, self.bad)
+
+    def values(self, name: str) -> tuple[Tensor, Tensor]:
+        """One tensor as rank 0 and as rank 1 has it."""
+        return tensors(self.good)[name], tensors(self.bad)[name]
+
+    def at(self, step: int) -> tuple[Path, Path]:
+        """Rank 0's and rank 1's file of an earlier step."""
+        folder = self.settings.out / "history" / self.settings.run / f"step_{step}"
+        return folder / "rank_0.pth", folder / "rank_1.pth"
+
+
+def plant(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **changes: Any) -> Pair:
+    """Train on two ranks, once without the fault and once with it.
+
+    explained: whether syncheck shall see the difference, and name the fault's finding if it has that rule.
+    """
+    settings = replace(QUIET, **NEEDS.get(fault, {}) | changes, fault=fault, out=out / "planted")
+    without = replace(settings, fault=None, fault_step=None, save_every=None, out=out / "clean")
+    run(ctx, without)
+    run(ctx, settings)
+    clean = [without.out / f"{without.run}_rank{rank}.pth" for rank in range(2)]
+    good, bad = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
+    if explained:
+        check_report(syncheck.compare(settings.out), FAULTS[fault].code)
+    return Pair(settings, good, bad, differing(*clean), clean[0])
+
+
+def check_report(report: Report, code: str) -> None:
+    """Check that a report is not in sync, and that it names the finding if there is a rule for it."""
+    assert report.verdict == "out_of_sync"
+    found = {finding.code for group in report.groups for finding in group.findings}
+    if code in {rule.CODE for rule in RULES}:
+        assert found & ALIKE.get(code, {code}), found
+
+
+def parameters(path: Path) -> set[str]:
+    """Names of the model's parameters."""
+    content = load(path)
+    return set(content["model"]) - set(content["syncheck"]["buffers"])
+
+
+def optimizer_names(path: Path, *states: str) -> set[str]:
+    """Names of the optimizer's tensors; of these states only, if any are given."""
+    named = {name for name in tensors(path) if name.startswith("optimizer.")}
+    return {name for name in named if not states or name.rpartition(".")[2] in states}
+
+
+def statistics(path: Path, *kinds: str) -> set[str]:
+    """Names of BatchNorm's buffers of these kinds."""
+    return {name for name in load(path)["model"] if name.rpartition(".")[2] in kinds}
+
+
+def elements(left: Tensor, right: Tensor) -> list[int]:
+    """Places, in C order, of the elements whose bits differ between two float32 tensors."""
+    apart = left.reshape(-1).view(torch.int32) != right.reshape(-1).view(torch.int32)
+    places: list[int] = apart.nonzero().flatten().tolist()
+    return places
+
+
+def flipped_bits(left: Tensor, right: Tensor) -> int:
+    """How many bits differ between two float32 tensors."""
+    bits = left.reshape(-1).view(torch.int32) ^ right.reshape(-1).view(torch.int32)
+    return sum(bin(number & 0xFFFFFFFF).count("1") for number in bits.tolist())

@@ -1,0 +1,264 @@
+"""Each planted desync leaves exactly its own marks: which tensors, which rank, which elements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from planted import (
+    Pair,
+    elements,
+    flipped_bits,
+    optimizer_names,
+    parameters,
+    plant,
+    statistics,
+)
+from scenarios import differing, load, tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from syncheck.testing import Rank
+    from train.launch import RankContext
+
+pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
+
+
+def gaps(a: Path, b: Path, names: set[str]) -> Tensor:
+    """All differences between two checkpoints in one vector."""
+    left, right = tensors(a), tensors(b)
+    return torch.cat([(left[name].double() - right[name].double()).flatten() for name in sorted(names)])
+
+
+def steps_counted(path: Path) -> set[float]:
+    """The optimizer's step counters, of all parameters."""
+    return {tensors(path)[name].item() for name in optimizer_names(path, "step")}
+
+
+def test_buffers_never_synced(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Only running means and variances differ, what was apart stays apart, and the metadata knows nothing of it."""
+    pair = plant(ctx, syncheck_rank.shared, "buffers-never-synced", max_steps=20, save_every=19)
+    names = statistics(pair.good, "running_mean")
+    assert pair.differing == pair.clean == names | statistics(pair.good, "running_var")
+    before, after = gaps(*pair.at(19), names), gaps(pair.good, pair.bad, names)
+    # Nine tenths of it stay, and one step is added. With the sync each step starts afresh: test_methods.py.
+    assert torch.cosine_similarity(before, after, dim=0) > 0.7
+    assert load(pair.bad)["syncheck"]["buffers_synced"] is True
+
+
+def test_extra_forward(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The last rank has counted one batch more in each BatchNorm; its running statistics follow, and nothing else."""
+    pair = plant(ctx, syncheck_rank.shared, "extra-forward")
+    counts = statistics(pair.good, "num_batches_tracked")
+    assert pair.clean == statistics(pair.good, "running_mean", "running_var")
+    assert pair.differing == pair.clean | counts
+    # One, not one for each step: the next step's broadcast repairs it, and the next extra forward breaks it.
+    assert {tuple(value.item() for value in pair.values(name)) for name in counts} == {(6, 7)}
+
+
+def test_extra_forward_adds_up_without_broadcast(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """With --no-buffer-sync nothing repairs the counts: six steps are six batches more."""
+    pair = plant(ctx, syncheck_rank.shared, "extra-forward", buffer_sync=False)
+    counts = statistics(pair.good, "num_batches_tracked")
+    assert {tuple(value.item() for value in pair.values(name)) for name in counts} == {(6, 12)}
+
+
+def test_variance_only_bn(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Every running variance differs, by what the two counts explain; means, counts and parameters are equal."""
+    pair = plant(ctx, syncheck_rank.shared, "variance-only-bn", max_steps=1)
+    assert pair.clean == set()
+    assert pair.differing == statistics(pair.good, "running_var")
+    # The first layer sees 32 images of 8 x 8 together, 16 of them on each rank.
+    right, wrong = (value - 0.9 for value in pair.values("bn1.running_var"))
+    local, total = 16 * 64, 32 * 64
+    expected = local / (local - 1) / (total / (total - 1))  # 1.00049
+    assert (wrong / right).tolist() == pytest.approx([expected] * 4, abs=2e-5)  # of float32 near 1, less 0.9
+
+
+def test_init_not_broadcast(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """What starts from random numbers differs nearly everywhere by a constant gap; norms and optimizer are equal."""
+    pair = plant(ctx, syncheck_rank.shared, "init-not-broadcast", save_every=1)
+    assert pair.clean == set()
+    random = {name for name in parameters(pair.good) if "bn" not in name}
+    assert pair.differing == random
+    first, last = gaps(*pair.at(1), random), gaps(pair.good, pair.bad, random)
+    assert (first != 0).double().mean() > 0.99
+    # AdamW's own decay takes 0.005 x 5e-4 of it in a step.
+    assert (last - first).abs().max() < 2e-5 * first.abs().max()
+
+
+def test_forward_through_module(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """All parameters and all moments of the optimizer differ and drift apart; its step counters are equal."""
+    pair = plant(ctx, syncheck_rank.shared, "forward-through-module", save_every=1)
+    assert pair.clean == set()
+    names = parameters(pair.good)
+    assert pair.differing == names | optimizer_names(pair.good, "exp_avg", "exp_avg_sq")
+    assert gaps(pair.good, pair.bad, names).norm() > 1.5 * gaps(*pair.at(1), names).norm()
+
+
+@pytest.mark.parametrize("model", ["resnet8", "convnet"])
+def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
+    """The added layer and its optimizer state differ, the classifier before it and all else do not."""
+    pair = plant(ctx, syncheck_rank.shared, "late-head", model=model)
+    assert pair.clean == set()
+    block = load(pair.good)["syncheck"]
+    ids = [block["optimizer_parameters"].index(name) for name in ("fc.1.weight", "fc.1.bias")]
+    moments = {f"optimizer.{i}.{state}" for i in ids for state in ("exp_avg", "exp_avg_sq")}
+    assert pair.differing == {"fc.1.weight", "fc.1.bias"} | moments
+    assert "fc.0.weight" in tensors(pair.good)
+
+
+@pytest.mark.parametrize("grad_clip", [None, 0.5])
+def test_clip_on_one_rank(ctx: RankContext, syncheck_rank: Rank, grad_clip: float | None) -> None:
+    """All differs, and the last rank's first moments have the others' direction and a small share of their length."""
+    pair = plant(ctx, syncheck_rank.shared, "clip-on-one-rank", grad_clip=grad_clip)
+    assert pair.clean == set()
+    assert pair.differing == parameters(pair.good) | optimizer_names(pair.good, "exp_avg", "exp_avg_sq")
+    ratios = []
+    for name in optimizer_names(pair.good, "exp_avg"):
+        right, wrong = (value.double().flatten() for value in pair.values(name))
+        assert torch.cosine_similarity(right, wrong, dim=0) > 0.9
+        ratios.append((wrong.norm() / right.norm()).item())
+    assert max(ratios) < 0.1
+    assert max(ratios) < 1.2 * min(ratios)
+
+
+def test_skipped_step(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Until half of the run all is equal; then parameters, moments and counters differ, the buffers do not."""
+    pair = plant(ctx, syncheck_rank.shared, "skipped-step", save_every=1)
+    assert pair.clean == differing(*pair.at(2)) == set()
+    assert pair.differing == parameters(pair.good) | optimizer_names(pair.good)
+    assert (steps_counted(pair.good), steps_counted(pair.bad)) == ({6}, {5})
+    # The lost step itself: parameters and optimizer are those of the step before, and the buffers are not.
+    before, after = pair.at(2)[1], pair.at(3)[1]
+    assert differing(before, after) == statistics(before, "running_mean", "running_var", "num_batches_tracked")
+
+
+def test_optimizer_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """From the resume on parameters and the whole optimizer differ, and only rank 0 has counted all steps."""
+    pair = plant(ctx, syncheck_rank.shared, "optimizer-on-one-rank", save_every=1, fault_step=5)
+    assert pair.clean == differing(*pair.at(4)) == set()
+    assert pair.differing == parameters(pair.good) | optimizer_names(pair.good)
+    assert (steps_counted(pair.good), steps_counted(pair.bad)) == ({6}, {2})
+
+
+def test_scaler_diverged(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The last rank has half the loss scale, no growth since, and one step less; all that is trained differs."""
+    pair = plant(ctx, syncheck_rank.shared, "scaler-diverged", save_every=1)
+    assert pair.clean == differing(*pair.at(2)) == set()
+    assert pair.differing == parameters(pair.good) | optimizer_names(pair.good)
+    right, wrong = (load(path)["scaler"] for path in pair.at(3))
+    assert right["scale"] == 2 * wrong["scale"] > 0
+    assert (right["_growth_tracker"], wrong["_growth_tracker"]) == (3, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sync_bn": False, "optimizer": "sgd"}], ids=["syncbn", "own statistics"])
+def test_stale_rank(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
+    """The last rank's file of the last step holds, bit by bit, what its own file of the step before holds."""
+    pair = plant(ctx, syncheck_rank.shared, "stale-rank", save_every=1, **changes)
+    assert differing(pair.at(5)[1], pair.bad) == set()
+    assert differing(pair.at(5)[0], pair.good) == set(tensors(pair.good)) == pair.differing
+    assert differing(*pair.at(5)) == pair.clean
+    assert load(pair.bad)["syncheck"]["step"] == 6
+
+
+@pytest.mark.parametrize("model", ["resnet8", "convnet"])
+def test_frozen_not_broadcast(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
+    """Only the first convolution differs, by a gap that never changes; it is frozen, and in no optimizer."""
+    names = {"conv1.weight"} if model == "resnet8" else {"conv1.weight", "conv1.bias"}
+    pair = plant(ctx, syncheck_rank.shared, "frozen-not-broadcast", model=model, save_every=1)
+    assert pair.clean == set()
+    assert pair.differing == names
+    assert torch.equal(gaps(*pair.at(1), names), gaps(pair.good, pair.bad, names))
+    content = load(pair.bad)
+    assert set(content["syncheck"]["frozen"]) == names
+    assert not names & set(content["syncheck"]["optimizer_parameters"])
+    assert len(content["optimizer"]["state"]) == len(content["optimizer"]["param_groups"][0]["params"])
+
+
+def only_change(pair: Pair, name: str) -> tuple[Tensor, Tensor, list[int]]:
+    """Both ranks' values of the one tensor that differs, and the places where; rank 0 is as without the fault."""
+    assert pair.clean == set()
+    assert pair.differing == {name}
+    assert differing(pair.without, pair.good) == set()
+    right, wrong = pair.values(name)
+    return right, wrong, elements(right, wrong)
+
+
+def chosen(pair: Pair) -> str:
+    """Name of the one tensor of the model that differs."""
+    (name,) = pair.differing & parameters(pair.good)
+    return name
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bit_flip_weight(ctx: RankContext, syncheck_rank: Rank, seed: int) -> None:
+    """At the last step one bit of one element of one weight differs, and the number stays small."""
+    pair = plant(ctx, syncheck_rank.shared, "bit-flip-weight", fault_step=6, seed=seed)
+    right, wrong, places = only_change(pair, chosen(pair))
+    assert len(places) == flipped_bits(right, wrong) == 1
+    assert wrong.abs().max() <= right.abs().max()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_bit_flip_stays_in_its_element(ctx: RankContext, syncheck_rank: Rank, optimizer: str) -> None:
+    """Half a run later it is still that element; with SGD the weight decay has taken it to the same of the momentum."""
+    pair = plant(ctx, syncheck_rank.shared, "bit-flip-weight", save_every=1, optimizer=optimizer)
+    assert pair.clean == differing(*pair.at(2)) == set()
+    name = chosen(pair)
+    moment = f"optimizer.{load(pair.bad)['syncheck']['optimizer_parameters'].index(name)}.momentum_buffer"
+    assert differing(*pair.at(3)) == {name}
+    assert pair.differing == ({name} if optimizer == "adamw" else {name, moment})
+    (place,) = elements(*(tensors(path)[name] for path in pair.at(3)))
+    assert all(elements(*pair.values(found)) == [place] for found in pair.differing)
+
+
+@pytest.mark.parametrize(("optimizer", "moment"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")])
+def test_bit_flip_exp_avg(ctx: RankContext, syncheck_rank: Rank, optimizer: str, moment: str) -> None:
+    """One bit of one element of one first moment differs, and all parameters are equal."""
+    pair = plant(ctx, syncheck_rank.shared, "bit-flip-exp-avg", optimizer=optimizer)
+    (name,) = pair.differing
+    assert name.endswith(f".{moment}")
+    right, wrong, places = only_change(pair, name)
+    assert len(places) == flipped_bits(right, wrong) == 1
+    assert wrong.isfinite().all()
+
+
+def test_nan_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """One element of one weight is NaN on the last rank."""
+    pair = plant(ctx, syncheck_rank.shared, "nan-on-one-rank")
+    right, wrong, places = only_change(pair, chosen(pair))
+    assert right.isfinite().all()
+    assert wrong.isnan().flatten().nonzero().flatten().tolist() == places
+    assert len(places) == 1
+
+
+def test_nan_spreads_from_an_earlier_step(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A step later the averaged gradients have taken the NaN to all weights of all ranks."""
+    pair = plant(ctx, syncheck_rank.shared, "nan-on-one-rank", fault_step=5, model="convnet", explained=False)
+    for path in (pair.good, pair.bad):
+        assert all(tensors(path)[name].isnan().all() for name in ("conv1.weight", "fc.bias"))
+
+
+@pytest.mark.parametrize(("width", "length"), [(4, 64), (1, 36)])
+def test_contiguous_corruption(ctx: RankContext, syncheck_rank: Rank, width: int, length: int) -> None:
+    """Adjacent elements of one weight differ, 64 or half of what the tensor holds, and are finite."""
+    pair = plant(ctx, syncheck_rank.shared, "contiguous-corruption", model="convnet", width=width)
+    right, wrong, places = only_change(pair, chosen(pair))
+    assert places == list(range(places[0], places[0] + length))
+    assert wrong.isfinite().all()
+    assert right.numel() > length
+
+
+def test_rounding_only(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Every element of every parameter is one unit in the last place off, and nothing else differs."""
+    pair = plant(ctx, syncheck_rank.shared, "rounding-only")
+    assert pair.clean == set()
+    assert pair.differing == parameters(pair.good)
+    for name in pair.differing:
+        right, wrong = pair.values(name)
+        assert torch.equal(wrong, torch.nextafter(right, torch.full_like(right, torch.inf)))

@@ -1,0 +1,126 @@
+"""The table of the planted desyncs, and what is refused where one could not show."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from planted import QUIET
+from torch import nn
+
+from train import faults
+from train.engine import prepare
+from train.errors import UserError
+from train.faults import FAULTS, Fault, list_faults, make_fault
+from train.faults.start import InitNotBroadcast, copy_parameters
+from train.launch import RankContext
+from train.models import MODELS, build_model
+from train.settings import Settings
+
+TWO = RankContext(0, 2)
+DDP = Settings(method="ddp")
+BASES = {"Fault", "BatchNormFault", "MemoryFault"}
+
+
+def test_every_fault_is_in_the_table() -> None:
+    """Each fault class of each module has a name, a place in the table, one line for --list-faults, and a code."""
+    classes = set()
+    for path in Path(faults.__file__).parent.glob("*.py"):
+        module = importlib.import_module(f"train.faults.{path.stem}" if path.stem != "__init__" else "train.faults")
+        found = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Fault)]
+        classes |= {kind for kind in found if kind.__name__ not in BASES}
+    assert classes == set(FAULTS.values())
+    assert len(FAULTS) == len(classes) >= 18
+    for name, kind in FAULTS.items():
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)+", name)
+        assert re.fullmatch(r"SYN2\d\d", kind.code)
+        assert kind.says
+        assert "\n" not in kind.says
+        assert kind.when in ("always", "half", "last")
+        assert "says" in vars(kind)  # its own, not that of the fault it is made from
+        assert "code" in vars(kind)
+
+
+def test_the_list_has_a_line_for_each() -> None:
+    """--list-faults names every fault with its finding and with what it does, in lines that a terminal can hold."""
+    lines = list_faults().splitlines()
+    assert [line.split()[:2] for line in lines] == [[name, kind.code] for name, kind in FAULTS.items()]
+    assert max(map(len, lines)) <= 140
+
+
+REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
+    ("nothing", {}, "--fault nothing: unknown; there are buffers-never-synced, "),
+    ("late-head", {"method": "single"}, "planted in --method ddp only, not in single"),
+    ("late-head", {"grad_clip": 1.0}, "pull everything apart; leave --grad-clip out"),
+    ("late-head", {"fault_step": 3}, "--fault-step: --fault late-head is there from the first step on; leave it out"),
+    ("skipped-step", {"fault_step": 11}, "--fault-step 11: the run ends after 10 steps"),
+    ("optimizer-on-one-rank", {"fault_step": 1}, "before step 1 there is no state to lose; use --fault-step 2"),
+    ("stale-rank", {"fault_step": 1}, "before step 1 there is no step to be left at; use --fault-step 2"),
+    ("scaler-diverged", {}, "--fault scaler-diverged: --amp off has no loss scaler; add --amp fp16"),
+    ("bit-flip-exp-avg", {"momentum": 0.0}, "--momentum 0 leaves the optimizer without a state; use --optimizer adamw"),
+    ("extra-forward", {"sync_bn": True}, "the layers of --sync-bn communicate, and would wait"),
+    ("buffers-never-synced", {"sync_bn": True}, "with --sync-bn all ranks compute equal statistics"),
+    ("buffers-never-synced", {"buffer_sync": False}, "--no-buffer-sync does the same, openly"),
+    ("variance-only-bn", {}, "plain BatchNorm knows no count but its own; add --sync-bn"),
+    ("differs-by-node", {}, "needs 2 ranks or more on each of 2 nodes; start 4 or more"),
+]
+
+
+@pytest.mark.parametrize(("fault", "changes", "message"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_refusals_are_one_line(fault: str, changes: dict[str, Any], message: str) -> None:
+    """What could not show is refused before anything runs, with the reason and what to do."""
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        make_fault(replace(DDP, fault=fault, **changes), TWO, steps=10)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--fault")
+
+
+def test_one_rank_is_refused() -> None:
+    """A single rank has nobody to differ from."""
+    with pytest.raises(UserError, match="one rank has no other to differ from; start two or more"):
+        make_fault(replace(DDP, fault="late-head"), RankContext(), steps=10)
+
+
+@pytest.mark.syncheck(ranks=2, timeout=60)
+def test_models_without_batchnorm_are_refused(ctx: RankContext) -> None:
+    """The faults of BatchNorm say on both ranks that the model has none, and the next run is not disturbed."""
+    for fault, sync_bn in (("buffers-never-synced", False), ("extra-forward", False), ("variance-only-bn", True)):
+        settings = replace(QUIET, model="convnet", fault=fault, sync_bn=sync_bn, save_per_rank=False)
+        with pytest.raises(UserError, match=r"--model convnet has no BatchNorm to go wrong; use --model resnet8$"):
+            prepare(settings, ctx)
+    assert ctx.gather(ctx.rank) == [0, 1]
+
+
+@pytest.mark.syncheck(ranks=2, timeout=60)
+def test_a_bit_that_cannot_be_flipped_is_refused_by_both(ctx: RankContext) -> None:
+    """Where the chosen tensor has no fitting element, both ranks raise, and none is left waiting."""
+    settings = replace(DDP, fault="bit-flip-weight", fault_step=1)
+    fault = make_fault(settings, ctx, steps=1)
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(UserError, match="no element of the tensor lies between"):
+        fault.after_step(1, SimpleNamespace(module=model), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert ctx.gather(ctx.rank) == [0, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("tv_")])
+def test_the_other_model_has_the_same_shapes(name: str) -> None:
+    """For every model of ours a second one can be built from another seed, and drawing it disturbs no other draw."""
+    settings = replace(DDP, fault="init-not-broadcast", model=name, width=4)
+    torch.manual_seed(0)
+    model = build_model(name, 1, 10, 4)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state = torch.get_rng_state()
+    other = InitNotBroadcast(settings, TWO, 10).other_model(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    copy_parameters(other, model)
+    pairs = list(zip(before, model.parameters(), strict=True))
+    assert all(old.shape == new.shape for old, new in pairs)
+    assert all(not torch.equal(old, new) for old, new in pairs if old.dim() > 1)

@@ -1,0 +1,204 @@
+"""A shell per process: --rank, --world-size, and a file or an address to meet at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from programs import SHORT, TRAIN, alive, assert_trained, errors
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+    from programs import Programs, Run
+
+LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
+
+
+def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
+    """Start all ranks, the last one first, and wait for them."""
+    size = ("--world-size", ranks)
+    started = [programs.start(*TRAIN, "--rank", rank, *size, *arguments) for rank in reversed(range(ranks))]
+    return [programs.finish(process) for process in reversed(started)]
+
+
+def start_long(programs: Programs, *where: Any) -> list[subprocess.Popen[str]]:
+    """Start two ranks, and wait until they train."""
+    ranks = [programs.start(*TRAIN, "--rank", rank, "--world-size", 2, *where, *LONG) for rank in range(2)]
+    assert ranks[0].stdout is not None
+    assert ranks[0].stdout.readline().startswith("ddp: epoch")
+    return ranks
+
+
+def test_trains_through_a_file(programs: Programs, tmp_path: Path) -> None:
+    """Two shells train ddp; the file is gone afterwards, so that the same lines work again."""
+    where = ("--init-method", f"file://{tmp_path}/meeting")
+    for _ in range(2):
+        zero, one = run_all(programs, *where, *SHORT)
+        assert (zero.returncode, one.returncode, errors([zero, one]), one.stdout) == (0, 0, [], "")
+        assert zero.stdout.splitlines()[1] == "saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth"
+        assert_trained(tmp_path / "ckpts", 2)
+        assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("how", ["--ip", pytest.param("--init-method", marks=pytest.mark.slow)])
+def test_trains_over_tcp(programs: Programs, tmp_path: Path, free_port: int, how: str) -> None:
+    """An address and a port of rank 0 do as well, in either spelling."""
+    where = ("--ip", "127.0.0.1", "--port", free_port) if how == "--ip" else (how, f"tcp://localhost:{free_port}")
+    runs = run_all(programs, *where, *SHORT)
+    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+def test_mistakes_are_said_in_each_shell(programs: Programs, tmp_path: Path) -> None:
+    """Where each rank has a terminal of its own, none of them ends without a word; the file does not stay."""
+    where = ("--init-method", f"file://{tmp_path}/meeting", "--save-per-rank", "--out", "/dev/null/x")
+    runs = run_all(programs, *where)
+    assert [run.returncode for run in runs] == [2, 2]
+    assert errors(runs) == ["error: cannot write to --out /dev/null/x: Not a directory"] * 2
+    assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_file_of_a_killed_run(programs: Programs, tmp_path: Path, world_size: int) -> None:
+    """The file of ranks that were all killed is named at once by the next run, with as many ranks or more."""
+    where = ("--init-method", f"file://{tmp_path}/meeting")
+    for process in start_long(programs, *where):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+    start = time.monotonic()
+    runs = run_all(programs, *where, *LONG, ranks=world_size)
+    assert time.monotonic() - start < 20  # nearly all of it imports
+    message = (
+        f"error: the file {tmp_path}/meeting was left by an earlier run: remove it or name another with --init-method"
+    )
+    assert errors(runs) == [message] * world_size
+    assert [run.returncode for run in runs] == [2] * world_size
+
+
+def test_a_rank_that_does_not_come(programs: Programs, tmp_path: Path) -> None:
+    """Ranks that wait in vain say which one is missing, and leave no file in the way of the next try."""
+    where = ("--init-method", f"file://{tmp_path}/meeting", "--timeout", 2)
+    started = [programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in (0, 2)]
+    runs = [programs.finish(process) for process in started]
+    assert [run.returncode for run in runs] == [2, 2]
+    for line in errors(runs):
+        assert f"waited 2 s at the file {tmp_path}/meeting: rank 1 did not come; start it, or see its own" in line
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_no_rank_zero_over_tcp(programs: Programs, free_port: int) -> None:
+    """Where nobody listens, the rank that waits says so after its timeout, without torch's pages of warnings."""
+    address = ("--ip", "127.0.0.1", "--port", free_port)
+    run = programs.run(*TRAIN, "--rank", 1, "--world-size", 2, *address, "--timeout", 1)
+    assert run.returncode == 2
+    (line,) = errors([run])
+    start = f"error: rank 1 waited 1 s at tcp://127.0.0.1:{free_port}: rank 0 did not come (Connection refused); "
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("ip", "message"),
+    [
+        ("no-such-host.invalid", "cannot find the machine 'no-such-host.invalid': "),
+        ("192.0.2.1", "192.0.2.1 is not an address of this machine, where rank 0 serves: give one that is"),
+    ],
+)
+def test_wrong_address(programs: Programs, free_port: int, ip: str, message: str) -> None:
+    """A name that does not resolve and an address of another machine are named at once."""
+    run = programs.run(*TRAIN, "--rank", 0, "--world-size", 2, "--ip", ip, "--port", free_port)
+    assert run.returncode == 2
+    (line,) = errors([run])
+    assert line.startswith("error: " + message)
+
+
+@pytest.mark.slow
+def test_port_in_use(programs: Programs) -> None:
+    """A port that another program has is named by rank 0; to the others that program is no rank 0."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        zero, one = run_all(programs, "--ip", "127.0.0.1", "--port", port, "--timeout", 1)
+    lines = errors([zero, one])
+    assert lines[0].startswith(f"error: port {port} is in use, by another program or another rank 0: choose another ")
+    assert lines[1] == f"error: rank 1: a program that is no rank 0 answers at 127.0.0.1:{port}: choose another port"
+    assert (zero.returncode, one.returncode) == (2, 2)
+
+
+@pytest.mark.slow
+def test_different_world_sizes(programs: Programs, free_port: int) -> None:
+    """Ranks that were told different numbers of ranks end at once and say who was told what."""
+    where = ("--ip", "127.0.0.1", "--port", free_port)
+    sizes = enumerate((2, 3))
+    started = [programs.start(*TRAIN, "--rank", rank, "--world-size", size, *where) for rank, size in sizes]
+    runs = [programs.finish(process, timeout=30) for process in started]
+    assert [run.returncode for run in runs] == [2, 2]
+    for line in errors(runs):
+        assert "was started as one of" in line
+        assert line.endswith("give all the same number")
+
+
+@pytest.mark.slow
+def test_one_rank_twice(programs: Programs, free_port: int) -> None:
+    """Two processes with the same rank end, and so does the rank that waits with them."""
+    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 20)
+    started = [programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in (0, 1, 1)]
+    runs = [programs.finish(process, timeout=15) for process in started]
+    assert [run.returncode for run in runs] == [2, 2, 2]
+    assert all("two processes are rank 1 at tcp://127.0.0.1" in line for line in errors(runs))
+
+
+@pytest.mark.slow
+def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
+    """Ctrl-C in one shell ends that rank in one line; the other rank says that it lost it."""
+    zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
+    os.kill(one.pid, signal.SIGINT)
+    run = programs.finish(one)
+    assert (run.returncode, run.stderr) == (130, "run.py: interrupted\n")
+    run = programs.finish(zero)
+    assert run.returncode == 1
+    assert run.stderr.startswith("run.py: error: rank 0 lost another rank: ")
+    assert run.stderr.count("\n") == 1
+    assert not alive(zero)
+
+
+@pytest.mark.slow
+def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
+    """Ctrl-C ends a rank within seconds even while it waits, inside torch, for one that stands still."""
+    zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
+    os.kill(one.pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    os.kill(zero.pid, signal.SIGINT)
+    run = programs.finish(zero, timeout=10)
+    assert (run.returncode, run.stderr) == (130, "run.py: interrupted\n")
+
+
+@pytest.mark.parametrize("delay", [0.5, pytest.param(4.0, marks=pytest.mark.slow)])
+def test_ctrl_c_early(programs: Programs, tmp_path: Path, delay: float) -> None:
+    """Ctrl-C while the modules are imported, or while a rank waits for others, shows no traceback."""
+    where = ("--init-method", f"file://{tmp_path}/meeting")
+    process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, *where)
+    time.sleep(delay)
+    os.kill(process.pid, signal.SIGINT)
+    run = programs.finish(process, timeout=10)
+    assert run.returncode == 130
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_rank_zero_goes_away(programs: Programs, free_port: int) -> None:
+    """A rank that waits for others when rank 0, and with it the store, goes away says so in one line."""
+    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
+    zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in range(2))
+    time.sleep(4.0)
+    os.kill(zero.pid, signal.SIGKILL)
+    run = programs.finish(one, timeout=10)
+    assert run.returncode == 2
+    (line,) = errors([run])
+    assert line.startswith(f"error: rank 1 of 3 lost rank 0 at tcp://127.0.0.1:{free_port}: see its own message (")

@@ -1,0 +1,106 @@
+"""Which GPUs a rank computes on, with a machine's GPUs made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from train.errors import RankError, UserError
+from train.launch import LaunchOptions, from_environment
+from train.launch.devices import choose_backend, choose_devices
+from train.launch.place import Place
+
+HERE = Place(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="env://")
+BY_HAND = replace(HERE, rank=5, world_size=8, local_rank=None, local_world_size=None)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """Let torch count as many GPUs as the test says."""
+    number: int = request.param
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    return number
+
+
+def names(option: str | None, place: Place | None) -> str:
+    """Write the devices as one string."""
+    return " ".join(str(device) for device in choose_devices(option, place))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "option", "place", "expected"),
+    [
+        (2, None, HERE, "cuda:1"),
+        (1, None, HERE, ""),
+        (0, None, HERE, ""),
+        (4, "2,3", HERE, "cuda:3"),
+        (4, "3,2", HERE, "cuda:2"),
+        (4, "none", HERE, ""),
+        (4, None, None, "cuda:0 cuda:1 cuda:2 cuda:3"),
+        (4, "1,3", None, "cuda:1 cuda:3"),
+        (4, " 1, 3", None, "cuda:1 cuda:3"),
+        (4, "none", None, ""),
+        (0, None, None, ""),
+        (0, "none", HERE, ""),
+        (4, None, BY_HAND, "cuda:1"),
+        (4, "0,2", BY_HAND, "cuda:2"),
+        (4, None, replace(BY_HAND, local_rank=3), "cuda:3"),
+        (0, None, replace(BY_HAND, local_rank=3), ""),
+        (1, None, replace(HERE, own_gpus=True), "cuda:0"),
+    ],
+    indirect=["gpus"],
+)
+def test_each_rank_has_its_own(gpus: int, option: str | None, place: Place | None, expected: str) -> None:
+    """Ranks of one machine get one GPU each, in the order of --gpus; one process gets all; too few mean the CPU."""
+    assert names(option, place) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "option", "place", "kind", "message"),
+    [
+        (2, "2", None, RankError, "--gpus 2: this machine has 2 GPUs, 0 to 1; use these, or --gpus none"),
+        (1, "0,1", HERE, RankError, "--gpus 0,1: this machine has 1 GPU; use these, or --gpus none"),
+        (0, "0", None, RankError, "--gpus 0: this machine has no GPUs; use these, or --gpus none"),
+        (4, "1,1", None, UserError, "--gpus 1,1: 1 is there twice"),
+        (4, "a", None, UserError, "--gpus a: needs numbers with commas between them, as 0,1, or none for the CPU"),
+        (4, "0,", None, UserError, "--gpus 0,: needs numbers with commas between them, as 0,1, or none for the CPU"),
+        (4, "-1", None, UserError, "--gpus -1: needs numbers with commas between them, as 0,1, or none for the CPU"),
+        (4, "3", HERE, UserError, "--gpus 3: 1 GPU for 2 ranks on this machine; each needs one"),
+        (2, None, replace(BY_HAND, local_rank=2), RankError, "--local-rank 2: this machine has 2 GPUs for its ranks"),
+    ],
+    indirect=["gpus"],
+)
+def test_wrong_choice_is_named(
+    gpus: int, option: str | None, place: Place | None, kind: type[UserError], message: str
+) -> None:
+    """A GPU that is not there, one named twice, and too few for the ranks are refused, with what there is."""
+    with pytest.raises(UserError) as caught:
+        choose_devices(option, place)
+    assert (type(caught.value), str(caught.value)) == (kind, message)
+
+
+def test_backend_follows_the_device() -> None:
+    """NCCL between GPUs and gloo between CPUs, unless gloo is asked for; NCCL on the CPU is refused."""
+    cuda = (torch.device("cuda", 0),)
+    assert [choose_backend(None, cuda), choose_backend(None, ()), choose_backend("gloo", cuda)] == [
+        "nccl",
+        "gloo",
+        "gloo",
+    ]
+    with pytest.raises(UserError, match="--backend nccl needs a GPU for each rank, these compute on the CPU"):
+        choose_backend("nccl", ())
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+def test_context_of_gpus(gpus: int) -> None:
+    """A rank's context holds its own GPU; a process without a group holds all that --gpus names, the first first."""
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    ctx = from_environment(environment, "ddp", grouped=True, options=LaunchOptions(gpus="0,3"))
+    assert (str(ctx.device), ctx.devices, ctx.backend) == ("cuda:3", (ctx.device,), "nccl")
+    ctx = from_environment({}, "dp", grouped=False, options=LaunchOptions(gpus="3,0"))
+    assert (str(ctx.device), len(ctx.devices), ctx.backend) == ("cuda:3", 2, None)
+    with pytest.raises(UserError, match="--backend gloo: --method dp has no process group"):
+        from_environment({}, "dp", grouped=False, options=LaunchOptions(backend="gloo"))

@@ -1,0 +1,293 @@
+"""Who a process is, from its environment and its options, without starting anything."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from train.errors import RankError, UserError
+from train.launch import LAUNCHERS, LaunchOptions, from_environment, launched, slurm, spawn, speaks, torchrun
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+# As SLURM 22.05 sets them: two nodes, the second task of the first node.
+STEP = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "first",
+    "SLURM_JOB_NODELIST": "first",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+BATCH_SHELL = {key: value for key, value in STEP.items() if "STEP" not in key} | {"SLURM_PROCID": "0"}
+ONE_TASK = {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+BY_HAND: dict[str, Any] = {"rank": 1, "world_size": 2, "init_method": "file:///shared/f"}
+
+
+def change(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
+    """Set variables, or take away those that are None."""
+    return {key: value for key, value in {**environment, **changes}.items() if value is not None}
+
+
+def test_reads_torchrun() -> None:
+    """torchrun's variables become a context; without GPUs it is gloo on the CPU."""
+    ctx = from_environment(TORCHRUN, "ddp", grouped=True)
+    assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.is_main) == (3, 4, 1, False)
+    assert (ctx.local_world_size, ctx.node, ctx.init_method) == (2, 1, "env://")
+    assert ctx.backend == ("nccl" if ctx.device.type == "cuda" else "gloo")
+
+
+def test_reads_options_by_hand() -> None:
+    """--rank and --world-size become a context, --ip and --port are short for tcp, IPv6 gets its brackets."""
+    ctx = from_environment({}, "ddp", grouped=True, options=LaunchOptions(**BY_HAND))
+    assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.init_method) == (1, 2, 1, "file:///shared/f")
+    for ip, expected in (("10.0.0.1", "tcp://10.0.0.1:29500"), ("::1", "tcp://[::1]:29500")):
+        options = LaunchOptions(rank=0, world_size=2, ip=ip, port=29500)
+        assert from_environment({}, "ddp", grouped=True, options=options).init_method == expected
+        options = LaunchOptions(rank=0, world_size=2, init_method=expected)
+        assert from_environment({}, "ddp", grouped=True, options=options).init_method == expected
+
+
+def test_reads_slurm() -> None:
+    """A step's own number of tasks counts, not the job's; the port comes from the job and the step."""
+    ctx = from_environment(STEP, "ddp", grouped=True)
+    assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node) == (1, 3, 1, 2, 0)
+    assert ctx.init_method == "tcp://first:20672"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({"SLURM_STEP_ID": "1"}, {}, "tcp://first:20673"),
+        ({"SLURM_JOB_ID": "99999999"}, {}, "tcp://first:23984"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {}, "tcp://10.0.0.1:1234"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {"ip": "10.0.0.2", "port": 99}, "tcp://10.0.0.2:99"),
+        ({}, {"port": 99}, "tcp://first:99"),
+        ({"SLURM_STEP_NODELIST": None}, {"port": 99}, "tcp://first:99"),
+    ],
+    ids=str,
+)
+def test_slurm_meets_where_it_is_told(changes: dict[str, str | None], options: dict[str, Any], expected: str) -> None:
+    """--ip and --port come first, then MASTER_ADDR and MASTER_PORT, then what SLURM's variables give."""
+    ctx = from_environment(change(STEP, changes), "ddp", grouped=True, options=LaunchOptions(**options))
+    assert ctx.init_method == expected
+
+
+def test_slurm_ports_are_in_their_range() -> None:
+    """Neighbouring jobs and steps get different ports, all from 20000 to 31999."""
+    ports = [
+        slurm.master_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        for job in range(700, 1400)
+        for step in range(16)
+    ]
+    assert (min(ports), max(ports), len(set(ports[:12_000]))) == (20_000, 31_999, len(ports[:12_000]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2(x3),1", [2, 2, 2, 1, None]), ("4", [4, None]), ("1,3(x2)", [1, 3, 3, None]), ("", [None])],
+)
+def test_slurm_counts_tasks_per_node(text: str, expected: list[int | None]) -> None:
+    """SLURM's short form for tasks per node is read; what is not in it is unknown."""
+    found = [slurm.tasks_on(node, {"SLURM_STEP_TASKS_PER_NODE": text}) for node in range(len(expected))]
+    assert found == expected
+
+
+def test_group_of_one_task() -> None:
+    """A method with a group runs in a step of one task too, which needs no other machine."""
+    ctx = from_environment({**ONE_TASK, "SLURM_STEP_NODELIST": "n[1-2]"}, "ddp", grouped=True)
+    assert (ctx.world_size, ctx.backend is None, ctx.init_method) == (1, False, "tcp://127.0.0.1:20672")
+
+
+def test_single_needs_no_launcher() -> None:
+    """One process without a launcher, or under a launcher of one, has no process group."""
+    of_one = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for environment in ({}, of_one, {"RANK": "0", "WORLD_SIZE": "1"}, ONE_TASK, BATCH_SHELL):
+        ctx = from_environment(environment, "single", grouped=False)
+        assert (ctx.world_size, ctx.backend) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "args", "expected"),
+    [
+        ({}, {}, False),
+        ({"RANK": "0"}, {}, True),
+        (TORCHRUN, {}, True),
+        ({}, {"spawn": 2}, True),
+        ({}, BY_HAND, True),
+        (STEP, {}, True),
+        (ONE_TASK, {}, False),
+        (BATCH_SHELL, {}, False),
+        ({**TORCHRUN, **ONE_TASK}, {}, True),
+        (STEP, {"port": 1234}, True),
+        (ONE_TASK, {"spawn": 2}, True),
+    ],
+    ids=str,
+)
+def test_a_group_was_asked_for(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
+    """ddp is the default under torchrun, --spawn, by hand and srun of several tasks, not in a batch script's shell."""
+    assert launched(environment, Namespace(**args)) == expected
+    if not args:
+        assert launched(environment) == expected
+
+
+def test_torchrun_inside_srun_wins() -> None:
+    """The order of the table decides: torchrun's variables, then options, then SLURM's."""
+    assert LAUNCHERS[0] is torchrun
+    assert LAUNCHERS[-1] is slurm
+    ctx = from_environment({**STEP, **TORCHRUN}, "ddp", grouped=True)
+    assert (ctx.rank, ctx.init_method) == (3, "env://")
+    ctx = from_environment(STEP, "ddp", grouped=True, options=LaunchOptions(**BY_HAND))
+    assert (ctx.world_size, ctx.init_method) == (2, "file:///shared/f")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": None}, "RANK is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"RANK": "x"}, "RANK is 'x', not a number"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', not a number"),
+        ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE is not set"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({"GROUP_RANK": "?"}, "GROUP_RANK is '\\?'"),
+    ],
+    ids=str,
+)
+def test_broken_environment_is_named(changes: dict[str, str | None], message: str) -> None:
+    """A variable that is missing or makes no sense is named, by the rank that has it."""
+    with pytest.raises(RankError, match=message):
+        from_environment(change(TORCHRUN, changes), "ddp", grouped=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 with SLURM_STEP_NUM_TASKS=3"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x', not a number: start with 'srun --ntasks 2"),
+        ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
+        ({"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None}, "SLURM_STEP_NODELIST is not set"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x', not a number"),
+        ({"MASTER_PORT": "0"}, "port 0: needs 1 to 65535"),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-2]", "PATH": "/nowhere"},
+            "scontrol show hostnames n\\[1-2\\]' failed .*MASTER_ADDR",
+        ),
+    ],
+    ids=str,
+)
+def test_broken_slurm_is_named(changes: dict[str, str | None], message: str) -> None:
+    """A variable of SLURM's that is missing or makes no sense is named, and so is a scontrol that is not there."""
+    with pytest.raises(UserError, match=message):
+        from_environment(change(STEP, changes), "ddp", grouped=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        (TORCHRUN, {"spawn": 2}, "--spawn under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these"),
+        (TORCHRUN, {"rank": 0}, "--rank under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these"),
+        (TORCHRUN, {"local_rank": 0}, "--local-rank 0 with LOCAL_RANK=1: drop the option"),
+        (STEP, {"local_rank": 0}, "--local-rank 0 with SLURM_LOCALID=1: drop the option"),
+        ({}, {"rank": 0}, "--rank without --world-size: by hand, each process needs --rank R --world-size N and "),
+        ({}, {"world_size": 2}, "--world-size without --rank: by hand, "),
+        ({}, {"init_method": "file:///f"}, "--init-method without --rank: by hand, "),
+        ({}, {"port": 1}, "--port without --rank: by hand, "),
+        ({}, {"local_rank": 0}, "--local-rank without --rank: by hand, "),
+        (
+            {},
+            {"rank": 0, "world_size": 2},
+            "--rank 0 needs to know where the processes meet: --init-method file:///PATH",
+        ),
+        ({}, {"rank": 0, "world_size": 2, "ip": "::1"}, "--rank 0 needs to know where the processes meet"),
+        ({}, {**BY_HAND, "port": 1}, "--init-method and --port both say where to meet: drop one"),
+        ({}, {**BY_HAND, "rank": 2}, "--rank 2 with --world-size 2: needs 0 to 1"),
+        ({}, {**BY_HAND, "rank": -1}, "--rank -1 with --world-size 2: needs 0 to 1"),
+        ({}, {**BY_HAND, "world_size": 0}, "--world-size 0: needs 1 or more"),
+        ({}, {**BY_HAND, "local_rank": 2}, "--local-rank 2 with --rank 1: needs 0 to 1"),
+        ({}, {"rank": 0, "world_size": 2, "ip": "::1", "port": 70000}, "port 70000: needs 1 to 65535"),
+        ({}, {**BY_HAND, "init_method": "tcp://h:70000"}, "--init-method tcp://h:70000: Port out of range 0-65535"),
+        (
+            {},
+            {**BY_HAND, "init_method": "tcp://h"},
+            "--init-method tcp://h: needs file:///PATH, with three slashes, or ",
+        ),
+        ({}, {**BY_HAND, "init_method": "file://shared/f"}, "--init-method file://shared/f: needs file:///PATH, with "),
+        (
+            {},
+            {**BY_HAND, "init_method": "/shared/f"},
+            "--init-method /shared/f: needs file:///PATH, with three slashes",
+        ),
+        ({}, {**BY_HAND, "init_method": "env://"}, "--init-method env://: needs file:///PATH, with three slashes, or "),
+        ({}, {"backend": "nccl", **BY_HAND, "gpus": "none"}, "--backend nccl needs a GPU for each rank"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_named(environment: dict[str, str], options: dict[str, Any], message: str) -> None:
+    """Options that contradict the launcher or each other, or lack one another, are refused with what to change."""
+    with pytest.raises(UserError) as caught:
+        from_environment(environment, "ddp", grouped=True, options=LaunchOptions(**options))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ({}, {"spawn": 0}, "--spawn 0: needs 1 or more"),
+        ({}, {"spawn": 2, "rank": 0}, "--spawn and --rank: --spawn chooses that itself; drop one of them"),
+        ({}, {"spawn": 2, "port": 1}, "--spawn and --port: --spawn chooses that itself; drop one of them"),
+        (TORCHRUN, {"spawn": 2}, "--spawn under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these"),
+        (STEP, {"spawn": 2}, "--spawn under srun, which has started several tasks: drop it, or use srun --ntasks 1"),
+    ],
+    ids=str,
+)
+def test_spawn_is_alone(environment: dict[str, str], options: dict[str, Any], message: str) -> None:
+    """--spawn contradicts every other way to start several processes."""
+    with pytest.raises(UserError) as caught:
+        spawn.check(environment, LaunchOptions(**options))
+    assert str(caught.value) == message
+    assert spawn.check(ONE_TASK, LaunchOptions(spawn=2)) == 2
+
+
+def test_launcher_must_fit_the_method() -> None:
+    """ddp without a launcher says how to start it; single under several processes is refused."""
+    with pytest.raises(UserError, match="--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2"):
+        from_environment({}, "ddp", grouped=True)
+    with pytest.raises(UserError, match="--method single is one process, the launcher started 4"):
+        from_environment(TORCHRUN, "single", grouped=False)
+    with pytest.raises(UserError, match="--method dp is one process, the launcher started 3"):
+        from_environment(STEP, "dp", grouped=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "args", "expected"),
+    [
+        ({}, {}, True),
+        (TORCHRUN, {}, False),
+        ({**TORCHRUN, "RANK": "0"}, {}, True),
+        (STEP, {}, False),
+        ({**STEP, "SLURM_PROCID": "0"}, {}, True),
+        ({}, BY_HAND, True),
+        (STEP, BY_HAND, True),
+    ],
+    ids=str,
+)
+def test_who_speaks_for_all(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
+    """Rank 0 says what all ranks have to say, unless each rank was started in a shell of its own."""
+    assert speaks(environment, Namespace(**args)) == expected

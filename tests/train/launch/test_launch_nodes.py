@@ -1,0 +1,114 @@
+"""Two machines: two network namespaces joined by a cable, each with a torchrun of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import ROOT, SHORT, TRAIN, assert_trained, errors
+from requirements import unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from programs import Programs
+
+MULTI_NODE = ROOT / "train" / "scripts" / "multi_node.sh"
+
+
+def ip(*words: str) -> None:
+    """Configure the network. Raises CalledProcessError with what ip says."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace, its network device, and its address."""
+
+    name: str
+    device: str
+    address: str
+
+    def command(self, *words: object) -> list[object]:
+        """Run something there; gloo must be told the device, for the host's name leads nowhere."""
+        inside = ["ip", "netns", "exec", self.name]
+        return [*inside, "env", f"GLOO_SOCKET_IFNAME={self.device}", *words]
+
+
+def test_what_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that lacks something is skipped with the reason, unless SYNCHECK_REQUIRE names what it lacks."""
+    monkeypatch.setenv("SYNCHECK_REQUIRE", "slurm")
+    with pytest.raises(pytest.skip.Exception, match="netns: no permission"):
+        unavailable("netns", "no permission")
+    monkeypatch.setenv("SYNCHECK_REQUIRE", "slurm,netns")
+    with pytest.raises(pytest.fail.Exception, match=r"SYNCHECK_REQUIRE names netns, .* here: no permission"):
+        unavailable("netns", "no permission")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """Two machines in one network, gone after the test."""
+    if shutil.which("ip") is None:
+        unavailable("netns", "there is no program ip")
+    mark = uuid.uuid4().hex[:8]
+    two = [Host(f"train-{mark}-{i}", f"v{i}{mark}", f"10.77.0.{i}") for i in (1, 2)]
+    try:
+        try:
+            for host in two:
+                ip("netns", "add", host.name)
+                ip("-n", host.name, "link", "set", "lo", "up")
+            a, b = two
+            ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
+            for host in two:
+                ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
+                ip("-n", host.name, "link", "set", host.device, "up")
+        except subprocess.CalledProcessError as error:
+            unavailable("netns", f"'{' '.join(error.cmd)}' failed: {error.stderr.strip()}")
+        yield two
+    finally:
+        for host in two:  # takes its end of the cable, and with it the other
+            subprocess.run(["ip", "netns", "delete", host.name], check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_machines(programs: Programs, hosts: list[Host], tmp_path: Path) -> None:
+    """multi_node.sh on two machines trains ddp on four ranks, which all know their node."""
+    started = [
+        programs.start(*host.command(MULTI_NODE, 2, node, hosts[0].address, 29700, *SHORT), NPROC="2")
+        for node, host in enumerate(hosts)
+    ]
+    runs = [programs.finish(process) for process in started]
+    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    assert runs[0].stdout.splitlines()[1] == "saved 4 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank3.pth"
+    assert runs[1].stdout == ""
+    assert_trained(tmp_path / "ckpts", 4)
+
+
+@pytest.mark.slow
+def test_two_machines_by_hand(programs: Programs, hosts: list[Host], tmp_path: Path) -> None:
+    """--ip and --port join a shell on each of two machines; rank 0's must have the address."""
+    where = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700)
+    started = [programs.start(*host.command(*TRAIN, "--rank", rank, *where, *SHORT)) for rank, host in enumerate(hosts)]
+    runs = [programs.finish(process) for process in started]
+    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
+    assert_trained(tmp_path / "ckpts", 2)
+    run = programs.run(*hosts[1].command(*TRAIN, "--rank", 0, *where))
+    assert errors([run]) == [
+        "error: 10.77.0.1 is not an address of this machine, where rank 0 serves: give one that is"
+    ]
+
+
+@pytest.mark.slow
+def test_a_machine_that_does_not_answer(programs: Programs, hosts: list[Host]) -> None:
+    """A rank whose packets get no answer says after its timeout that rank 0 did not come, and how it looked."""
+    ip("-n", hosts[0].name, "link", "set", hosts[0].device, "down")
+    where = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700, "--timeout", 2)
+    run = programs.run(*hosts[1].command(*TRAIN, "--rank", 1, *where))
+    assert run.returncode == 2
+    (line,) = errors([run])
+    assert line.startswith("error: rank 1 waited 2 s at tcp://10.77.0.1:29700: rank 0 did not come (")

@@ -1,0 +1,61 @@
+"""The scripts that one starts training with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import ROOT, SHORT, assert_trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from programs import Programs
+
+SCRIPTS = ROOT / "train" / "scripts"
+NAMES = ("multi_node.sh", "single_gpu.sh", "single_node.sh", "slurm.sbatch")
+
+
+def test_single_gpu(programs: Programs, tmp_path: Path) -> None:
+    """single_gpu.sh trains one process, from any folder, with options passed on."""
+    run = programs.run(SCRIPTS / "single_gpu.sh", *SHORT)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "ckpts" / "single_rank0.pth").exists()
+
+
+@pytest.mark.slow
+def test_single_node(programs: Programs, tmp_path: Path) -> None:
+    """single_node.sh trains as many processes as NPROC says."""
+    run = programs.run(SCRIPTS / "single_node.sh", *SHORT, NPROC="2")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+def test_multi_node_says_how_to_use_it(programs: Programs) -> None:
+    """Without its arguments multi_node.sh prints its usage and starts nothing."""
+    run = programs.run(SCRIPTS / "multi_node.sh", 2, 0)
+    usage = "usage: multi_node.sh NODES NODE_RANK MASTER_ADDR [MASTER_PORT] [options of run.py]\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", usage)
+
+
+def test_scripts_are_safe() -> None:
+    """Every script can be executed, stops at the first error, and passes its arguments on."""
+    assert sorted(path.name for path in SCRIPTS.iterdir()) == sorted(NAMES)
+    for name in NAMES:
+        text = (SCRIPTS / name).read_text()
+        assert os.access(SCRIPTS / name, os.X_OK), name
+        assert text.startswith("#!/usr/bin/env bash\n"), name
+        assert "\nset -euo pipefail\n" in text, name
+        assert '"$@"' in text, name
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
+def test_shellcheck_is_content() -> None:
+    """shellcheck finds nothing to say."""
+    done = subprocess.run(
+        ["shellcheck", *(SCRIPTS / name for name in NAMES)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,129 @@
+"""SLURM itself: srun, sbatch, salloc and a job array on a cluster of two nodes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import NODES, Cluster
+from programs import ROOT, RUN, SHORT, TRAIN, assert_trained
+from scenarios import differing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from programs import Programs, Run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two idle nodes."""
+    started = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        started.start()
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, programs: Programs) -> Callable[..., Run]:
+    """Run one of SLURM's programs; what it says itself is taken out of its stderr."""
+
+    def run(*command: Any, **options: Any) -> Run:
+        done = programs.run(*command, timeout=90, **options, **cluster.environment)
+        lines = done.stderr.splitlines(keepends=True)
+        done.stderr = "".join(
+            line for line in lines if not line.startswith(("srun:", "salloc:", "sbatch:", "slurmstepd"))
+        )
+        return done
+
+    return run
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone to submit from, in which jobs may write."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    (folder / "train").symlink_to(ROOT / "train")
+    return folder
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_srun(slurm: Callable[..., Run], tmp_path: Path, nodes: int) -> None:
+    """Two tasks of srun, on one node or on two, train ddp without being told anything else."""
+    run = slurm("srun", "--nodes", nodes, "--ntasks", 2, *TRAIN, *SHORT)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.splitlines()[1] == "saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth"
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+def test_context_of_a_task(slurm: Callable[..., Run]) -> None:
+    """Ranks, local ranks and nodes are those of the step, on nodes with different numbers of tasks."""
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from train.launch import from_environment;"
+        "c = from_environment(os.environ, 'ddp', grouped=True);"
+        "sys.stdout.write(f'{c.rank} {c.world_size} {c.local_rank} {c.local_world_size} {c.node} {c.init_method}\\n')"
+    )
+    run = slurm("srun", "--nodes", 2, "--ntasks", 3, "--distribution", "block", sys.executable, "-c", code)
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = sorted(run.stdout.splitlines())
+    assert [line.rpartition(" ")[0] for line in lines] == ["0 3 0 2 0", "1 3 1 2 0", "2 3 0 1 1"]
+    (where,) = {line.split()[-1] for line in lines}
+    assert where.startswith(tuple(f"tcp://{node}:2" for node in NODES))
+
+
+def test_one_task_is_single(slurm: Callable[..., Run], tmp_path: Path) -> None:
+    """srun with one task trains as without a launcher."""
+    run = slurm("srun", "--ntasks", 1, *TRAIN, *SHORT)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "ckpts" / "single_rank0.pth").exists()
+
+
+def test_torchrun_inside_srun(slurm: Callable[..., Run], tmp_path: Path) -> None:
+    """torchrun, started by srun, decides about the processes that it starts."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    run = slurm("srun", "--ntasks", 1, sys.executable, *torchrun, RUN, *SHORT)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+def test_mistake_is_said_once(slurm: Callable[..., Run]) -> None:
+    """What all tasks refuse is one line, and srun ends with their exit code, also if it ends all at the first."""
+    line = "run.py: error: --method single is one process, the launcher started 2\n"
+    for option in ("--kill-on-bad-exit=0", "--kill-on-bad-exit=1"):
+        run = slurm("srun", option, "--ntasks", 2, *TRAIN, "--method", "single")
+        assert (run.returncode, run.stderr) == (2, line)
+
+
+def test_shells_without_srun(slurm: Callable[..., Run], clone: Path) -> None:
+    """In a batch script and under salloc, without srun, there are no peers: one process, as without a launcher."""
+    command = " ".join(map(str, ("python", "train/run.py", *SHORT)))
+    job = slurm("sbatch", "--wait", "--ntasks", 2, "--output", "job.out", "--wrap", command, cwd=clone)
+    assert (job.returncode, (clone / "job.out").read_text().split(":")[0]) == (0, "single")
+    run = slurm("salloc", "--ntasks", 2, *TRAIN, *SHORT)
+    assert (run.returncode, run.stderr, run.stdout.split(":")[0]) == (0, "", "single")
+
+
+def test_sbatch(slurm: Callable[..., Run], clone: Path) -> None:
+    """slurm.sbatch trains two tasks, options of run.py passed on, into a folder of the job."""
+    run = slurm("sbatch", "--parsable", "--wait", "train/scripts/slurm.sbatch", *SHORT, cwd=clone)
+    job = run.stdout.strip()
+    output = (clone / f"train-{job}.out").read_text()
+    assert (run.returncode, output.count("saved 2 files")) == (0, 1), output
+    assert_trained(clone / "ckpts" / f"job_{job}", 2)
+
+
+def test_job_array(slurm: Callable[..., Run], clone: Path) -> None:
+    """The tasks of an array run side by side, each with its seed, its port and its folder."""
+    run = slurm("sbatch", "--parsable", "--wait", "--array=0-1", "train/scripts/slurm.sbatch", *SHORT, cwd=clone)
+    assert run.returncode == 0, [file.read_text() for file in clone.glob("*.out")]
+    folders = [clone / "ckpts" / f"job_{run.stdout.strip()}_seed_{seed}" for seed in (0, 1)]
+    for folder in folders:
+        assert_trained(folder, 2)
+    assert len(differing(*(folder / "ddp_rank0.pth" for folder in folders))) > 10

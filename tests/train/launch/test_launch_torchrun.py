@@ -1,0 +1,99 @@
+"""torchrun, torch.distributed.launch, and their environment variables set by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import RUN, SHORT, TRAIN, alive, assert_trained, errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from programs import Programs, Run
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@pytest.mark.slow
+def test_standalone(programs: Programs, tmp_path: Path) -> None:
+    """`torchrun --standalone` trains ddp on two processes, in the store that torchrun's agent serves."""
+    run = programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, RUN, *SHORT)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+@pytest.mark.slow
+def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
+    """Under torchrun even one process trains ddp by default; a method without a group runs there too."""
+    launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", 1, RUN)
+    for method, arguments in (("ddp", ()), ("single", ("--method", "single"))):
+        run = programs.run(*launcher, *arguments, *SHORT)
+        assert (run.returncode, run.stderr) == (0, "")
+        assert (tmp_path / "ckpts" / f"{method}_rank0.pth").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.launch") is None, reason="this torch has no torch.distributed.launch"
+)
+def test_the_older_launcher(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """`python -m torch.distributed.launch`, which passes --local-rank as well, works where torch has it."""
+    launcher = ("-m", "torch.distributed.launch", "--nproc-per-node", 2, "--master-port", free_port)
+    run = programs.run(sys.executable, *launcher, RUN, *SHORT)
+    assert run.returncode == 0
+    assert "Traceback" not in run.stderr
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+@pytest.mark.slow
+def test_variables_set_by_hand(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone are enough, with rank 0 serving the store."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    started = [programs.start(*TRAIN, *SHORT, RANK=str(rank), **variables) for rank in (1, 0)]
+    runs = [programs.finish(process) for process in started]
+    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+@pytest.mark.slow
+def test_contradiction_is_said_once(torchrun: Callable[..., Run]) -> None:
+    """--spawn under torchrun is refused by both ranks, and rank 0 says why before torchrun's own summary."""
+    run = torchrun("--spawn", 2)
+    assert run.returncode != 0
+    line = "run.py: error: --spawn under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these\n"
+    assert run.stderr.count(line) == 1
+    assert run.stderr.index(line) < run.stderr.index("FAILED")
+
+
+@pytest.mark.slow
+def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> None:
+    """A second attempt of torchrun's has keys of its own in the same store, and is not taken for an old run."""
+    wrapper = tmp_path / "once.py"
+    wrapper.write_text(
+        "import os, runpy, sys\n"
+        f"sys.argv = [{str(RUN)!r}, *sys.argv[1:]]\n"
+        f"sys.path.insert(0, {str(RUN.parent.parent)!r})\n"
+        "from train.run import main\n"
+        "code = main()\n"
+        "os._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else code)\n"
+    )
+    run = programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, wrapper, *SHORT)
+    assert run.returncode == 0
+    assert run.stdout.count("saved 2 files") == 2
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+@pytest.mark.slow
+def test_rank_zero_alone(programs: Programs, free_port: int) -> None:
+    """Rank 0, which serves the store, waits for no longer than --timeout, and says for whom it waited."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "RANK": "0"}
+    process = programs.start(*TRAIN, "--timeout", 1, **variables)
+    run = programs.finish(process, timeout=30)
+    assert run.returncode == 2
+    (line,) = errors([run])
+    assert "rank 0 of 2 waited 1 s at tcp://127.0.0.1" in line
+    assert not alive(process)

@@ -1,0 +1,300 @@
+"""DataParallel and its stand-in: what each replica sees, and what is left of it."""
+
+from __future__ import annotations
+
+import threading
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from train.data_parallel import Buffers, GpuReplicas, ThreadReplicas, replicate
+from train.models import build_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    States = list[dict[str, Tensor]]
+    Build = Callable[[nn.Module, Buffers], nn.Module]
+
+
+def trained(build: Build, replicas: int) -> States:
+    """Train resnet8 for 20 steps; return what each replica would save."""
+    torch.manual_seed(0)
+    model, buffers = build_model("resnet8", 1, 10, 4), Buffers(replicas)
+    wrapper, sgd = build(model, buffers), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(20):
+        F.cross_entropy(wrapper(torch.randn(14, 1, 8, 8)), torch.randint(10, (14,))).backward()
+        sgd.step()
+        sgd.zero_grad()
+    return buffers.states(model)
+
+
+def same(a: States, b: States) -> bool:
+    """Whether both hold the same bits under the same names, in one order."""
+    pairs = list(zip(a, b, strict=True))
+    return all(list(x) == list(y) and all(x[n].equal(y[n]) for n in x) for x, y in pairs)
+
+
+class Probe(nn.Module):
+    """A linear layer that notes what it sees: the samples, its thread, and the type that it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+        self.seen: list[tuple[float, int, str, bool, torch.dtype, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, 3], the first number a sample's index. Raises ValueError where it is negative."""
+        self.calls += 1
+        if x[0, 0] < 0:
+            raise ValueError(f"sample {x[0, 0]:g}")
+        y: Tensor = self.linear(x)
+        modes = torch.is_autocast_enabled("cpu"), y.dtype, y.requires_grad
+        self.seen.append((x[0, 0].item(), len(x), threading.current_thread().name, *modes))
+        return y
+
+
+def numbered(samples: int) -> Tensor:
+    """Samples that start with their index."""
+    return torch.arange(float(samples))[:, None] * torch.tensor([1.0, 0.1, 0.01])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", range(1, 10))
+def test_shares_are_those_of_torch(samples: int, replicas: int) -> None:
+    """Shares are contiguous, of ceil(N / replicas) samples, the last with what is left; outputs keep their order."""
+    probe, buffers = Probe(), Buffers(replicas)
+    y = ThreadReplicas(probe, buffers)(numbered(samples))
+    size = -(-samples // replicas)
+    starts = list(range(0, samples, size))
+    assert sorted(seen[:2] for seen in probe.seen) == [(start, min(size, samples - start)) for start in starts]
+    torch.testing.assert_close(y, probe.linear(numbered(samples)))
+    # Who got nothing is as the module was before.
+    used = [1.0] * len(starts) + [0.0] * (replicas - len(starts))
+    assert [state["calls"].item() for state in buffers.states(probe)] == used
+    assert len({seen[2] for seen in probe.seen}) == len(starts)
+
+
+def test_each_forward_starts_from_the_first_replica() -> None:
+    """An idle replica has missed one step, not all: the forward after that makes it anew from the first."""
+    probe, buffers = Probe(), Buffers(4)
+    wrapper, calls = ThreadReplicas(probe, buffers), []
+    for samples in (4, 3, 2, 4):
+        wrapper(numbered(samples))
+        calls.append([state["calls"].item() for state in buffers.states(probe)])
+    assert calls == [[1, 1, 1, 1], [2, 2, 2, 1], [3, 3, 2, 2], [4, 4, 4, 4]]
+    assert probe.calls.item() == 4
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_replicas_compute_in_the_callers_precision(at_once: bool, dtype: torch.dtype) -> None:
+    """Autocast and its type reach every replica, which a new thread has off and set to bfloat16."""
+    probe = Probe()
+    wrapper = ThreadReplicas(probe, Buffers(2), at_once)
+    with torch.autocast("cpu", dtype):
+        assert wrapper(numbered(4)).dtype == dtype
+    assert [seen[3:] for seen in probe.seen] == [(True, dtype, True)] * 2
+    assert wrapper(numbered(4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_gradients_are_off_where_the_caller_has_them_off(at_once: bool) -> None:
+    """no_grad and inference_mode hold in the replicas, in training and in evaluation, and only there."""
+    wrapper = ThreadReplicas(probe := Probe(), Buffers(2), at_once)
+    for training in (True, False):
+        wrapper.train(training)
+        for off in (torch.no_grad, torch.inference_mode):
+            wrapper(numbered(4))
+            with off():
+                y = wrapper(numbered(4))
+            assert [seen[-1] for seen in probe.seen[-4:]] == [True, True, False, False]
+            assert y.is_inference() == (off is torch.inference_mode)
+
+
+class Meet(nn.Module):
+    """Makes both replicas convert their weights while the other is within autocast, the second one later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.turns, self.end = nn.Linear(3, 2, bias=False), threading.Event(), threading.Barrier(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [1, 3]. The sample that starts with 0 goes first."""
+        if x[0, 0] > 0:
+            assert self.turns.wait(10)
+        y: Tensor = self.linear(x)
+        self.turns.set()
+        self.end.wait(10)
+        return y
+
+
+def test_replicas_share_no_converted_weight() -> None:
+    """Gradients of two bfloat16 replicas add up in float32 whoever is faster, although autocast has one cache."""
+    meet, x = Meet(), torch.tensor([[0.0, 256.0, 0.0], [1.0, 1.0, 1.0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ThreadReplicas(meet, Buffers(2))(x)
+    y.float().sum().backward()
+    assert meet.linear.weight.grad is not None
+    assert meet.linear.weight.grad[0].tolist() == [1.0, 257.0, 1.0]  # bfloat16 has no 257
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_exception_reaches_the_caller(at_once: bool) -> None:
+    """The first failing replica's exception is raised with its traceback and number; kept buffers stay as they were."""
+    probe, buffers = Probe(), Buffers(3)
+    wrapper, x = ThreadReplicas(probe, buffers, at_once), numbered(3)
+    wrapper(x)
+    with pytest.raises(ValueError, match="sample -1") as caught:
+        wrapper(x * torch.tensor([[1.0], [-1.0], [-1.0]]))
+    assert caught.value.__notes__ == ["in replica 1 of 3"]
+    assert caught.traceback[-1].name == "forward"
+    assert [state["calls"].item() for state in buffers.states(probe)][1:] == [1, 1]
+    assert not [thread for thread in threading.enumerate() if "(work)" in thread.name]
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_running_at_once_changes_no_bit(replicas: int) -> None:
+    """Training with replicas at once and one after the other ends in the same bits, four uneven shares too."""
+    at_once, in_turn = (trained(lambda m, b, t=t: ThreadReplicas(m, b, t), replicas) for t in (True, False))
+    assert same(at_once, in_turn)
+    assert not same(in_turn[:1], in_turn[1:2])
+
+
+@pytest.mark.parametrize(
+    ("layer", "training", "at_once"),
+    [
+        (nn.Dropout(0.5), True, False),
+        (nn.TransformerEncoderLayer(3, 1, 3, dropout=0.5), True, False),
+        (nn.Dropout(0.5), False, True),
+        (nn.Dropout(0.0), True, True),
+    ],
+    ids=str,
+)
+def test_dropout_takes_turns_with_the_generator(layer: nn.Module, training: bool, at_once: bool) -> None:
+    """Replicas run at once unless a layer drops out: then one draws after the other."""
+    barrier, met = threading.Barrier(2), []
+
+    def meet(*_: object) -> None:
+        try:
+            barrier.wait(20 if at_once else 0.1)
+            met.append(True)
+        except threading.BrokenBarrierError:
+            met.append(False)
+
+    model = nn.Sequential(nn.Identity(), layer)
+    model[0].register_forward_hook(meet)
+    ThreadReplicas(model, Buffers(2)).train(training)(numbered(8))
+    assert met == [at_once, at_once]
+
+
+def test_an_evaluation_keeps_what_training_left() -> None:
+    """A forward in eval mode gives the module's own output, and the replicas' statistics stay as they are."""
+    model, buffers = build_model("resnet8", 1, 10, 4), Buffers(2)
+    wrapper = ThreadReplicas(model, buffers)
+    wrapper(x := torch.randn(14, 1, 8, 8))
+    before = [{n: t.clone() for n, t in state.items()} for state in buffers.states(model)]
+    assert not same(before[:1], before[1:])
+    wrapper.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapper(x), model(x))
+    assert same(buffers.states(model), before)
+
+
+def test_a_replica_follows_its_module() -> None:
+    """Ties, a bias that is None, frozen parts and replaced parameters are as in the module at that moment."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[2].weight = model[0].weight
+    model[3].running_mean = model[1].running_mean
+    model.append(model[0])
+    model[1].eval()
+    model[2].bias.requires_grad_(False)
+    model[3].weight = nn.Parameter(torch.full((3,), 2.0))
+    twin = replicate(model, own_buffers=True)
+    assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    assert (twin[4] is twin[0], twin[0].bias, twin[0] is model[0]) == (True, None, False)
+    assert [layer.training for layer in twin] == [True, False, True, True, True]
+    assert twin[3].running_mean is twin[1].running_mean is not model[1].running_mean
+    assert same([twin.state_dict()], [model.state_dict()])
+    ThreadReplicas(model, Buffers(2))(torch.randn(8, 3)).sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def copies(tensors: Sequence[Tensor], devices: Sequence[int], detach: bool = False) -> list[list[Tensor]]:
+    """Broadcast as torch does to GPUs: on the first nothing is copied, and gradients come back from all."""
+    return [[t if detach and not device else t.clone() for t in tensors] for device in devices]
+
+
+def in_threads(calls: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Sequence[int]) -> list[Any]:
+    """Run replicas with what torch's parallel_apply sets in its threads; its streams need a GPU."""
+    outputs: dict[int, Any] = {}
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+    def work(index: int) -> None:
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=autocast):
+            outputs[index] = calls[index](*inputs[index])
+
+    for index in devices:
+        worker = threading.Thread(target=work, args=(index,))
+        worker.start()
+        worker.join()
+    return [outputs[index] for index in devices]
+
+
+@pytest.fixture
+def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """torch's DataParallel without a GPU: its forward and its replicate are real, its copies stay on the CPU."""
+    # torch.nn.parallel has functions of the same names as these modules.
+    data_parallel = import_module("torch.nn.parallel.data_parallel")
+    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
+    monkeypatch.setattr(data_parallel, "parallel_apply", in_threads)
+    monkeypatch.setattr(import_module("torch.nn.parallel.replicate"), "_broadcast_coalesced_reshape", copies)
+
+    def scatter(inputs: Any, kwargs: Any, devices: Sequence[int]) -> Any:
+        shares = [(share,) for share in inputs[0].chunk(len(devices))]
+        return shares, [{} for _ in shares]
+
+    def build(module: nn.Module, buffers: Buffers) -> GpuReplicas:
+        wrapper = GpuReplicas(module, (), buffers)
+        wrapper.src_device_obj, wrapper.device_ids = torch.device("cpu"), list(range(buffers.count))
+        wrapper.output_device, wrapper.scatter = 0, scatter
+        wrapper.gather = lambda outputs, device: torch.cat(outputs)
+        return wrapper
+
+    return build
+
+
+def test_the_stand_in_does_what_torch_does(torchs_own: Build) -> None:
+    """Twenty steps with torch's own forward and replicas leave the same bits in parameters and in all buffers."""
+    assert same(trained(torchs_own, 2), trained(ThreadReplicas, 2))
+
+
+@pytest.mark.parametrize("samples", [8, 3])
+def test_torchs_replicas_are_kept(torchs_own: Build, samples: int) -> None:
+    """Their names are the module's, their parameters those after the step, and who had no samples is as before."""
+    probe, buffers = Probe(), Buffers(4)
+    wrapper = torchs_own(probe, buffers)
+    wrapper(numbered(samples)).sum().backward()
+    with torch.no_grad():
+        probe.linear.weight += probe.linear.weight.grad
+    states = buffers.states(probe)
+    assert [list(state) for state in states] == [["calls", "linear.weight", "linear.bias"]] * 4
+    assert all(state["linear.weight"].data_ptr() == probe.linear.weight.data_ptr() for state in states)
+    assert [state["calls"].item() for state in states] == [1.0] * min(samples, 4) + [0.0] * max(0, 4 - samples)
+
+
+def test_torchs_replicas_compute_in_the_callers_precision(torchs_own: Build) -> None:
+    """torch's threads know that autocast is on and not for which type; the replicas do, and of no_grad too."""
+    probe = Probe()
+    wrapper = torchs_own(probe, Buffers(2))
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        wrapper(numbered(4))
+    assert [seen[3:] for seen in probe.seen] == [(True, torch.float16, False)] * 2

@@ -1,0 +1,116 @@
+"""The process group: the ranks meet, torch connects them, and at the end it is closed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch.distributed has no __all__
+
+from train.errors import RankError, UserError
+from train.launch.file_store import open_file_store, path_of, remove_when_done
+from train.launch.meeting import Incomplete, Meeting, announce
+from train.launch.tcp_store import address_of, open_tcp_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from train.launch.context import RankContext
+
+# What gloo and NCCL say when another rank has gone or stands still.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "ncclRemoteError")
+
+
+class PeerLost(Exception):
+    """Another rank went away, or stood still for too long, during a collective: no mistake of this one's."""
+
+
+@contextmanager
+def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
+    """Hold the process group open for the block.
+
+    timeout: seconds after which a rank stops waiting for its peers; torch's default of 30 minutes is a hang
+    to whoever watches. Raises UserError or RankError when the ranks do not find each other, PeerLost when one
+    of them goes away during the block.
+    """
+    if ctx.device.type == "cuda":
+        torch.cuda.set_device(ctx.device)
+        torch.backends.cudnn.deterministic = True  # two runs with one seed shall give the same bits
+    if ctx.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # torchrun sets this; otherwise the ranks of a node would fight for its cores
+    if ctx.backend is None:
+        yield
+        return
+    store = join(ctx, timeout)
+    try:
+        yield
+    except UserError:
+        close(ctx, store, timeout)
+        raise
+    except RuntimeError as error:
+        if any(text in str(error) for text in LOST):
+            raise PeerLost(f"rank {ctx.rank} lost another rank: {_first_line(error)}") from error
+        raise
+    # After any other exception the group is left alone: the peers may be inside a collective, and closing it
+    # could wait for them. The process is about to end anyway.
+    close(ctx, store, timeout)
+
+
+def join(ctx: RankContext, timeout: float) -> Store:
+    """Meet the other ranks and let torch connect them; returns the store they met in."""
+    who = f"rank {ctx.rank} of {ctx.world_size}"
+    store, where = meet(ctx, who, timeout)
+    try:
+        dist.init_process_group(
+            ctx.backend,
+            store=PrefixStore("group", store),
+            rank=ctx.rank,
+            world_size=ctx.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=ctx.device if ctx.backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        hint = "on several machines, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network to use"
+        raise RankError(
+            f"{who} has met the others at {where} but cannot connect: {_first_line(error)}; {hint}"
+        ) from error
+    return store
+
+
+def meet(ctx: RankContext, who: str, timeout: float) -> tuple[Store, str]:
+    """Meet the other ranks; returns the store, and where it is. Raises UserError or RankError."""
+    in_file = ctx.init_method.startswith("file:")
+    if in_file:
+        path = path_of(ctx.init_method)
+        store, where = open_file_store(path, timeout), f"the file {path}"
+        mend = "remove it or name another with --init-method"
+    else:
+        store = open_tcp_store(ctx.init_method, ctx.rank, timeout)
+        host, port = address_of(ctx.init_method)
+        where, mend = f"tcp://{host}:{port}", "choose another port with --port (or --master-port)"
+    try:
+        Meeting(store, announce(ctx.rank, ctx.world_size), where, mend).meet(timeout)
+    except Incomplete:
+        if in_file:
+            path.unlink(missing_ok=True)  # nobody has met there, so the next try can
+        raise
+    except RuntimeError as error:
+        # The store has gone: with rank 0, which serves it, or because somebody removed the file.
+        lost = f"cannot read {where}" if in_file else f"lost rank 0 at {where}: see its own message"
+        raise RankError(f"{who} {lost} ({_first_line(error)})") from error
+    return store, where
+
+
+def close(ctx: RankContext, store: Store, timeout: float) -> None:
+    """End the group, and remove the file that the ranks met in, which the next run could not use."""
+    dist.destroy_process_group()
+    if ctx.init_method.startswith("file:"):
+        remove_when_done(path_of(ctx.init_method), store, ctx.rank, ctx.world_size, min(timeout, 10.0))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,141 @@
+"""How a process ends: with one message, not before the others can be heard, and soon after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from train.launch import by_hand, slurm
+from train.launch.options import LaunchOptions
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping
+    from types import FrameType
+
+LINGER = 10.0  # seconds that the other ranks give rank 0 to print the error; torchrun ends them sooner
+LINGER_SLURM = 3.0  # srun ends them sooner with --kill-on-bad-exit only
+INTERRUPT = 2.0  # seconds after Ctrl-C in which a process may end in order
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run of one rank ended.
+
+    code: the exit code. message: one line for stderr, or empty. alike: whether all ranks end with this message,
+    so that one of them says it.
+    """
+
+    code: int = 0
+    message: str = ""
+    alike: bool = False
+
+
+INTERRUPTED = Ending(128 + signal.SIGINT, "interrupted", alike=True)
+
+
+class Stopped(BaseException):
+    """A signal asks this process to end; like KeyboardInterrupt, no error that anyone should catch by mistake."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.ending = Ending(128 + number, f"ended by {signal.Signals(number).name}")
+
+
+@contextmanager
+def stop_on(*numbers: int) -> Iterator[None]:
+    """Let these signals raise Stopped during the block."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    # One that is ignored stays so: nohup and shells that start jobs in the background ignore some on purpose.
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_after_interrupt() -> None:
+    """See to it that Ctrl-C ends this process, even one that waits inside torch for another rank.
+
+    Python raises KeyboardInterrupt only when torch returns to it, which can take as long as --timeout. The
+    number of the signal is written to a socket at once, though, and a thread reads it there.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        with writer:  # held open for as long as the thread runs
+            while signal.SIGINT not in reader.recv(1):
+                pass
+            time.sleep(INTERRUPT)
+            if speaks(os.environ):
+                say(INTERRUPTED)
+            os._exit(INTERRUPTED.code)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def speaks(environment: Mapping[str, str], args: argparse.Namespace | None = None) -> bool:
+    """Tell whether this process says what all ranks have to say: rank 0, or each where each has its own shell."""
+    options = LaunchOptions.of(args)
+    if "RANK" in environment:
+        return environment["RANK"] == "0"
+    if slurm.recognizes(environment, options) and not by_hand.recognizes(environment, options):
+        return environment["SLURM_PROCID"] == "0"
+    return True
+
+
+def say(ending: Ending) -> None:
+    """Write the message to stderr in one go, so that ranks on one terminal do not mix theirs."""
+    if ending.message:
+        kind = "error: " if ending.code in (1, 2) else ""
+        with suppress(OSError):  # whoever reads may have gone
+            sys.stderr.write(f"run.py: {kind}{ending.message}\n")
+            sys.stderr.flush()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, rank 0 first where something went wrong.
+
+    torchrun ends all ranks as soon as one has failed: were rank 1 faster, rank 0 would be killed before it
+    has printed what is wrong. So the others wait to be told, and then leave with the same code.
+
+    The interpreter is not torn down: gloo's threads may still be letting go of the last collective's tensors,
+    need the interpreter for it, and abort the process when it is gone
+    (https://github.com/pytorch/pytorch/pull/179291; a DDP script of 20 lines on torch 2.15 died of it in
+    every fifth run).
+    """
+    patience = 0.0
+    if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        patience = LINGER
+    elif "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
+        patience = LINGER_SLURM
+    if code != 0 and patience:
+
+        def told(_signal: int, _frame: FrameType | None) -> None:
+            os._exit(code)
+
+        signal.signal(signal.SIGTERM, told)
+        time.sleep(patience)
+    with suppress(OSError):  # whoever reads may have gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,173 @@
+"""--spawn N: this process starts N others on its machine, and answers for them.
+
+Each of them gets the options that one would type by hand, and meets the others in a file that nobody else knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.multiprocessing.spawn import spawn
+
+from train.errors import UserError
+from train.launch import slurm, torchrun
+from train.launch.leaving import Ending, Stopped, leave, stop_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
+
+    from train.launch.options import LaunchOptions
+
+    Work = Callable[[argparse.Namespace], Ending]
+
+LINGER = 10.0  # seconds that the others get to end by themselves after one has failed
+KILL = 3.0  # seconds between asking a process to end and ending it
+
+
+def wanted(options: LaunchOptions) -> bool:
+    """Tell whether this process shall start others."""
+    return options.spawn is not None
+
+
+def check(environment: Mapping[str, str], options: LaunchOptions) -> int:
+    """Return the number of processes to start. Raises UserError where another launcher is at work too."""
+    number = options.spawn or 0
+    if number < 1:
+        raise UserError(f"--spawn {number}: needs 1 or more")
+    wrong = options.typed("rank", "world_size", "local_rank", "init_method", "ip", "port")
+    if wrong:
+        raise UserError(f"--spawn and {wrong[0]}: --spawn chooses that itself; drop one of them")
+    if torchrun.recognizes(environment, options):
+        raise UserError("--spawn under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these")
+    if slurm.recognizes(environment, options) and slurm.several(environment, options):
+        raise UserError("--spawn under srun, which has started several tasks: drop it, or use srun --ntasks 1")
+    return number
+
+
+def options_of_rank(args: argparse.Namespace, rank: int, folder: Path) -> argparse.Namespace:
+    """Write the arguments that one would type to start this rank by hand."""
+    number = args.spawn
+    where = {"init_method": (folder / "meeting").as_uri(), "local_rank": rank, "local_world_size": number}
+    return argparse.Namespace(**vars(args) | {"spawn": None, "rank": rank, "world_size": number} | where)
+
+
+def start(work: Work, args: argparse.Namespace) -> Ending:
+    """Run `work` in `args.spawn` processes, and wait for them.
+
+    work: a function of a module, which each process imports. Returns how the run ended; no process and no file
+    is left then, nor if a signal ends this process.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="train-"))
+    processes: Sequence[BaseProcess] = []
+    try:
+        with stop_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            with _ignored(signal.SIGINT):  # by those that start now: Ctrl-C reaches us, and we end them
+                context = spawn(_run, (work, args, folder), args.spawn, join=False)  # type: ignore[no-untyped-call]
+            processes = context.processes
+            return wait(processes, folder)
+    except Stopped as stopped:
+        return stopped.ending
+    finally:
+        end(processes)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ignored(number: int) -> Iterator[None]:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
+    """Be one rank: leave the ending in a file, for the parent to judge and to print."""
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    try:
+        ending = work(options_of_rank(args, rank, folder))
+        note = folder / f"writing.{rank}"
+        note.write_text(json.dumps(asdict(ending)))
+        note.rename(folder / f"ending.{rank}")
+    except BaseException:  # noqa: BLE001  # nothing may reach torch's own reporting, which blames the victims
+        sys.stderr.write(traceback.format_exc())
+        leave(1)
+    leave(ending.code)
+
+
+def _end_with_parent(folder: Path) -> None:
+    """End, and clean up, when the parent was killed and could do neither."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+
+def wait(processes: Sequence[BaseProcess], folder: Path) -> Ending:
+    """Wait until all have ended, or some time after one has failed; returns the ending of the run."""
+    running = list(processes)
+    deadline = float("inf")
+    while running and time.monotonic() < deadline:
+        patience = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
+        connection.wait([process.sentinel for process in running], patience)
+        running = [process for process in running if process.exitcode is None]
+        if deadline == float("inf") and any(process.exitcode for process in processes):
+            deadline = time.monotonic() + LINGER
+    return verdict([process.exitcode for process in processes], endings(len(processes), folder))
+
+
+def endings(number: int, folder: Path) -> list[Ending | None]:
+    """Read what the processes have left; None of one that ended on its way, or runs on."""
+    found: list[Ending | None] = []
+    for rank in range(number):
+        path = folder / f"ending.{rank}"
+        found.append(Ending(**json.loads(path.read_text())) if path.exists() else None)
+    return found
+
+
+def verdict(codes: Sequence[int | None], notes: Sequence[Ending | None]) -> Ending:
+    """Choose the ending that says why: first who died, then who refused, last who lost another.
+
+    codes: of the ranks; negative for a signal, None for one that still runs.
+    """
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            with suppress(ValueError):  # real-time signals have no names
+                return Ending(1, f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})")
+            return Ending(1, f"rank {rank} was ended by signal {-code}")
+    for rank, (code, note) in enumerate(zip(codes, notes, strict=True)):
+        if code and note is None:
+            return Ending(1, f"rank {rank} ended with code {code}; its own message stands above")
+    failed = [note for note in notes if note is not None and note.code != 0]
+    # 2 is the user's mistake, 1 another rank's end; all ranks' word counts more than one's.
+    return min(failed, key=lambda note: (-note.code, not note.alike), default=Ending())
+
+
+def end(processes: Sequence[BaseProcess]) -> None:
+    """End those that still run, politely at first."""
+    for process in processes:
+        if process.exitcode is None:
+            process.terminate()
+    deadline = time.monotonic() + KILL
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()
+            process.join()

@@ -1,0 +1,49 @@
+"""torchrun, torch.distributed.launch, and whatever else sets their environment variables.
+
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT:
+https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.errors import RankError, UserError
+from train.launch.place import TORCHRUN, Place, number, rank_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from train.launch.options import LaunchOptions
+
+ADVICE = f"start with '{TORCHRUN}'"
+
+
+def recognizes(environment: Mapping[str, str], options: LaunchOptions) -> bool:  # noqa: ARG001  # the shared shape
+    """Tell whether the variables are set."""
+    return "RANK" in environment or "WORLD_SIZE" in environment
+
+
+def several(environment: Mapping[str, str], options: LaunchOptions) -> bool:  # noqa: ARG001  # the shared shape
+    """Tell that a group was asked for: even one process of torchrun's is a group of one."""
+    return True
+
+
+def place(environment: Mapping[str, str], options: LaunchOptions) -> Place:
+    """Read the variables."""
+    wrong = options.typed("spawn", "rank", "world_size", "init_method", "ip", "port")
+    if wrong:
+        raise UserError(f"{wrong[0]} under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these")
+    rank, world_size = rank_of(environment, "RANK", "WORLD_SIZE", ADVICE)
+    local = rank, world_size  # variables set by hand may lack these two: then all ranks are taken to be here
+    if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
+        local = rank_of(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", ADVICE)
+    # torch.distributed.launch passes the option too.
+    if options.local_rank is not None and options.local_rank != local[0]:
+        raise RankError(f"--local-rank {options.local_rank} with LOCAL_RANK={local[0]}: drop the option")
+    where = ""
+    if "MASTER_ADDR" in environment:
+        number(environment, "MASTER_PORT", ADVICE)
+        where = "env://"
+    node = number(environment, "GROUP_RANK", ADVICE) if "GROUP_RANK" in environment else 0
+    return Place(rank, world_size, *local, node=node, init_method=where)
