@@ -53,7 +53,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     diffs: list[TensorDiff] = []
     left_out = 0
-    zero = all(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+    parts = _parts(snapshots)
     if len(snapshots) > 1:
         with Files() as files:
             for name, tensors in found.items():
@@ -65,7 +65,10 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
                     by_kind[kind]["not_compared"] += 1
                     diffs.append(not_asked_for(name, kind, tensors))
                     continue
-                apart = zero and kind in _OPTIMIZER
+                # A rank that names the parameter among its own should hold its state: missing there, it is lost.
+                parameter = name.rpartition(".")[0]
+                lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
+                apart = bool(parts) and kind in _OPTIMIZER and not lost
                 diff = compare_tensor(name, kind, tensors, tuple(snapshots), files, selection.tolerance, sharded=apart)
                 by_kind[kind][diff.status if diff else "identical"] += 1
                 if diff is not None:
@@ -107,6 +110,19 @@ def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, s
         for name, tensor in snapshot.tensors.items():
             found.setdefault(names[rank][name], {})[rank] = tensor
     return found
+
+
+def _parts(snapshots: Mapping[int, Snapshot]) -> dict[int, frozenset[str]]:
+    """Name the parameters whose optimizer state each rank says is its own; empty unless all ranks hold parts."""
+    blocks = {
+        rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
+    }
+    if len(blocks) < len(snapshots):
+        return {}
+    return {
+        rank: frozenset(normalize(f"optimizer.{name}" for name in block.optimizer_parameters).values())
+        for rank, block in blocks.items()
+    }
 
 
 def _kinds(

@@ -52,8 +52,9 @@ def metadata(
     method synchronizes buffers at least once a step (SyncBatchNorm; plain DDP, with one step's lag), False if it
     never does (DDP with forward_sync_buffers=False, FSDP), None where that is not known.
     mesh: coordinates of this rank by mesh dimension. optimizer_sharded: True where each rank holds its own part of the
-    optimizer's state, as with ZeRO. averaging: of local SGD, when models are averaged: ``period`` and
-    ``warmup_steps`` in optimizer steps, ``last_step`` the last at which they were (0: not yet).
+    optimizer's state, as with ZeRO; give its own optimizer then, whose parameters say which part that is. averaging: of
+    local SGD, when models are averaged: ``period`` and ``warmup_steps`` in optimizer steps, ``last_step`` the last at
+    which they were (0: not yet).
     config: what distinguishes this run from others; runs that differ in ``sync_bn`` only are reported as a pair.
 
     Raises ValueError for a rank outside 0..world_size-1.
@@ -108,6 +109,12 @@ def parse(block: object, path: str) -> Metadata:
             raise _malformed(path, key, value, "a list of names")
         return tuple(value)
 
+    def numbers(key: str) -> dict[str, int]:
+        value: dict[str, int] = get(key, dict, {})
+        if not all(isinstance(name, str) and type(number) is int for name, number in value.items()):
+            raise _malformed(path, key, value, "numbers by name")
+        return value
+
     if get("schema", int, SCHEMA) > SCHEMA:
         raise _malformed(path, "schema", block["schema"], f"at most {SCHEMA}; a newer syncheck reads it")
     return Metadata(
@@ -118,9 +125,9 @@ def parse(block: object, path: str) -> Metadata:
         rank=get("rank", int, None),
         world_size=get("world_size", int, None),
         host=get("host", str, None),
-        mesh=get("mesh", dict, {}),
+        mesh=numbers("mesh"),
         optimizer_sharded=get("optimizer_sharded", bool, False),
-        averaging=get("averaging", dict, {}),
+        averaging=numbers("averaging"),
         buffers=names("buffers") if block.get("buffers") is not None else None,
         frozen=names("frozen"),
         bn_momentum=get("bn_momentum", dict, {}),

@@ -44,7 +44,7 @@ def compare_tensor(
     if not missing:
         return diff
     if sharded and diff is None:
-        detail = f"on {ranks_text(tuple(tensors))} only, as the metadata says of the optimizer's state"
+        detail = f"on {ranks_text(tuple(tensors))} only: the metadata says that each rank holds its own part"
         return replace(_bare(name, kind, tensors), reason="sharded", detail=detail)
     diff = diff or _bare(name, kind, tensors)
     here, gone = list(tensors), list(missing)

@@ -66,7 +66,7 @@ def encode_pth(snapshot: Snapshot) -> bytes:
 def encode_safetensors(snapshot: Snapshot) -> bytes:
     """Serialize flat: the model's tensors by name, the optimizer's as `optimizer.<parameter>.<state>`.
 
-    The format keeps tensors and strings only, so the optimizer's param_groups stay out.
+    The format keeps tensors and strings only, so the optimizer's param_groups and the loss scale stay out.
     Raises UserError where the library is missing.
     """
     try:

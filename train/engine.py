@@ -163,9 +163,10 @@ def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
 
 
 def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, replicas: int) -> None:
-    """Refuse a batch that leaves BatchNorm one sample to normalize, which is zero minus its own mean.
+    """Refuse a batch that may leave BatchNorm one value per channel, which minus its own mean is zero.
 
-    The smallest share counts, for a rank that fails alone leaves the others waiting. replicas: of each rank.
+    So it is with one sample where images have shrunk to 1x1, and statistics of one sample mean little elsewhere. The
+    smallest share counts, for a rank that fails alone leaves the others waiting. replicas: of each rank.
     Raises UserError.
     """
     ranks = 1 if settings.sync_bn else world_size

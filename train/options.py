@@ -111,7 +111,9 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_task(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", choices=MODELS, default=DEFAULT.model, help="(%(default)s)")
+    group.add_argument(
+        "--model", choices=MODELS, metavar="NAME", default=DEFAULT.model, help=f"{', '.join(MODELS)} (%(default)s)"
+    )
     group.add_argument("--width", type=int, help="channels of the first layer (default: the model's own)")
     group.add_argument("--data", choices=DATASETS, default=DEFAULT.data, help="(%(default)s)")
     group.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the clone's own)")

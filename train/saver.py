@@ -32,9 +32,9 @@ class Saver:
     removed before any rank writes. Raises UserError on all ranks when one of them cannot write.
     """
 
-    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, job: Step) -> None:
-        self.settings, self.ctx, self.plan, self.job = settings, ctx, plan, job
-        self.replicas = ctx.world_size * job.method.replicas  # over all ranks
+    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, step: Step) -> None:
+        self.settings, self.ctx, self.plan, self.trainer = settings, ctx, plan, step
+        self.replicas = ctx.world_size * step.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.run_id = ctx.gather(secrets.token_hex(8))[0]
         if settings.save_per_rank:
@@ -58,8 +58,11 @@ class Saver:
     def _save(self, paths: list[Path], step: int) -> None:
         """Write this process's replicas to their `paths`; all ranks hear whether all of them could."""
         epoch = step // self.plan.steps_per_epoch  # epochs done
-        method, scaler = self.job.method, self.job.scaler
-        replicas = method.state(self.job.optimizer)
+        config = self.settings.config(self.replicas)
+        if self.settings.fault is not None:
+            config["fault_step"] = self.trainer.fault.at  # where it was left to the fault itself
+        method, scaler = self.trainer.method, self.trainer.scaler
+        replicas = method.state(self.trainer.optimizer)
         with self.ctx.together():
             for index, replica in enumerate(replicas, self.ctx.rank * method.replicas):
                 block = metadata(
@@ -71,8 +74,8 @@ class Saver:
                     epoch=epoch,
                     model=method.module,
                     optimizer=replica.optimizer,
-                    config=self.settings.config(self.replicas),
-                    host=self.job.fault.host,
+                    config=config,
+                    host=self.trainer.fault.host,
                     **method.facts,
                 )
                 state = scaler.state_dict() if scaler.is_enabled() else None

@@ -144,6 +144,8 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number")
     if not 0 <= s.seed < 2**63:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
+    if s.replicas == 1:
+        raise UserError("--replicas 1: needs 2 or more; one replica is --method single, for hsdp --method fsdp")
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:

@@ -54,14 +54,16 @@ class Step:
         parts = self.settings.accumulate
         device = self.ctx.device
         for part, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1):
+            on_device = xs.to(device)
             # Gradients add up over the micro-batches; they travel to the other ranks once, with the last.
             with nullcontext() if part == parts else self.method.no_sync():
-                self._accumulate(xs.to(device), ys.to(device), samples, meter)
+                self._accumulate(on_device, ys.to(device), samples, meter)
         self.scaler.unscale_(self.optimizer)
         if self.settings.grad_clip is not None:
-            # The gradient is complete and equal on all ranks, so all clip by the same factor.
+            # Complete now, so one factor for all of it. All ranks have the same gradient, or parts of it (fsdp), of
+            # which torch takes the norm together; under localsgd each clips its own.
             clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
-        self.fault.before_step(step, self.method, self.optimizer, xs.to(device))
+        self.fault.before_step(step, self.method, self.optimizer, on_device)
         self.method.step(self.optimizer, self.scaler)
         self.fault.after_step(step, self.method, self.optimizer)
 

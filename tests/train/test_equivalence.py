@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from scenarios import NEEDS_FSDP, SMALL, fsdp, run, trained, whole_state
+from torch.nn.utils import clip_grad_norm_
 
 from train.launch import RankContext
 from train.step import Step
@@ -64,6 +65,28 @@ def test_trains_like_single(ctx: RankContext, variant: str, batch_size: int) -> 
 def test_hsdp_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
     """Two sharded copies on four ranks end where one process ends."""
     assert gap(ctx, replace(NO_BN, method="hsdp", **changes)) < ROUNDING
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=4)
+def test_hsdp_with_sync_bn_trains_like_single(ctx: RankContext) -> None:
+    """With BatchNorm over all four ranks too, running statistics included."""
+    settings = replace(SMALL, method="hsdp", sync_bn=True, shuffle=False, max_steps=5, save_per_rank=False)
+    assert gap(ctx, settings) < ROUNDING
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
+def test_clipping_sees_gradients_without_their_scale(ctx: RankContext, method: str) -> None:
+    """With fp16 the norm is that of the gradient itself: clipped before it is unscaled, nothing would be left of it."""
+    settings = replace(NO_BN, method=method, amp="fp16", grad_clip=CLIP)
+    assert gap(ctx, settings) < 1e-3  # float16 rounds at 1e-3; measured: 2e-5
+    # Clipping the gradient times 65536 to a norm is clipping the gradient to that norm over 65536.
+    right = whole_state(trained(ctx, settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.step.clip_grad_norm_", lambda p, norm: clip_grad_norm_(p, norm / 65536))
+        wrong = whole_state(trained(ctx, settings))
+    assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -123,6 +146,16 @@ def test_the_comparison_sees_a_wrong_accumulation(
     monkeypatch.setattr(Step, "_accumulate", planted)
     wrong = whole_state(trained(ctx, settings))
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=6)
+def test_hsdp_arranges_ranks_in_rows(ctx: RankContext) -> None:
+    """Three copies on six ranks: 0, 2 and 4 hold one part, 1, 3 and 5 the other."""
+    job = trained(ctx, replace(NO_BN, method="hsdp", replicas=3, max_steps=2))
+    parts = ctx.gather([p.to_local().detach().numpy().tobytes() for p in job.method.module.parameters()])  # type: ignore[operator]
+    assert parts[0] == parts[2] == parts[4] != parts[1] == parts[3] == parts[5]
+    assert ctx.gather(job.method.facts["mesh"])[3] == {"replicate": 1, "shard": 1}
 
 
 @NEEDS_FSDP

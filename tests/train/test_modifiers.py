@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import syncheck
 from train import engine
+from train.data import load_data
+from train.engine import schedule, set_learning_rate
 from train.errors import UserError
 from train.launch import RankContext
 from train.methods import METHODS, MODIFIERS
 from train.methods.ddp import Ddp
+from train.models import build_model
 from train.models.convnet import ConvNet
 from train.step import Step
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
+    from train.settings import Settings
 
 CONVNET = replace(SMALL, model="convnet", save_per_rank=False)
 
@@ -85,6 +91,25 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
     assert steps == {5.0}  # of 6
     report = syncheck.compare(settings.out)
     assert report.groups[0].counts.different == 0
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=2)
+def test_an_overflow_in_one_shard_is_known_to_all(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FSDP an infinite gradient in a part that only rank 1 holds costs rank 0 that step too."""
+    backward = METHODS["fsdp"].backward
+    calls = []
+
+    def overflow(self: Any, loss: Tensor) -> None:
+        backward(self, loss)
+        calls.append(loss)
+        if len(calls) == 3 and ctx.rank == 1:
+            next(self.module.parameters()).grad.to_local().view(-1)[0] = float("inf")
+
+    monkeypatch.setattr(METHODS["fsdp"], "backward", overflow)
+    job = trained(ctx, replace(CONVNET, method="fsdp", amp="fp16", optimizer="adamw"))
+    steps = {state["step"].item() for state in job.step.optimizer.state_dict()["state"].values()}
+    assert ctx.gather((steps, job.step.scaler.get_scale())) == [({5.0}, 32768.0)] * 2
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -210,6 +235,47 @@ def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) ->
         last.append(averaging["last_step"])
     assert agree == [1, 2, 3, 4, 8, 12]
     assert last == [0] * 7 + [8] * 4 + [12] * 3
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("steps", [9, 8], ids=["averaged", "between"])
+def test_localsgd_is_what_it_says(ctx: RankContext, steps: int) -> None:
+    """It ends where models trained one by one, averaged by hand and stepped by plain SGD end, in uneven shares too."""
+    settings = replace(CONVNET, method="localsgd", average_every=3, shuffle=False, max_steps=steps, batch_size=35)
+    found = trained(ctx, settings).method.module.state_dict()
+    expected = local_sgd_by_hand(settings, ctx.world_size)[ctx.rank].state_dict()
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
+
+
+def local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
+    """Train one model for each rank in this process: N steps together, then alone, averaged after each N-th step."""
+    torch.manual_seed(settings.seed)
+    first = build_model(settings.model, 1, 10, settings.width)
+    models = [deepcopy(first) for _ in range(ranks)]
+    jobs = [
+        torch.optim.SGD(m.parameters(), momentum=settings.momentum, weight_decay=settings.weight_decay) for m in models
+    ]
+    every, size, (x, y) = settings.average_every, settings.batch_size, load_data("digits", None, None).train.tensors
+    for step in range(settings.max_steps):
+        for rank, model in enumerate(models):
+            mine = slice(step * size + rank, (step + 1) * size, ranks)
+            loss = F.cross_entropy(model(x[mine]), y[mine], reduction="sum") / size
+            (loss * ranks).backward()
+        if step < every:
+            for same in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.grad for p in same]).mean(0)
+                for p in same:
+                    p.grad = mean.clone()
+        for job in jobs:
+            set_learning_rate(job, settings.lr * schedule(step, settings.max_steps))
+            job.step()
+            job.zero_grad()
+        if step >= every and (step + 1) % every == 0:
+            for same in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.detach() for p in same]).mean(0)
+                for p in same:
+                    p.data.copy_(mean)
+    return models
 
 
 @NEEDS_FSDP

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
@@ -52,7 +55,8 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
     if settings.fault not in FAULTS:
         raise UserError(f"--fault {settings.fault}: unknown; there are {', '.join(FAULTS)}")
     if settings.method != "ddp":
-        raise UserError(f"--fault {settings.fault}: planted in --method ddp only, not in {settings.method}")
+        only = "planted in --method ddp only, not in"
+        raise UserError(f"--fault {settings.fault}: {only} {settings.method}; start with --spawn 2 or torchrun")
     if ctx.world_size < 2:
         raise UserError(f"--fault {settings.fault}: one rank has no other to differ from; start two or more")
     fault = FAULTS[settings.fault]
@@ -64,6 +68,10 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
 
 
 def list_faults() -> str:
-    """Write a line for each fault: its name, the finding it leads to, what it does."""
-    width = max(map(len, FAULTS), default=0)
-    return "".join(f"{name:{width}}  {fault.code}  {fault.says}\n" for name, fault in FAULTS.items())
+    """Write a line for each fault: its name, the finding it leads to, what it does; folded on a terminal."""
+    width = max(map(len, FAULTS))
+    lines = [f"{name:{width}}  {fault.code}  {fault.says}" for name, fault in FAULTS.items()]
+    if sys.stdout.isatty():
+        columns, indent = shutil.get_terminal_size().columns, " " * (width + 10)
+        lines = [textwrap.fill(line, max(columns, 60), subsequent_indent=indent) for line in lines]
+    return "\n".join(lines) + "\n"

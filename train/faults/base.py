@@ -65,6 +65,17 @@ class Fault:
         """Raise UserError. reason: why it cannot show, and what to do, in one line."""
         raise UserError(f"--fault {self.settings.fault}: {reason}")
 
+    def refuse_overflow(self, method: Method) -> None:
+        """Refuse to strike at a step that every rank leaves out, because a gradient overflowed in float16.
+
+        The gradients are averaged, so all ranks find the same, and raise together.
+        """
+        gradients = [p.grad for p in method.module.parameters() if p.grad is not None]
+        if self.scaler.is_enabled() and not all(gradient.isfinite().all() for gradient in gradients):
+            self.refuse(
+                f"with --amp fp16 all ranks leave step {self.at} out: a gradient overflowed; use a later --fault-step"
+            )
+
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Draw random numbers from `seed` in the block; those drawn after it are as without the block."""

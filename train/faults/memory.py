@@ -114,8 +114,9 @@ class BitFlipExpAvg(BitFlipWeight):
 class NanOnOneRank(MemoryFault):
     """Put one NaN into a weight.
 
-    At the last step it stays where it is. Earlier, the next gradients of this rank are all NaN, and the
-    average takes them to all ranks: --fault-step shows that.
+    At the last step it stays where it is. Earlier, the next gradients of this rank are NaN, the average takes
+    them to all ranks, and soon all hold the same NaNs, which is in sync: --fault-step shows that. (With --amp fp16
+    the NaN stays on its rank: all ranks leave every later step out.)
     """
 
     says = "one weight of one rank becomes NaN"

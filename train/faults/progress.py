@@ -30,7 +30,10 @@ class SkippedStep(Fault):
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Drop the gradients: the optimizer passes over parameters without one, decay and counter included."""
-        if self.bad and step == self.at:
+        if step != self.at:
+            return
+        self.refuse_overflow(method)
+        if self.bad:
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -48,11 +51,20 @@ class OptimizerOnOneRank(Fault):
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if self.at < 2:
-            self.refuse("before step 1 there is no state to lose; use --fault-step 2 or more, best 4")
+            self.refuse("before step 1 there is no state to lose; use --fault-step 2 or more")
+        if settings.optimizer == "sgd" and settings.momentum == 0:
+            self.refuse(
+                "--optimizer sgd without momentum has no state to lose; use --momentum 0.9 or --optimizer adamw"
+            )
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Forget, just before the first step after the resume."""
-        if step == self.at and self.ctx.rank != 0:
+        if step != self.at:
+            return
+        self.refuse_overflow(method)
+        if not optimizer.state:
+            self.refuse(f"the optimizer has no state before step {self.at}; use a later --fault-step")
+        if self.ctx.rank != 0:
             optimizer.state.clear()
 
 
@@ -75,7 +87,10 @@ class ScalerDiverged(Fault):
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Leave the step out."""
-        if self.bad and step == self.at:
+        if step != self.at:
+            return
+        self.refuse_overflow(method)
+        if self.bad:
             optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002

@@ -25,7 +25,18 @@ if TYPE_CHECKING:
 CLIP = 0.01
 
 
-class ForwardThroughModule(Fault):
+class UnequalGradients(Fault):
+    """Base of those that leave each rank, or node, with gradients of its own."""
+
+    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
+        super().__init__(settings, ctx, steps)
+        if settings.amp == "fp16":
+            self.refuse(
+                "with --amp fp16 ranks would find overflows of their own, and leave out other steps too; use --amp bf16"
+            )
+
+
+class ForwardThroughModule(UnequalGradients):
     """Train through the module inside the wrapper.
 
     DDP averages the gradients of a backward only after its own forward has announced it. Without that, it
@@ -40,7 +51,7 @@ class ForwardThroughModule(Fault):
         return method.module
 
 
-class LateHead(Fault):
+class LateHead(UnequalGradients):
     """Add a layer behind the classifier when DDP has collected its parameters.
 
     The optimizer, built later, trains it on each rank's own gradients. Replacing the classifier would raise
@@ -87,7 +98,7 @@ class ClipOnOneRank(Fault):
             clip_grad_norm_(method.module.parameters(), CLIP * min(1.0, self.settings.grad_clip or 1.0))
 
 
-class DiffersByNode(Fault):
+class DiffersByNode(UnequalGradients):
     """Average the gradients within each node only.
 
     A node whose fast links work and whose network does not take part, or a replicate group that was lost on

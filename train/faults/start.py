@@ -61,7 +61,7 @@ class FrozenNotBroadcast(InitNotBroadcast):
         """Freeze it on all ranks, and change it on one."""
         frozen = first_convolution(method.module)
         frozen.requires_grad_(False)
-        # Wrapped again: DDP would wait for its gradient for ever, if it was trainable when DDP was built.
+        # Wrapped again: DDP knows what was trainable when it was built, and raises when a gradient does not come.
         forward = method.wrap(method.module)
         # Only now, for the wrap sends rank 0's frozen parameters too.
         other = self.other_model(method.module)

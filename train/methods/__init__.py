@@ -30,7 +30,7 @@ METHODS: dict[str, type[Method]] = {
     "fsdp": Fsdp,
     "hsdp": Hsdp,
 }
-# Which options change how a method works, and whether the settings use them. Only some have one of their own.
+# Which options change how a method works, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--sync-bn": lambda s: s.sync_bn,
     "--no-buffer-sync": lambda s: not s.buffer_sync,
@@ -41,6 +41,7 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--find-unused": lambda s: s.find_unused,
     "--save-format safetensors": lambda s: s.save_per_rank and s.save_format == "safetensors",
 }
+# Options that only some methods take.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
@@ -55,4 +56,4 @@ def check_modifiers(settings: Settings) -> None:
             raise UserError(f"{option}: not with --method {method}: {METHODS[method].refuses[option]}")
     for option, (given, owners) in OWN.items():
         if given(settings) and method not in owners:
-            raise UserError(f"{option}: only for --method {' and '.join(owners)}, not for {method}")
+            raise UserError(f"{option}: only for --method {' or '.join(owners)}, not for {method}")

@@ -58,15 +58,15 @@ class Ddp:
         self.module = model.to(self.ctx.device)
         # 1b. Wrap. This sends rank 0's parameters and buffers to all, so they start equal whatever the seeds
         #     were. On a GPU, name it; on the CPU there is nothing to name. A parameter that a step does not
-        #     use would be waited for in vain, unless DDP is told to look for such.
+        #     use leaves that step's reduction unfinished, and DDP raises, unless it is told to look for such.
         self.wrapper = DistributedDataParallel(
             self.module,
             device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
             find_unused_parameters=self.settings.find_unused,
             **buffer_arguments(self.settings.buffer_sync),
         )
-        # 1c. Train through the wrapper, or no gradient is averaged; evaluate and save through the module, or
-        #     the wrapper copies rank 0's buffers over the others and hides that they differ.
+        # 1c. Train through the wrapper, or no gradient is averaged; evaluate through the module: a forward of the
+        #     wrapper copies rank 0's buffers over the others, and hides that they differ.
         return self.wrapper
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:

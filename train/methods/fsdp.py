@@ -1,7 +1,7 @@
 """Fully Sharded Data Parallel (FSDP2): each rank keeps a part of every parameter, and all of none.
 
-Compare with ddp.py: the numbers are the same steps. Each layer's parameters are gathered just before they are
-used and let go after; each gradient goes to the rank that keeps that part, and so does the optimizer's state.
+Compare with ddp.py: the numbers are the same steps. Each block's parameters are gathered just before they are
+used and let go after; each gradient goes to the rank that keeps that part, and the optimizer's state is there.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -79,8 +79,8 @@ class Fsdp:
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
         # 1b. Divide block by block, then the rest: what is divided together is gathered together, so smaller
-        #     parts need less memory at a time, larger ones fewer messages. Every parameter becomes a DTensor that
-        #     holds this rank's rows and knows the whole shape.
+        #     parts need less memory at a time, larger ones fewer messages. The rest stays gathered until its
+        #     backward. Every parameter becomes a DTensor: this rank's rows, and the shape of the whole.
         self.mesh = self.make_mesh()
         for block in blocks(self.module):
             fully_shard(block, mesh=self.mesh)
@@ -97,8 +97,10 @@ class Fsdp:
         """Keep whole gradients on this rank until the last micro-batch: fewer messages for more memory."""
         # 3a. A switch on the module, in place of DDP's context.
         self.module.set_requires_gradient_sync(False)  # type: ignore[operator]  # fully_shard gave it this method
-        yield
-        self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients; each rank receives the average of its parts."""

@@ -1,7 +1,7 @@
 """Post-local SGD: ranks train on their own for a few steps, then average their models.
 
-Compare with ddp.py, whose every other step it takes over. Parameters travel once in N steps instead of gradients
-at each (Lin et al. 2020, https://arxiv.org/abs/1808.07217). The first N steps are plain DDP, for the models
+Compare with ddp.py, all of whose other steps it takes over. Parameters travel once in N steps instead of
+gradients at each (Lin et al. 2020, https://arxiv.org/abs/1808.07217). The first N steps are plain DDP, for the models
 change fastest there.
 https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
@@ -61,7 +61,8 @@ class LocalSgd(Ddp):
             None, None, start_localSGD_iter=self.every, post_local_gradient_allreduce=False
         )
         self.wrapper.register_comm_hook(hook, post_localSGD_hook)
-        # 1e. The averager counts from 0, and the step numbered 2N - 1 there is the first of ours to average.
+        # 1e. The averager counts from 0: the step that it calls 2N - 1 is our 2N-th, the N-th on which ranks were on
+        #     their own. (torch's example says N here too, and so averages after the first of them already.)
         self.averager = PeriodicModelAverager(period=self.every, warmup_steps=2 * self.every - 1)
         return wrapper
 

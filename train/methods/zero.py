@@ -1,6 +1,6 @@
 """ZeroRedundancyOptimizer under DDP: whole parameters on every rank, but each keeps only its part of the state.
 
-Compare with ddp.py, whose every other step it takes over (Rajbhandari et al. 2020, stage 1,
+Compare with ddp.py, all of whose other steps it takes over (Rajbhandari et al. 2020, stage 1,
 https://arxiv.org/abs/1910.02054): Adam's state is twice as large as the model, and no rank needs all of it.
 https://docs.pytorch.org/docs/stable/distributed.optim.html
 """
@@ -32,6 +32,7 @@ class Zero(Ddp):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # 2a. Whole parameters are dealt out, the largest first, to the rank that has the fewest elements.
+        # 4. Its step() updates this rank's parameters and sends each to all others; the call is that of ddp.py.
         self.optimizer = ZeroRedundancyOptimizer(self.module.parameters(), optimizer_class=kind, **arguments)
         return self.optimizer
 

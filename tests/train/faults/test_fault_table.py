@@ -26,7 +26,7 @@ from train.settings import Settings
 
 TWO = RankContext(0, 2)
 DDP = Settings(method="ddp")
-BASES = {"Fault", "BatchNormFault", "MemoryFault"}
+BASES = {"Fault", "BatchNormFault", "MemoryFault", "UnequalGradients"}
 
 
 def test_every_fault_is_in_the_table() -> None:
@@ -48,21 +48,33 @@ def test_every_fault_is_in_the_table() -> None:
         assert "code" in vars(kind)
 
 
-def test_the_list_has_a_line_for_each() -> None:
-    """--list-faults names every fault with its finding and with what it does, in lines that a terminal can hold."""
+def test_the_list_has_a_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--list-faults names every fault with its finding and with what it does, a line each, folded on a terminal."""
     lines = list_faults().splitlines()
-    assert [line.split()[:2] for line in lines] == [[name, kind.code] for name, kind in FAULTS.items()]
-    assert max(map(len, lines)) <= 140
+    assert [line.split(maxsplit=2) for line in lines] == [[name, f.code, f.says] for name, f in FAULTS.items()]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    folded = list_faults().splitlines()
+    assert max(map(len, folded)) <= 80
+    assert [line.split()[0] for line in folded if not line.startswith(" ")] == list(FAULTS)
 
 
 REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
     ("nothing", {}, "--fault nothing: unknown; there are buffers-never-synced, "),
-    ("late-head", {"method": "single"}, "planted in --method ddp only, not in single"),
+    (
+        "late-head",
+        {"method": "single"},
+        "planted in --method ddp only, not in single; start with --spawn 2 or torchrun",
+    ),
     ("late-head", {"grad_clip": 1.0}, "pull everything apart; leave --grad-clip out"),
     ("late-head", {"fault_step": 3}, "--fault-step: --fault late-head is there from the first step on; leave it out"),
     ("skipped-step", {"fault_step": 11}, "--fault-step 11: the run ends after 10 steps"),
     ("optimizer-on-one-rank", {"fault_step": 1}, "before step 1 there is no state to lose; use --fault-step 2"),
     ("stale-rank", {"fault_step": 1}, "before step 1 there is no step to be left at; use --fault-step 2"),
+    ("optimizer-on-one-rank", {"momentum": 0.0}, "--optimizer sgd without momentum has no state to lose; use --mom"),
+    ("forward-through-module", {"amp": "fp16"}, "ranks would find overflows of their own, and leave out other steps"),
+    ("late-head", {"amp": "fp16"}, "ranks would find overflows of their own, and leave out other steps too"),
+    ("differs-by-node", {"amp": "fp16"}, "ranks would find overflows of their own, and leave out other steps too"),
     ("scaler-diverged", {}, "--fault scaler-diverged: --amp off has no loss scaler; add --amp fp16"),
     ("bit-flip-exp-avg", {"momentum": 0.0}, "--momentum 0 leaves the optimizer without a state; use --optimizer adamw"),
     ("extra-forward", {"sync_bn": True}, "the layers of --sync-bn communicate, and would wait"),
