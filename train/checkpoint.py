@@ -153,21 +153,24 @@ def check_writable(out: Path) -> None:
         raise UserError(f"cannot write to --out {out}: {error.strerror}") from error
 
 
-def remove_run(out: Path, run: str) -> None:
+def remove_run(out: Path, run: str) -> int:
     """Remove what an earlier run of the same name left: any rank, any step, any format; nothing else.
 
     Without this a run on 2 ranks would leave ranks 2 and 3 of an earlier one on 4 beside its own files.
-    Raises UserError.
+    Returns the number of its checkpoints. Raises UserError.
     """
+    removed = 0
     try:
         for path in _files_of(out, run):
             path.unlink(missing_ok=True)
+            removed += not path.name.endswith(".tmp")
         history = out / "history" / run
         for folder in (*history.glob("step_*"), history, history.parent):
             with suppress(OSError):  # not there, or something of the user's is in it
                 folder.rmdir()
     except OSError as error:
         raise UserError(f"cannot remove {error.filename} of an earlier run: {error.strerror}") from error
+    return removed
 
 
 def _files_of(out: Path, run: str) -> Iterator[Path]:

@@ -43,7 +43,7 @@ class Result:
     """What a run achieved.
 
     seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
-    ranks.
+    ranks. replaced: files of an earlier run of the same name that are gone.
     """
 
     run: str
@@ -53,6 +53,7 @@ class Result:
     trained: Score
     test: Score
     saved: tuple[Path, ...]
+    replaced: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
         speed = trained.samples / elapsed
         progress.epoch(step, epoch, trained, test, speed)
     seconds = time.perf_counter() - start
-    return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved))
+    return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved), job.saver.replaced)
 
 
 def prepare(settings: Settings, ctx: RankContext) -> Job:

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 DESCRIPTION = "Train a model under a parallel method and save one checkpoint per rank."
+EXAMPLES = """examples:
+  torchrun --nproc-per-node 2 train/run.py --save-per-rank          # ddp
+  python train/run.py --spawn 2 --save-per-rank                     # the same
+  python train/run.py --spawn 4 --method hsdp --sync-bn --amp bf16
+  python train/run.py                                               # single
+"""
 DEFAULT = Settings()
 
 
@@ -52,7 +58,14 @@ class ListFaults(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """List the options; their defaults are those of Settings."""
-    parser = Parser(prog="run.py", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(
+        prog="run.py",
+        usage="run.py [options]",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
     _add_method(parser.add_argument_group("method"))
     add_options(parser)
     _add_modifiers(parser.add_argument_group("modifiers of the method"))
@@ -147,7 +160,13 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", type=Path, default=DEFAULT.out, metavar="DIR", help="(%(default)s)")
+    group.add_argument(
+        "--out",
+        type=Path,
+        default=DEFAULT.out,
+        metavar="DIR",
+        help="(%(default)s); a run replaces one of the same method and modifiers",
+    )
     group.add_argument("--save-per-rank", action="store_true", help="at the end, write DIR/<run>_rank<r>")
     group.add_argument(
         "--save-every",

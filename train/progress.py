@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from train.metrics import Meter, Score
 
+LONGEST_NAME = 16  # characters beside the bar
 REFRESH = 10  # steps between two readings of the meter: each waits for the device
 
 
@@ -82,8 +83,12 @@ class Bar(Silent):
     def start(self, plan: Plan) -> None:
         """Draw the empty bar."""
         self.plan = plan
-        self.task = self.bar.add_task(plan.run, total=plan.steps, numbers="")
+        # A long name would leave no room for the numbers.
+        short = plan.run if len(plan.run) <= LONGEST_NAME else ""
+        self.task = self.bar.add_task(short, total=plan.steps, numbers="")
         self.bar.start()
+        if not short:
+            self.bar.console.print(plan.run)
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
         """Move the bar; read the meter now and then."""

@@ -41,7 +41,7 @@ from train.launch import (
     spawn,
     speaks,
 )
-from train.methods import METHODS
+from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
 from train.progress import make_progress
 from train.settings import check
@@ -62,7 +62,8 @@ def summary(result: Result) -> str:
     if not result.saved:
         return first + "saved nothing; --save-per-rank writes one checkpoint per rank\n"
     where = f"{result.saved[0]} to {result.saved[-1]}" if len(result.saved) > 1 else f"{result.saved[0]}"
-    return first + f"saved {_count(len(result.saved), 'file')}: {where}\n"
+    replaced = f" (replaced {result.replaced} of an earlier run of this name)" if result.replaced else ""
+    return first + f"saved {_count(len(result.saved), 'file')}: {where}{replaced}\n"
 
 
 def _count(number: int, noun: str) -> str:
@@ -72,6 +73,12 @@ def _count(number: int, noun: str) -> str:
 def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     """Turn the options into settings, and find out who this process is. Raises UserError."""
     settings = settings_from(args)
+    try:
+        check_modifiers(settings)
+    except UserError as error:
+        if args.method is None and settings.method == "single":
+            raise UserError(f"{error}; add --spawn 2, or start with torchrun") from error
+        raise
     grouped = METHODS[settings.method].grouped
     ctx = from_environment(os.environ, settings.method, grouped=grouped, options=LaunchOptions.of(args))
     check(settings, ctx.world_size)

@@ -28,22 +28,20 @@ if TYPE_CHECKING:
 class Saver:
     """Writes this rank's checkpoints, if the settings ask for any, and knows those of all ranks.
 
-    Building it is a collective: the ranks agree on the run's random id, and older files of the same run are
-    removed before any rank writes. Raises UserError on all ranks when one of them cannot write.
+    Building it is a collective: the ranks agree on the run's random id. Files of an earlier run of the same name are
+    removed when this one saves first, and before any rank writes: a run that never comes so far costs nothing.
+    replaced: how many there were. Raises UserError on all ranks when one of them cannot write.
     """
 
     def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, step: Step) -> None:
         self.settings, self.ctx, self.plan, self.trainer = settings, ctx, plan, step
         self.replicas = ctx.world_size * step.method.replicas  # over all ranks
         self.saved: list[Path] = []
+        self.replaced = 0
         self.run_id = ctx.gather(secrets.token_hex(8))[0]
         if settings.save_per_rank:
             with ctx.together():
                 check_writable(settings.out)
-            with ctx.together():
-                # Once on each node, for the folder may be local to it.
-                if ctx.local_rank == 0:
-                    remove_run(settings.out, settings.run)
 
     def after_step(self, step: int) -> None:
         """Save what is due after this optimizer step, counted from 1; a collective if anything is."""
@@ -62,6 +60,11 @@ class Saver:
         if self.settings.fault is not None:
             config["fault_step"] = self.trainer.fault.at  # where it was left to the fault itself
         method, scaler = self.trainer.method, self.trainer.scaler
+        if not self.saved:
+            with self.ctx.together():
+                # Once on each node, for the folder may be local to it.
+                removed = remove_run(self.settings.out, self.settings.run) if self.ctx.local_rank == 0 else 0
+            self.replaced = sum(self.ctx.gather(removed))
         replicas = method.state(self.trainer.optimizer)
         with self.ctx.together():
             for index, replica in enumerate(replicas, self.ctx.rank * method.replicas):

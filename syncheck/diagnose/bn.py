@@ -16,9 +16,11 @@ STATISTICS = ("bn_mean", "bn_var")
 def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing running statistics if nothing that would explain them differs, else nothing.
 
-    Parameters that were not compared, left out by an option or sharded, do not count as differing.
+    Parameters that were not compared, left out by an option or sharded, do not count as differing. Variances alone are
+    no drift: other data moves the means too.
     """
-    return case.of_kind(*STATISTICS) if case.agrees("parameter", "bn_count", "optimizer") else ()
+    found = case.of_kind(*STATISTICS) if case.agrees("parameter", "bn_count", "optimizer") else ()
+    return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in found) else found
 
 
 def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:

@@ -57,7 +57,7 @@ def apply(case: Case) -> Match | None:
     text = evidence(case, statistics)
     recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
     if recorded:
-        text += "; the metadata says that buffers are synchronized once a step, so this is one step's lag"
+        text += "; the metadata says that buffers are synchronized once a step, and then this is one step's lag"
     elif len(case.series) == 1:
         text += (
             "; one step's lag and freely running statistics look alike here: save at two early steps to tell them apart"

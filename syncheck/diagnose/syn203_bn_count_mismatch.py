@@ -44,9 +44,11 @@ def apply(case: Case) -> Match | None:
         return None
     apart = max(int(diff.max_abs or 0) for diff in counts)
     odd = suspects(counts, case.group)
+    everyone = len(odd) == len(case.group.replicas)
+    whom = "" if everyone else f", suspect {ranks_text(odd)}"
     evidence = (
         f"num_batches_tracked differs in {counted(len(counts), 'layer')}, by up to "
-        f"{counted(apart, 'batch', 'batches')}, suspect {ranks_text(odd)}"
+        f"{counted(apart, 'batch', 'batches')}{whom}"
         f"{agreement_text(counts, case.group)}"
     )
     statistics = case.of_kind("bn_mean", "bn_var")

@@ -62,14 +62,15 @@ def _table(grid: Grid, ruled: bool) -> Table:
     made = Table(
         box=box.SIMPLE_HEAD if ruled else None, padding=padding, pad_edge=False, show_edge=False, header_style="bold"
     )
-    for column in grid.columns:
+    for place, column in enumerate(grid.columns):
+        # A header of one word is never broken, nor is a verdict.
+        widest = max((len(row[place].text) for row in grid.rows), default=0) if column == "verdict" else len(column)
         made.add_column(
             column,
             overflow="fold",
             justify="right" if column in grid.right else "left",
             no_wrap=not ruled,
-            # A header of one word is never broken.
-            min_width=None if " " in column else len(column),
+            min_width=None if " " in column else max(widest, len(column)),
         )
     for row in grid.rows:
         made.add_row(*(Text(cell.text, style=cell.style) for cell in row))

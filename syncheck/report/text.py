@@ -119,7 +119,8 @@ def _tensors(group: Group, limit: int) -> list[Part]:
 
 def _matrix(last: list[Group]) -> Grid:
     kinds = list(dict.fromkeys(kind for group in last for kind in group.kinds))
-    grid = Grid(("run", *kinds, "verdict"))
+    # A space lets the longest heading fold on a narrow terminal.
+    grid = Grid(("run", *(kind.replace("optimizer_step", "optimizer step") for kind in kinds), "verdict"))
     for group in last:
         counted = [group.kinds.get(kind, Counts()) for kind in kinds]
         cells = [Span(words.kind_cell(counts), "red" if counts.different else "") for counts in counted]

@@ -123,8 +123,18 @@ def values_text(values: Sequence[ValueDiff]) -> str:
 
 
 def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """Sort by what a reader should see first: out of sync, then by the size of the gap."""
-    return sorted(diffs, key=lambda d: (not d.out_of_sync, d.status != "not_compared", -(d.max_abs or 0)))
+    """Sort by what a reader should see first.
+
+    Out of sync before the rest; a NaN on some ranks only; then by the size of the gap, what always differs a little
+    under DDP, running statistics, last.
+    """
+
+    def key(d: TensorDiff) -> tuple[object, ...]:
+        nonfinite = len(set(d.nonfinite.values())) > 1
+        statistic = d.kind in ("bn_mean", "bn_var")
+        return not d.out_of_sync, d.status != "not_compared", not nonfinite, statistic, -(d.max_abs or 0)
+
+    return sorted(diffs, key=key)
 
 
 def suspects(finding: Finding) -> str:

@@ -145,6 +145,15 @@ def test_201_where_parameters_were_not_compared() -> None:
     assert set(found(group(MEAN, shard))) == {"SYN201"}
 
 
+def test_variances_alone_are_no_drift() -> None:
+    """Means that were compared and agree rule SYN201 and SYN202 out; means that were left out do not."""
+    for metadata in (None, Metadata(buffers_synced=False)):
+        assert set(found(group(VAR, metadata=metadata))) == {"SYN299"}
+    left_out = group(VAR)
+    del left_out.kinds["bn_mean"]
+    assert set(found(left_out)) == {"SYN201"}
+
+
 def test_202_by_growth() -> None:
     """Drift that grows 1.5 times over the steps is SYN202; drift that grows less is SYN201."""
     earlier = group(diff("bn.running_mean", "bn_mean", max_abs=0.1), step=1)
@@ -165,7 +174,8 @@ def test_203() -> None:
     fitted = found(group(odd, diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
     assert set(fitted) == {"SYN203"}
     assert fitted["SYN203"].ranks == (2,)
-    assert "by up to 3 batches" in fitted["SYN203"].evidence
+    assert "by up to 3 batches, suspect rank 2" in fitted["SYN203"].evidence
+    assert "suspect" not in found(group(COUNT))["SYN203"].evidence  # of two ranks either
     assert "SYN203" not in found(group(MEAN))
 
 

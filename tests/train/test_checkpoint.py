@@ -13,7 +13,7 @@ from scenarios import SMALL, load, run, tensors
 
 from train import checkpoint
 from train.checkpoint import check_writable, remove_run, write_atomic
-from train.engine import train
+from train.engine import prepare, train
 from train.errors import UserError
 from train.launch import RankContext
 from train.models import build_model
@@ -74,6 +74,19 @@ def test_runs_pair_by_sync_bn_alone(ctx: RankContext, syncheck_rank: Rank) -> No
     assert len({block["run_id"] for block in blocks.values()}) == 3
     one, other = blocks["ddp"]["config"], blocks["ddp-syncbn"]["config"]
     assert {key for key in one if one[key] != other[key]} == {"sync_bn"}
+
+
+def test_a_run_replaces_the_one_before_when_it_saves(tmp_path: Path) -> None:
+    """Files of an earlier run of the same name stay until the new one saves first, and are counted when they go."""
+    ctx = RankContext()
+    settings = replace(SINGLE, out=tmp_path, save_every=1)
+    assert train(settings, ctx, Silent()).replaced == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
+    prepare(settings, ctx)  # all that a run does before its first step
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == before
+    result = train(replace(settings, save_every=None, max_steps=2), ctx, Silent())
+    assert result.replaced == len(before) == 4
+    assert files(tmp_path) == ["single_rank0.pth"]
 
 
 def test_safetensors_is_flat(tmp_path: Path) -> None:

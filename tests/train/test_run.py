@@ -91,6 +91,9 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings.lr, settings.save_per_rank) == (0.005, True)
 
 
+NEXT = "; add --spawn 2, or start with torchrun"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,9 +125,18 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
         ("--rank 3 --world-size 2 --ip ::1 --port 1", "--rank 3 with --world-size 2: needs 0 to 1"),
         ("--backend gloo", "--backend gloo: --method single has no process group"),
         ("--gpus x", "--gpus x: needs numbers with commas between them, as 0,1, or none for the CPU"),
-        ("--sync-bn", "--sync-bn: not with --method single: it has no other replica to share statistics with"),
-        ("--find-unused", "--find-unused: not with --method single: it reduces no gradients, so it waits for none"),
-        ("--replicas 2", "--replicas: only for --method dp and hsdp, not for single"),
+        (
+            "--sync-bn",
+            "--sync-bn: not with --method single: it has no other replica to share statistics with" + NEXT,
+        ),
+        (
+            "--find-unused",
+            "--find-unused: not with --method single: it reduces no gradients, so it waits for none" + NEXT,
+        ),
+        (
+            "--replicas 2",
+            "--replicas: only for --method dp or hsdp, not for single" + NEXT,
+        ),
         ("--save-per-rank --out /dev/null/ckpts", "cannot write to --out /dev/null/ckpts: Not a directory"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
     ],

@@ -55,8 +55,8 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
     if settings.fault not in FAULTS:
         raise UserError(f"--fault {settings.fault}: unknown; there are {', '.join(FAULTS)}")
     if settings.method != "ddp":
-        only = "planted in --method ddp only, not in"
-        raise UserError(f"--fault {settings.fault}: {only} {settings.method}; start with --spawn 2 or torchrun")
+        mend = "add --spawn 2, or start with torchrun" if settings.method == "single" else "leave --method out"
+        raise UserError(f"--fault {settings.fault}: planted in --method ddp only, not in {settings.method}; {mend}")
     if ctx.world_size < 2:
         raise UserError(f"--fault {settings.fault}: one rank has no other to differ from; start two or more")
     fault = FAULTS[settings.fault]

@@ -84,6 +84,9 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
         return stopped.ending
     finally:
         end(processes)
+        if processes and sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # rank 0 may have been ended within its bar, which hides the cursor
+            sys.stdout.flush()
         shutil.rmtree(folder, ignore_errors=True)
 
 

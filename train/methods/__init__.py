@@ -39,7 +39,7 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--accumulate": lambda s: s.accumulate > 1,
     "--grad-clip": lambda s: s.grad_clip is not None,
     "--find-unused": lambda s: s.find_unused,
-    "--save-format safetensors": lambda s: s.save_per_rank and s.save_format == "safetensors",
+    "--save-format safetensors": lambda s: s.save_format == "safetensors",
 }
 # Options that only some methods take.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {

@@ -83,8 +83,8 @@ class Ddp:
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients, which DDP averages over the ranks on the way."""
         # 3b. DDP divides the sum by the number of ranks, but the shares in `loss` already add up to the
-        #     global mean: undo the division. (With even shares this equals the usual mean over the rank's own
-        #     samples.)
+        #     global mean: undo the division. (With 32 samples on 2 ranks each loss is a sum of 16 divided by 32,
+        #     and times 2 it is the usual mean over the rank's own 16.)
         loss = loss * self.ctx.world_size
         # 3. Every rank must call this equally often, for each waits for all the others.
         loss.backward()  # type: ignore[no-untyped-call]

@@ -2,7 +2,8 @@
 
 Compare with single.py: the numbers are the same steps, the letters are what is added. On several GPUs this is
 torch.nn.DataParallel; elsewhere its replicas are threads on one device, see train/data_parallel.py. For training
-torch recommends ddp.py instead, on one machine too.
+torch recommends ddp.py instead, on one machine too: here one Python interpreter drives all GPUs, and copies the model
+at every forward.
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
 

@@ -1,4 +1,4 @@
-"""One process, one device: the loop that every parallel method starts from."""
+"""One process, one device: what `Step` (train/step.py) calls, and what every parallel method changes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
     (
         "late-head",
         {"method": "single"},
-        "planted in --method ddp only, not in single; start with --spawn 2 or torchrun",
+        "planted in --method ddp only, not in single; add --spawn 2, or start with torchrun",
     ),
     ("late-head", {"grad_clip": 1.0}, "pull everything apart; leave --grad-clip out"),
     ("late-head", {"fault_step": 3}, "--fault-step: --fault late-head is there from the first step on; leave it out"),
