@@ -364,6 +364,7 @@ def test_a_module_is_compared_with_its_file(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "model.pth")
     assert_in_sync(model, tmp_path / "model.pth")
     with torch.no_grad():
+        model.bn.running_mean[0] += 1
         model.bn.running_var[0] *= 2
     with pytest.raises(OutOfSync, match="SYN201"):
         assert_in_sync(model, tmp_path / "model.pth")
