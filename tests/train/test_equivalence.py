@@ -79,7 +79,7 @@ def test_hsdp_with_sync_bn_trains_like_single(ctx: RankContext) -> None:
 @pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
 def test_clipping_sees_gradients_without_their_scale(ctx: RankContext, method: str) -> None:
     """With fp16 the norm is that of the gradient itself: clipped before it is unscaled, nothing would be left of it."""
-    settings = replace(NO_BN, method=method, amp="fp16", grad_clip=CLIP)
+    settings = replace(NO_BN, method=method, amp="fp16", grad_clip=CLIP, max_steps=6)  # CPUs are slow at float16
     assert gap(ctx, settings) < 1e-3  # float16 rounds at 1e-3; measured: 2e-5
     # Clipping the gradient times 65536 to a norm is clipping the gradient to that norm over 65536.
     right = whole_state(trained(ctx, settings))
@@ -149,6 +149,7 @@ def test_the_comparison_sees_a_wrong_accumulation(
 
 
 @NEEDS_FSDP
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=6)
 def test_hsdp_arranges_ranks_in_rows(ctx: RankContext) -> None:
     """Three copies on six ranks: 0, 2 and 4 hold one part, 1, 3 and 5 the other."""

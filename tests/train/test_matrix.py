@@ -76,9 +76,11 @@ def test_page_lists_every_fault() -> None:
     [
         "single",
         "dp",
-        *(pytest.param(name, marks=pytest.mark.syncheck(ranks=2)) for name in ("ddp", "zero", "localsgd")),
+        pytest.param("ddp", marks=pytest.mark.syncheck(ranks=2)),
+        pytest.param("zero", marks=[pytest.mark.slow, pytest.mark.syncheck(ranks=2)]),
+        pytest.param("localsgd", marks=[pytest.mark.slow, pytest.mark.syncheck(ranks=2)]),
         pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=2)]),
-        pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=4)]),
+        pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.slow, pytest.mark.syncheck(ranks=4)]),
     ],
 )
 def test_every_cell(method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

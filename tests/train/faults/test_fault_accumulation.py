@@ -20,6 +20,7 @@ TWO_RANKS = [name for name in FAULTS if name != "differs-by-node"]
 NEVER_EQUAL = ("running_mean", "running_var")
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=60)
 @pytest.mark.parametrize("fault", TWO_RANKS)
 def test_micro_batches(ctx: RankContext, syncheck_rank: Rank, fault: str) -> None:

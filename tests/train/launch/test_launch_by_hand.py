@@ -64,7 +64,8 @@ def test_mistakes_are_said_in_each_shell(programs: Programs, tmp_path: Path) -> 
     assert not (tmp_path / "meeting").exists()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_file_of_a_killed_run(programs: Programs, tmp_path: Path, world_size: int) -> None:
     """The file of ranks that were all killed is named at once by the next run, with as many ranks or more."""
     where = ("--init-method", f"file://{tmp_path}/meeting")
@@ -81,6 +82,7 @@ def test_file_of_a_killed_run(programs: Programs, tmp_path: Path, world_size: in
     assert [run.returncode for run in runs] == [2] * world_size
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(programs: Programs, tmp_path: Path) -> None:
     """Ranks that wait in vain say which one is missing, and leave no file in the way of the next try."""
     where = ("--init-method", f"file://{tmp_path}/meeting", "--timeout", 2)
