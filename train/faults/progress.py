@@ -68,7 +68,7 @@ class OptimizerOnOneRank(Fault):
             optimizer.state.clear()
 
 
-class ScalerDiverged(Fault):
+class ScalerDiverged(SkippedStep):
     """Let the loss scaler of the last rank find an overflow that the others do not.
 
     It leaves the step out and halves its scale; from then on gradients of unlike scale are averaged, and each
@@ -78,20 +78,11 @@ class ScalerDiverged(Fault):
 
     says = "one rank's loss scaler finds an overflow alone: it skips a step and halves its scale (needs --amp fp16)"
     code = "SYN216"
-    when = "half"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if settings.amp != "fp16":
             self.refuse(f"--amp {settings.amp} has no loss scaler; add --amp fp16")
-
-    def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Leave the step out."""
-        if step != self.at:
-            return
-        self.refuse_overflow(method)
-        if self.bad:
-            optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Back off, as GradScaler.update() does after an overflow."""
