@@ -21,7 +21,7 @@ def recognizes(environment: Mapping[str, str], options: LaunchOptions) -> bool:
     """Tell whether any of the options was typed."""
     if options.typed("rank", "world_size", "init_method"):
         return True
-    # These three alone may also correct what SLURM says; anywhere else `place` asks for the others.
+    # Alone, --ip and --port may correct where SLURM says to meet; anywhere else `place` asks for the others.
     return bool(options.typed("ip", "port", "local_rank")) and not slurm.recognizes(environment, options)
 
 
