@@ -94,6 +94,7 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
 
 def prepare(settings: Settings, ctx: RankContext) -> Job:
     """Load the data, build the model, and check that they fit; a collective. Raises UserError."""
+    check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
     with ctx.together():
@@ -129,6 +130,19 @@ def prepare(settings: Settings, ctx: RankContext) -> Job:
         step=step,
         saver=Saver(settings, ctx, plan, step),
     )
+
+
+def check_agreement(settings: Settings, ctx: RankContext) -> None:
+    """Refuse ranks that were started with different options: they would wait for each other, or train nonsense.
+
+    A collective. Raises UserError on all ranks alike. Only folders may differ.
+    """
+    ranks = ctx.gather({name: value for name, value in vars(settings).items() if name not in ("data_dir", "out")})
+    for rank, theirs in enumerate(ranks):
+        for name, value in theirs.items():
+            if value != ranks[0][name]:
+                found = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
+                raise UserError(f"{found}: give all ranks the same options")
 
 
 def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int, Meter]:

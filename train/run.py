@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 LONGEST = 604_800  # seconds: a week
 
+# Python leaves None where the shell has closed them (>&-); in the processes of --spawn too.
+sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+
 
 def summary(result: Result) -> str:
     """Say in one line what was reached, and in a second what was written."""
@@ -101,6 +104,8 @@ def work(args: argparse.Namespace) -> Ending:
         return Ending(1, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough, as `| head` does
+        return Ending(128 + signal.SIGPIPE)  # what a shell reports
     return Ending()
 
 

@@ -61,6 +61,6 @@ def meeting_point(options: LaunchOptions) -> str:
             return tcp(parts.hostname, parts.port)
     except ValueError as error:  # a port out of range, half an IPv6 address
         raise UserError(f"--init-method {url}: {error}") from error
-    if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
+    if parts.scheme == "file" and parts.path.startswith("/") and url == f"file://{parts.path}" != "file:///":
         return url
     raise UserError(f"--init-method {url}: needs file:///PATH, with three slashes, or tcp://ADDRESS:PORT")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from train.errors import RankError, UserError
 from train.launch.file_store import open_file_store, path_of, remove_when_done
-from train.launch.meeting import Incomplete, Meeting, announce
+from train.launch.meeting import Meeting, announce
 from train.launch.tcp_store import address_of, open_tcp_store
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from train.launch.context import RankContext
 
 # What gloo and NCCL say when another rank has gone or stands still.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "ncclRemoteError")
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe"),
+    *("Timed out waiting", "Application timeout caused pair closure", "ncclRemoteError"),
+)
 
 
 class PeerLost(Exception):
@@ -91,12 +94,14 @@ def meet(ctx: RankContext, who: str, timeout: float) -> tuple[Store, str]:
     else:
         store = open_tcp_store(ctx.init_method, ctx.rank, timeout)
         host, port = address_of(ctx.init_method)
-        where, mend = f"tcp://{host}:{port}", "choose another port with --port (or --master-port)"
+        where, mend = f"tcp://{host}:{port}", "choose another port with --port, or torchrun's --master-port"
+    meeting = Meeting(store, announce(ctx.rank, ctx.world_size, ctx.backend), where, mend)
     try:
-        Meeting(store, announce(ctx.rank, ctx.world_size), where, mend).meet(timeout)
-    except Incomplete:
-        if in_file:
-            path.unlink(missing_ok=True)  # nobody has met there, so the next try can
+        meeting.meet(timeout)
+    except UserError:
+        if in_file and meeting.in_vain:
+            with suppress(OSError):
+                path.resolve().unlink(missing_ok=True)  # nobody has met there, so the next try can
         raise
     except RuntimeError as error:
         # The store has gone: with rank 0, which serves it, or because somebody removed the file.
@@ -113,4 +118,5 @@ def close(ctx: RankContext, store: Store, timeout: float) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    # gloo adds advice to its first line.
+    return str(error).strip().partition("\n")[0].partition(" This is typically")[0]

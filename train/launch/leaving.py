@@ -41,31 +41,24 @@ class Ending:
 INTERRUPTED = Ending(128 + signal.SIGINT, "interrupted", alike=True)
 
 
-class Stopped(BaseException):
-    """A signal asks this process to end; like KeyboardInterrupt, no error that anyone should catch by mistake."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.ending = Ending(128 + number, f"ended by {signal.Signals(number).name}")
-
-
 @contextmanager
-def stop_on(*numbers: int) -> Iterator[None]:
-    """Let these signals raise Stopped during the block."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise Stopped(number)
-
+def signals_as_bytes(*numbers: int) -> Iterator[socket.socket]:
+    """Let these signals interrupt nothing during the block: each writes its number to the socket, as a byte."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     # One that is ignored stays so: nohup and shells that start jobs in the background ignore some on purpose.
     before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
+    with reader, writer:
+        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in heard:
+            signal.signal(number, lambda *_: None)
+        try:
+            yield reader
+        finally:
+            for number in heard:
+                signal.signal(number, before[number])
+            signal.set_wakeup_fd(descriptor)
 
 
 def end_after_interrupt() -> None:
@@ -76,16 +69,21 @@ def end_after_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        heard.set()
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
         with writer:  # held open for as long as the thread runs
-            while signal.SIGINT not in reader.recv(1):
-                pass
-            time.sleep(INTERRUPT)
+            while signal.SIGINT not in reader.recv(1) or heard.wait(INTERRUPT):
+                heard.clear()  # Python has raised KeyboardInterrupt, which may also lead back to a debugger's prompt
             if speaks(os.environ):
                 say(INTERRUPTED)
             os._exit(INTERRUPTED.code)
@@ -128,7 +126,7 @@ def leave(code: int) -> NoReturn:
         patience = LINGER
     elif "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
         patience = LINGER_SLURM
-    if code != 0 and patience:
+    if code == 2 and patience:
 
         def told(_signal: int, _frame: FrameType | None) -> None:
             os._exit(code)

@@ -43,15 +43,16 @@ class Rank:
     machine: str
     pid: int
     started: str
+    backend: str | None = None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
-def announce(rank: int, world_size: int) -> Rank:
+def announce(rank: int, world_size: int, backend: str | None = None) -> Rank:
     """Describe this process."""
     pid = os.getpid()
-    return Rank(rank, world_size, uuid.uuid4().hex, socket.gethostname(), _machine(), pid, _started(pid))
+    return Rank(rank, world_size, uuid.uuid4().hex, socket.gethostname(), _machine(), pid, _started(pid), backend)
 
 
 def has_ended(other: Rank) -> bool:
@@ -76,15 +77,12 @@ def _started(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 
-class Incomplete(UserError):
-    """Not all ranks came; raised by rank 0, which waited for them."""
-
-
 class Meeting:
     """One rank's part in it. where: the place, for messages. mend: what to do about a place in use."""
 
     def __init__(self, store: Store, me: Rank, where: str, mend: str) -> None:
         self.store, self.me, self.where, self.mend = store, me, where, mend
+        self.in_vain = False  # whether ranks were missing to the end: nobody can have met here then
 
     def meet(self, timeout: float) -> None:
         """Wait for all ranks. Raises UserError where all of them are told, else RankError."""
@@ -106,7 +104,8 @@ class Meeting:
             ranks = f"rank{'s' if len(missing) > 1 else ''} {in_words(missing)}"
             reason = f"{self._who()} waited {timeout:g} s at {self.where}: {ranks} did not come"
             mend = "start them, or see their own messages" if len(missing) > 1 else "start it, or see its own message"
-            self._give_up(f"{reason}; {mend}", Incomplete)
+            self.in_vain = True
+            self._give_up(f"{reason}; {mend}")
         self._give_up(f"{self._who()} waited {timeout:g} s at {self.where}: rank 0 came but did not answer")
 
     def _enter(self) -> None:
@@ -144,13 +143,18 @@ class Meeting:
         return False
 
     def _examine(self, other: Rank | None) -> None:
-        """Refuse one who is gone, or who counts other ranks than this one does."""
+        """Refuse one who is gone, who counts other ranks than this one does, or who will not hear it."""
         if other is None or has_ended(other):
             self._give_up(self._foreign(other))
         if other.world_size != self.me.world_size:
             self._give_up(
                 f"rank {other.rank} ({other}) was started as one of {other.world_size} ranks, "
                 f"{self._who()}: give all the same number"
+            )
+        if other.backend != self.me.backend:  # torch would let them wait for each other
+            self._give_up(
+                f"rank {other.rank} ({other}) sends with {other.backend}, rank {self.me.rank} with {self.me.backend}: "
+                "one sees GPUs and the other none; give all --gpus none, or mend the GPUs of one"
             )
 
     def _reject(self, other: Rank | None) -> NoReturn:
@@ -168,13 +172,14 @@ class Meeting:
             return f"{self.where} was left by an earlier run: {self.mend}"
         return f"{self.where} is in use by another run, or was left by it ({other} is rank {other.rank}): {self.mend}"
 
-    def _give_up(self, reason: str, kind: type[UserError] = UserError) -> NoReturn:
+    def _give_up(self, reason: str) -> NoReturn:
         """Tell the ranks that wait, and end."""
         with suppress(RuntimeError):  # the store may have gone with rank 0
-            self.store.set(REFUSED, reason)
+            # The first reason counts: of two ranks that give up at the same moment both say that one.
+            reason = self.store.compare_set(REFUSED, "", reason).decode()
         time.sleep(GRACE)
         # The ranks that wait get the same text, and of those with one terminal only rank 0 prints it.
-        raise kind(reason) if self.me.rank == 0 else RankError(reason)
+        raise UserError(reason) if self.me.rank == 0 else RankError(reason)
 
     def _read(self, rank: int) -> Rank | None:
         """Read what a rank has announced, if it has."""

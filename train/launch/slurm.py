@@ -93,5 +93,6 @@ def first_host(environment: Mapping[str, str], world_size: int) -> str:
 
 
 def _gpus_are_bound(environment: Mapping[str, str]) -> bool:
-    # --gpus-per-task hides the GPUs of the other tasks; --gpus-per-node and --gres show all to each.
-    return "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+    # --gpus-per-task and --ntasks-per-gpu hide the GPUs of the other tasks; --gpus-per-node and --gres show all.
+    per_task = "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+    return per_task or environment.get("SLURM_NTASKS_PER_GPU") == "1"  # of two tasks on one GPU each would be alone

@@ -17,7 +17,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, parent_process, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +25,12 @@ from torch.multiprocessing.spawn import spawn
 
 from train.errors import UserError
 from train.launch import slurm, torchrun
-from train.launch.leaving import Ending, Stopped, leave, stop_on
+from train.launch.leaving import Ending, leave, signals_as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
+    from socket import socket
 
     from train.launch.options import LaunchOptions
 
@@ -44,8 +45,8 @@ def wanted(options: LaunchOptions) -> bool:
     return options.spawn is not None
 
 
-def check(environment: Mapping[str, str], options: LaunchOptions) -> int:
-    """Return the number of processes to start. Raises UserError where another launcher is at work too."""
+def check(environment: Mapping[str, str], options: LaunchOptions) -> None:
+    """Raise UserError for a number that cannot be, or where another launcher is at work too."""
     number = options.spawn or 0
     if number < 1:
         raise UserError(f"--spawn {number}: needs 1 or more")
@@ -56,7 +57,6 @@ def check(environment: Mapping[str, str], options: LaunchOptions) -> int:
         raise UserError("--spawn under a launcher, which has set RANK or WORLD_SIZE: drop it, or unset these")
     if slurm.recognizes(environment, options) and slurm.several(environment, options):
         raise UserError("--spawn under srun, which has started several tasks: drop it, or use srun --ntasks 1")
-    return number
 
 
 def options_of_rank(args: argparse.Namespace, rank: int, folder: Path) -> argparse.Namespace:
@@ -72,31 +72,38 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
     work: a function of a module, which each process imports. Returns how the run ended; no process and no file
     is left then, nor if a signal ends this process.
     """
-    folder = Path(tempfile.mkdtemp(prefix="train-"))
-    processes: Sequence[BaseProcess] = []
-    try:
-        with stop_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            with _ignored(signal.SIGINT):  # by those that start now: Ctrl-C reaches us, and we end them
+    # Signals are noted rather than raised: a second Ctrl-C must not interrupt the cleaning up after the first.
+    with signals_as_bytes(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        folder = Path(tempfile.mkdtemp(prefix="train-"))
+        processes: Sequence[BaseProcess] = []
+        try:
+            with _blocked(signal.SIGINT):
                 context = spawn(_run, (work, args, folder), args.spawn, join=False)  # type: ignore[no-untyped-call]
             processes = context.processes
-            return wait(processes, folder)
-    except Stopped as stopped:
-        return stopped.ending
-    finally:
-        end(processes)
-        if processes and sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # rank 0 may have been ended within its bar, which hides the cursor
-            sys.stdout.flush()
-        shutil.rmtree(folder, ignore_errors=True)
+            number = wait(processes, signals)
+            if number:
+                return Ending(128 + number, f"ended by {signal.Signals(number).name}")
+            return verdict([process.exitcode for process in processes], endings(len(processes), folder))
+        finally:
+            end(processes)
+            shutil.rmtree(folder, ignore_errors=True)
+            if processes and sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h")  # rank 0 may have been ended within its bar, which hides the cursor
+                sys.stdout.flush()
 
 
 @contextmanager
-def _ignored(number: int) -> Iterator[None]:
-    before = signal.signal(number, signal.SIG_IGN)
+def _blocked(number: int) -> Iterator[None]:
+    """Hold a signal back, here until the end of the block, and for good in the processes that start in it.
+
+    Ctrl-C reaches every process of a terminal. This one hears it and ends the others.
+    """
+    resource_tracker.ensure_running()  # spawn would start this helper, and it lets the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
-        signal.signal(number, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
@@ -108,7 +115,8 @@ def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
         note.write_text(json.dumps(asdict(ending)))
         note.rename(folder / f"ending.{rank}")
     except BaseException:  # noqa: BLE001  # nothing may reach torch's own reporting, which blames the victims
-        sys.stderr.write(traceback.format_exc())
+        if folder.exists():  # or the parent has gone, and this rank is about to
+            sys.stderr.write(traceback.format_exc())
         leave(1)
     leave(ending.code)
 
@@ -122,17 +130,18 @@ def _end_with_parent(folder: Path) -> None:
         os._exit(1)
 
 
-def wait(processes: Sequence[BaseProcess], folder: Path) -> Ending:
-    """Wait until all have ended, or some time after one has failed; returns the ending of the run."""
+def wait(processes: Sequence[BaseProcess], signals: socket) -> int:
+    """Wait until all have ended, or some time after one has failed, or for a signal; returns its number, or 0."""
     running = list(processes)
     deadline = float("inf")
     while running and time.monotonic() < deadline:
         patience = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
-        connection.wait([process.sentinel for process in running], patience)
+        if signals in connection.wait([signals, *(process.sentinel for process in running)], patience):
+            return signals.recv(1)[0]
         running = [process for process in running if process.exitcode is None]
         if deadline == float("inf") and any(process.exitcode for process in processes):
             deadline = time.monotonic() + LINGER
-    return verdict([process.exitcode for process in processes], endings(len(processes), folder))
+    return 0
 
 
 def endings(number: int, folder: Path) -> list[Ending | None]:
@@ -159,7 +168,10 @@ def verdict(codes: Sequence[int | None], notes: Sequence[Ending | None]) -> Endi
             return Ending(1, f"rank {rank} ended with code {code}; its own message stands above")
     failed = [note for note in notes if note is not None and note.code != 0]
     # 2 is the user's mistake, 1 another rank's end; all ranks' word counts more than one's.
-    return min(failed, key=lambda note: (-note.code, not note.alike), default=Ending())
+    ending = min(failed, key=lambda note: (-note.code, not note.alike), default=Ending())
+    if ending.code == 1 and None in codes:
+        return Ending(1, f"rank {codes.index(None)} stood still: {ending.message}")
+    return ending
 
 
 def end(processes: Sequence[BaseProcess]) -> None:

@@ -49,10 +49,9 @@ def open_tcp_store(init_method: str, rank: int, timeout: float) -> Store:
 def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RankError(
-            f"cannot find the machine {host!r}: {error.strerror}; give rank 0's (--ip or MASTER_ADDR)"
-        ) from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "this cannot be a name"
+        raise RankError(f"cannot find the machine {host!r}: {reason}; give rank 0's (--ip or MASTER_ADDR)") from error
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
@@ -76,7 +75,8 @@ def _can_listen(host: str, port: int, found: list[tuple[socket.AddressFamily, st
 
 
 def _in_use(port: int) -> str:
-    return f"port {port} is in use, by another program or another rank 0: choose another with --port (or --master-port)"
+    whose = "by another program or another rank 0"
+    return f"port {port} is in use, {whose}: choose another with --port, or torchrun's --master-port"
 
 
 def _knock(host: str, port: int, timeout: float, rank: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.errors import RankError, UserError
-from train.launch.place import TORCHRUN, Place, number, rank_of
+from train.launch.place import TORCHRUN, Place, number, rank_of, tcp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ def place(environment: Mapping[str, str], options: LaunchOptions) -> Place:
         raise RankError(f"--local-rank {options.local_rank} with LOCAL_RANK={local[0]}: drop the option")
     where = ""
     if "MASTER_ADDR" in environment:
-        number(environment, "MASTER_PORT", ADVICE)
+        tcp(environment["MASTER_ADDR"], number(environment, "MASTER_PORT", ADVICE))  # refuses a port that cannot be
         where = "env://"
     node = number(environment, "GROUP_RANK", ADVICE) if "GROUP_RANK" in environment else 0
     return Place(rank, world_size, *local, node=node, init_method=where)

@@ -9,7 +9,7 @@
 # MASTER_ADDR is an address of machine 0 that all others reach. If the ranks find it but not each other, a machine has
 # several networks: name the one to use with GLOO_SOCKET_IFNAME (CPU) or NCCL_SOCKET_IFNAME (GPU), as in eth0.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 
 if [ $# -lt 3 ]; then
     echo "usage: multi_node.sh NODES NODE_RANK MASTER_ADDR [MASTER_PORT] [options of run.py]" >&2

@@ -4,6 +4,6 @@
 #     train/scripts/single_gpu.sh --epochs 2
 #     CUDA_VISIBLE_DEVICES=3 train/scripts/single_gpu.sh     # another GPU
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 
 exec python "$here/../run.py" --method single "$@"

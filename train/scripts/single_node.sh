@@ -5,7 +5,7 @@
 #     train/scripts/single_node.sh --save-per-rank
 #     NPROC=4 train/scripts/single_node.sh --save-per-rank   # as many processes as you say
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 
 # torchrun starts the processes and tells each of them its rank. --standalone lets it choose a free port itself.
 nproc=${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}

@@ -82,7 +82,7 @@ def test_missing_ranks_are_named() -> None:
     message = (
         "rank 0 of 5 waited 1 s at the file f: ranks 1, 2 and 4 did not come; start them, or see their own messages"
     )
-    assert (zero, three) == (f"Incomplete: {message}", f"UserError: {message}")
+    assert (zero, three) == (f"UserError: {message}", f"UserError: {message}")
     assert 1.0 < time.monotonic() - start < 5.0
 
 
