@@ -21,10 +21,9 @@ if TYPE_CHECKING:
         Group,
         Replica,
         Report,
-        Snapshot,
-        Tensor,
         TensorDiff,
     )
+    from syncheck.snapshots import Snapshot, Tensor
 
 __all__ = [
     "CheckpointError",
@@ -54,6 +53,8 @@ _HOME = {
     "UsageError": "syncheck.errors",
     "metadata": "syncheck.metadata_block",
     "read": "syncheck.readers",
+    "Snapshot": "syncheck.snapshots",
+    "Tensor": "syncheck.snapshots",
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    from syncheck.records import Tensor
+    from syncheck.snapshots import Tensor
 
 # Bytes. Blocks of 1 MiB stay in a core's cache between reading and comparing; larger ones were slower.
 BLOCK = 1 << 20

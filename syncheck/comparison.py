@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncheck.layout_groups import Replicas
-    from syncheck.records import Snapshot, Tensor
+    from syncheck.snapshots import Snapshot, Tensor
 
 
 # Kinds of what ZeRO deals out to the ranks.

@@ -14,7 +14,7 @@ from syncheck.errors import brief
 from syncheck.kinds import kinds_of
 
 if TYPE_CHECKING:
-    from syncheck.records import Tensor
+    from syncheck.snapshots import Tensor
 
 
 def describe(path: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncheck.records import Extent, Tensor
+    from syncheck.records import Extent
+    from syncheck.snapshots import Tensor
     from syncheck.tolerance import Tolerance
 
     Array = NDArray[Any]

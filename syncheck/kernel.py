@@ -14,7 +14,7 @@ from syncheck.blocks import Files, ranges
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Tensor
+    from syncheck.snapshots import Tensor
 
 
 def clusters(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], ...]:

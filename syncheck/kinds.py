@@ -15,7 +15,7 @@ from syncheck.names import bn_sibling
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from syncheck.records import Metadata
+    from syncheck.snapshots import Metadata
 
 KINDS = (
     "parameter", "buffer", "bn_mean", "bn_var", "bn_count",

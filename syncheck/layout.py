@@ -17,7 +17,7 @@ from syncheck.layout_names import PathNumbers, take_apart
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.records import Metadata, Snapshot
+    from syncheck.snapshots import Metadata, Snapshot
 
 
 def group(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from syncheck.records import Snapshot
+    from syncheck.snapshots import Snapshot
 
     K = TypeVar("K")
     V = TypeVar("V")

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, brief
-from syncheck.records import Metadata
+from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ from syncheck.records import Unreadable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from syncheck.records import Snapshot
+    from syncheck.snapshots import Snapshot
 
 
 @dataclass

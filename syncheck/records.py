@@ -6,13 +6,13 @@ Field names are those of the JSON document (`syncheck/report/schema.json`), so t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
+
+    from syncheck.snapshots import Metadata
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
@@ -21,83 +21,6 @@ Extent = Literal["one", "contiguous", "all", "scattered"]
 
 # Names under which trainers keep how far a run is.
 PROGRESS = frozenset({"step", "epoch", "global_step", "iteration", "iter", "epochs_run", "steps_run"})
-
-
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """What `syncheck.metadata()` wrote into a checkpoint, checked."""
-
-    run: str | None = None
-    run_id: str | None = None
-    step: int | None = None
-    epoch: int | None = None
-    rank: int | None = None
-    world_size: int | None = None
-    host: str | None = None
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    buffers: tuple[str, ...] | None = None  # names of the saved ones; None: no model was described
-    frozen: tuple[str, ...] = ()
-    bn_momentum: Mapping[str, float | None] = field(default_factory=dict)
-    optimizer_parameters: tuple[str, ...] = ()  # names in the order of the optimizer's integer ids
-    buffers_synced: bool | None = None
-    # Whether each rank holds a part of the optimizer's state; when local SGD averages. See `syncheck.metadata()`.
-    optimizer_sharded: bool = False
-    averaging: Mapping[str, int] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-class Sliced(Protocol):
-    """Bytes that lie elsewhere, such as in a live tensor: `[start:stop]` gives those, as of `bytes`."""
-
-    def __getitem__(self, part: slice, /) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor of one checkpoint: what it is and where its bytes lie. The bytes stay on disk."""
-
-    name: str
-    """As stored, without its container; optimizer state is `optimizer.<parameter>.<state>`."""
-    dtype: str
-    """Torch's name without `torch.`: float32, bfloat16, int64, ..."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements, as torch counts them."""
-    path: str
-    offset: int
-    """Of the first element, in bytes from the start of the file."""
-    big_endian: bool = False
-    lazy: str = ""
-    """"conj" or "neg": the operation that torch left to be done on reading."""
-    refused: str = ""
-    """Why the bytes of this tensor cannot be compared, else empty."""
-    data: bytes | Sliced | None = None
-    """The bytes themselves, of a numpy array that lies in a pickle or of a tensor in memory; else they stay on disk."""
-    parameter: bool = False
-    """Whether it is known to be a parameter, whatever its name: of a module in memory."""
-    opened: os.stat_result | None = None
-    """The file as it was when the tensor's place was read; None for what lies in no file."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One replica's checkpoint, opened: names and places, no data."""
-
-    path: str
-    format: str
-    bytes: int
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Python numbers, strings and None by dotted name: step, epoch, param_groups, ..."""
-    stubs: tuple[str, ...] = ()
-    """Globals of the pickle that became inert: not compared."""
-    metadata: Metadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +77,15 @@ class TensorDiff:
         return self.status == "different" or (
             self.status == "not_compared" and self.reason in ("missing", "shape", "dtype")
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Names that are one tensor, sharing its memory, on some ranks, and several tensors on the others."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Those on which they are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +156,8 @@ class Group:
     """Those that are not identical."""
     findings: tuple[Finding, ...] = ()
     values: tuple[ValueDiff, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    """Only those that are not the same on all ranks."""
     kinds: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by kind of tensor."""
     left_out: int = 0

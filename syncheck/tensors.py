@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.blocks import Files
-    from syncheck.records import Status, Tensor
+    from syncheck.records import Status
+    from syncheck.snapshots import Tensor
     from syncheck.tolerance import Tolerance
 
 # How the readers begin what they say of a shard.

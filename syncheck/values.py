@@ -11,7 +11,7 @@ from syncheck.records import PROGRESS, ValueDiff
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from syncheck.records import Snapshot
+    from syncheck.snapshots import Snapshot
 
 
 # What is each rank's own by its name.

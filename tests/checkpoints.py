@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncheck.records import Metadata, Snapshot, Tensor
+from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path

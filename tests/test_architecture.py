@@ -19,11 +19,12 @@ SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
 
 # Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"records"}
+BASE = LEAVES | {"snapshots", "records"}
 ALLOWED = {
     "errors": set(),
     "dtypes": set(),
-    "records": set(),
+    "snapshots": set(),
+    "records": {"snapshots"},
     "names": LEAVES,
     "tolerance": LEAVES,
     "metadata_block": BASE,

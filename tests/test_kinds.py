@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncheck.kinds import KINDS, kinds_of, selector
-from syncheck.records import Metadata
+from syncheck.snapshots import Metadata
 
 BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked": ()}
 

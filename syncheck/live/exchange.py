@@ -20,7 +20,7 @@ from syncheck.live.held import Held, in_c_order
 from syncheck.live.here import NOTHING
 from syncheck.live.memory import FORMAT, agree_on_buffers, snapshot
 from syncheck.names import normalize
-from syncheck.records import Metadata, Snapshot, Tensor
+from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,7 +15,8 @@ from syncheck.live.things import has_module, is_module, is_optimizer, title_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Report, Snapshot, Unreadable
+    from syncheck.records import Report, Unreadable
+    from syncheck.snapshots import Snapshot
 
 NOTHING = "nothing given to compare; needs paths of checkpoints, or modules, state dicts and the like"
 

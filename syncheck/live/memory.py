@@ -11,7 +11,7 @@ from syncheck.live.held import HeldPlace
 from syncheck.live.things import Tree, is_readable, title_of
 from syncheck.names import normalize
 from syncheck.readers.tree import Flat, flatten, is_optimizer
-from syncheck.records import Metadata, Snapshot, Tensor
+from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -12,7 +12,7 @@ from syncheck.readers import safetensors_file, torch_zip
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from syncheck.records import Snapshot
+    from syncheck.snapshots import Snapshot
 
 READERS: dict[str, ModuleType] = {torch_zip.FORMAT: torch_zip, safetensors_file.FORMAT: safetensors_file}
 

@@ -10,7 +10,7 @@ from syncheck.readers.stand_ins import TensorPlace
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncheck.records import Metadata
+    from syncheck.snapshots import Metadata
 
 
 def parameter_names(

@@ -15,7 +15,7 @@ from typing import Any
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
-from syncheck.records import Metadata, Snapshot, Tensor
+from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 FORMAT = "safetensors"
 # The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.

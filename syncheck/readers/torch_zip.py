@@ -7,6 +7,7 @@ Layout: caffe2/serialize/inline_container.cc of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import zipfile
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
 from syncheck.readers.tree import flatten
 from syncheck.readers.unpickle import unpickle
-from syncheck.records import Snapshot, Tensor
+from syncheck.snapshots import Snapshot, Tensor
 
 if TYPE_CHECKING:
     from syncheck.readers.stand_ins import TensorPlace
@@ -38,7 +39,7 @@ def read(path: str) -> Snapshot:
     to run something, NotACheckpoint for another kind of zip.
     """
     with open(path, "rb") as file:
-        archive = _Archive(file, path)
+        archive = Archive(file, path)
         pickled = archive.bytes_of("data.pkl")
         tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl")
         flat = flatten(tree, path, len(pickled))
@@ -47,10 +48,13 @@ def read(path: str) -> Snapshot:
     return Snapshot(path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata)
 
 
-class _Archive:
+class Archive:
+    """An opened zip of torch.save. file: of which only the directory is read yet; path: for errors."""
+
     def __init__(self, file: BinaryIO, path: str) -> None:
         self.opened = os.fstat(file.fileno())
-        self.file, self.path, self.size = file, path, self.opened.st_size
+        self.file, self.path = file, path
+        self.size = file.seek(0, os.SEEK_END)
         try:
             infos = zipfile.ZipFile(file).infolist()
         except (
@@ -110,6 +114,7 @@ class _Archive:
         return self.places[name]
 
     def bytes_of(self, name: str) -> bytes:
+        """Return a record's data. Raises MalformedFile where there is no such record."""
         offset, size = self.place_of(name)
         self.file.seek(offset)
         return self.file.read(size)
@@ -142,6 +147,8 @@ class _Archive:
             )
         start, size = self.place_of(f"data/{place.storage.key}")
         last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
+        whole = not place.offset and last + 1 == math.prod(place.shape) == size / place.dtype.size
+        crc = self.records[f"{self.stem}data/{place.storage.key}"].CRC if whole else 0
         end = 0 if 0 in place.shape else (place.offset + last + 1) * place.dtype.size
         if end > size:
             raise self._malformed(
@@ -152,7 +159,7 @@ class _Archive:
             )
         return Tensor(
             name, place.dtype.name, place.shape, place.strides, self.path,
-            start + place.offset * place.dtype.size, big_endian, place.lazy, opened=self.opened,
+            start + place.offset * place.dtype.size, big_endian, place.lazy, opened=self.opened, crc32=crc or None,
         )  # fmt: skip
 
     def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:

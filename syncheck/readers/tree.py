@@ -12,7 +12,7 @@ from syncheck.readers.optimizer_names import parameter_names
 from syncheck.readers.stand_ins import Inert, TensorPlace
 
 if TYPE_CHECKING:
-    from syncheck.records import Metadata
+    from syncheck.snapshots import Metadata
 
 # Containers that a pickle may hold. Shared references can unfold to far more places than the file has bytes.
 # A file that shares nothing has a byte of its pickle for each.

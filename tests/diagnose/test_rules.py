@@ -10,7 +10,8 @@ import pytest
 
 from syncheck import diagnose
 from syncheck.diagnose import RULES
-from syncheck.records import Counts, Finding, Group, Metadata, Replica, Severity, TensorDiff, ValueDiff
+from syncheck.records import Counts, Finding, Group, Replica, Severity, TensorDiff, ValueDiff
+from syncheck.snapshots import Metadata
 
 HOME = Path(diagnose.__file__).parent
 # DESIGN's order of precedence; rules that cover nothing have no place in it.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from syncheck.records import Snapshot
+    from syncheck.snapshots import Snapshot
 
 
 class Net(nn.Module):
