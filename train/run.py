@@ -35,6 +35,7 @@ from train.launch import (
     PeerLost,
     end_after_interrupt,
     from_environment,
+    idle_gpus,
     leave,
     process_group,
     say,
@@ -94,6 +95,8 @@ def work(args: argparse.Namespace) -> Ending:
     """Be one rank of one training."""
     try:
         settings, ctx = prepare(args)
+        if ctx.is_main:
+            say(Ending(0, idle_gpus(args.gpus, ctx.devices, ctx.local_world_size)))
         with process_group(ctx, args.timeout), make_progress(args.progress, is_main=ctx.is_main) as progress:
             result = train(settings, ctx, progress)
         if ctx.is_main:

@@ -32,16 +32,18 @@ class Programs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.temporary = folder / "tmp"  # torchrun, for one, leaves folders behind
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start one outside any launcher, in the test's folder; keyword arguments are environment variables."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER)}
+        self.temporary.mkdir(exist_ok=True)
         kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"  # the scripts say `python`
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd or self.folder,
-            env={**kept, "OMP_NUM_THREADS": "1", **environment},
+            env={**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -79,12 +81,12 @@ def alive(process: subprocess.Popen[str]) -> bool:
     return True
 
 
-def wait_for(condition: Any, timeout: float = 30) -> None:
-    """Wait until a function returns something true."""
+def wait_for(condition: Any, timeout: float = 30, pause: float = 0.02) -> None:
+    """Wait until a function returns something true, asking it again after each pause."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 def children(pid: int) -> list[int]:
@@ -96,6 +98,13 @@ def children(pid: int) -> list[int]:
             if fields[1] == str(pid) and fields[0] != "Z":
                 found.append(int(path.parent.name))
     return sorted(found)
+
+
+def imports_torch(pid: int) -> bool:
+    """Tell whether a process has come as far as loading torch's libraries, which takes seconds."""
+    with suppress(OSError):
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return False
 
 
 def assert_trained(out: Path, ranks: int, *, run: str = "ddp") -> None:

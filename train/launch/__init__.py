@@ -9,6 +9,7 @@ from __future__ import annotations
 from train.launch import spawn
 from train.launch.choose import LAUNCHERS, from_environment, launched
 from train.launch.context import RankContext
+from train.launch.devices import idle_gpus
 from train.launch.group import PeerLost, process_group
 from train.launch.leaving import INTERRUPTED, Ending, end_after_interrupt, leave, say, speaks
 from train.launch.options import LaunchOptions, add_options
@@ -23,6 +24,7 @@ __all__ = [
     "add_options",
     "end_after_interrupt",
     "from_environment",
+    "idle_gpus",
     "launched",
     "leave",
     "process_group",

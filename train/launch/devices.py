@@ -43,6 +43,16 @@ def choose_devices(gpus: str | None, place: Place | None) -> tuple[torch.device,
     return (torch.device("cuda", numbers[local_rank]),)
 
 
+def idle_gpus(gpus: str | None, devices: tuple[torch.device, ...], ranks: int) -> str:
+    """Say that this machine has GPUs, too few for its ranks, so that these compute on the CPU; else nothing.
+
+    ranks: on this machine.
+    """
+    if gpus is not None or devices or not count():
+        return ""
+    return f"{_gpus(count())} for {ranks} ranks on this machine: all compute on the CPU; --gpus none if that is meant"
+
+
 def count() -> int:
     """Count the GPUs that this process sees; CUDA_VISIBLE_DEVICES may hide some."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, alive, assert_trained, errors
+from programs import SHORT, TRAIN, alive, assert_trained, errors, imports_torch, wait_for
+from torch.distributed import TCPStore
 
 if TYPE_CHECKING:
     import subprocess
@@ -181,12 +184,15 @@ def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (130, "run.py: interrupted\n")
 
 
-@pytest.mark.parametrize("delay", [0.5, pytest.param(4.0, marks=pytest.mark.slow)])
-def test_ctrl_c_early(programs: Programs, tmp_path: Path, delay: float) -> None:
+@pytest.mark.parametrize("when", ["imports", pytest.param("waits", marks=pytest.mark.slow)])
+def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
     """Ctrl-C while the modules are imported, or while a rank waits for others, shows no traceback."""
-    where = ("--init-method", f"file://{tmp_path}/meeting")
-    process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, *where)
-    time.sleep(delay)
+    meeting = tmp_path / "meeting"
+    process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, "--init-method", f"file://{meeting}")
+    if when == "imports":
+        wait_for(lambda: imports_torch(process.pid))
+    else:
+        wait_for(lambda: meeting.exists() and b"rank/0" in meeting.read_bytes())
     os.kill(process.pid, signal.SIGINT)
     run = programs.finish(process, timeout=10)
     assert run.returncode == 130
@@ -198,9 +204,42 @@ def test_rank_zero_goes_away(programs: Programs, free_port: int) -> None:
     """A rank that waits for others when rank 0, and with it the store, goes away says so in one line."""
     where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
     zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in range(2))
-    time.sleep(4.0)
+    # An onlooker in rank 0's store sees when rank 1 has come.
+    store: Any = TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=30), wait_for_workers=False)
+    wait_for(lambda: store.check(["train/0/rank/1"]))
     os.kill(zero.pid, signal.SIGKILL)
     run = programs.finish(one, timeout=10)
     assert run.returncode == 2
     (line,) = errors([run])
     assert line.startswith(f"error: rank 1 of 3 lost rank 0 at tcp://127.0.0.1:{free_port}: see its own message (")
+
+
+@pytest.mark.slow
+def test_a_second_try_in_the_same_file(programs: Programs, tmp_path: Path) -> None:
+    """A rank that waited for rank 0 in vain leaves no file behind, so that both meet there at the next try."""
+    where = ("--init-method", f"file://{tmp_path}/meeting")
+    run = programs.run(*TRAIN, "--rank", 1, "--world-size", 2, *where, "--timeout", 1)
+    assert run.returncode == 2
+    (line,) = errors([run])
+    assert line.startswith(f"error: rank 1 of 2 waited 1 s at the file {tmp_path}/meeting: rank 0 did not come; ")
+    assert not (tmp_path / "meeting").exists()
+    runs = run_all(programs, *where, *SHORT)
+    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
+    assert_trained(tmp_path / "ckpts", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "values"), [("lr", ("0.1", "0.2")), ("width", ("4", "8"))])
+def test_different_options(programs: Programs, tmp_path: Path, option: str, values: tuple[str, str]) -> None:
+    """Ranks with different options end before they train, and both shells say who was given what."""
+    common = ("--world-size", 2, "--init-method", f"file://{tmp_path}/meeting", "--max-steps", 3, "--timeout", 30)
+    started = [
+        programs.start(*TRAIN, "--rank", rank, *common, f"--{option}", value) for rank, value in enumerate(values)
+    ]
+    runs = [programs.finish(process) for process in started]
+    assert [run.returncode for run in runs] == [2, 2]
+    zero, one = errors(runs)
+    assert zero == one
+    assert re.search(rf"rank 1 .*\b{option}\b.*\b{re.escape(values[1])}, rank 0 .*\b{re.escape(values[0])}: ", zero)
+    assert not (tmp_path / "ckpts").exists()
+    assert not (tmp_path / "meeting").exists()

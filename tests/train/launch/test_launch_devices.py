@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from train.errors import RankError, UserError
-from train.launch import LaunchOptions, from_environment
+from train.launch import LaunchOptions, from_environment, idle_gpus, slurm
 from train.launch.devices import choose_backend, choose_devices
 from train.launch.place import Place
 
 HERE = Place(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="env://")
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
 BY_HAND = replace(HERE, rank=5, world_size=8, local_rank=None, local_world_size=None)
 
 
@@ -104,3 +112,34 @@ def test_context_of_gpus(gpus: int) -> None:
     assert (str(ctx.device), len(ctx.devices), ctx.backend) == ("cuda:3", 2, None)
     with pytest.raises(UserError, match="--backend gloo: --method dp has no process group"):
         from_environment({}, "dp", grouped=False, options=LaunchOptions(backend="gloo"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "option", "expected"),
+    [
+        (1, None, "1 GPU for 2 ranks on this machine: all compute on the CPU; --gpus none if that is meant"),
+        (1, "none", ""),
+        (0, None, ""),
+        (2, None, ""),
+    ],
+    indirect=["gpus"],
+)
+def test_idle_gpus_are_said(gpus: int, option: str | None, expected: str) -> None:
+    """Ranks that fall back to the CPU beside GPUs say so, unless it was asked for."""
+    assert idle_gpus(option, choose_devices(option, HERE), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "own"),
+    [
+        ({}, False),
+        ({"SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:1"}, True),
+        ({"SLURM_NTASKS_PER_GPU": "1"}, True),
+        ({"SLURM_NTASKS_PER_GPU": "2"}, False),
+    ],
+    ids=str,
+)
+def test_slurm_hides_gpus(variables: dict[str, str], own: bool) -> None:
+    """Where SLURM shows each task its own GPUs only, the first of these is the task's; two tasks on one share it."""
+    assert slurm.place({**TASK, **variables}, LaunchOptions()).own_gpus is own

@@ -103,6 +103,14 @@ def test_different_numbers_of_ranks() -> None:
     assert {f"of {n}" for n in (2, 3)} == {text.rstrip(",:") for text in re.findall(r"of [23]", zero)}
 
 
+def test_different_backends() -> None:
+    """A rank that sees GPUs and one that sees none end at once, for torch would let them wait for each other."""
+    zero, one = together(announce(0, 2, "nccl"), announce(1, 2, "gloo"))
+    assert zero.partition(": ")[2] == one.partition(": ")[2]
+    assert {"nccl", "gloo"} <= set(re.findall(r"nccl|gloo", zero))
+    assert "give all --gpus none" in zero
+
+
 def test_two_processes_of_one_rank() -> None:
     """A rank that comes twice is refused, and those who wait are told."""
     found = together(announce(0, 3), announce(1, 3), announce(1, 3))
@@ -133,6 +141,35 @@ def test_what_a_run_elsewhere_has_left(dead: Rank) -> None:
     store.set("list", "123")
     message = f"in use by another run, or was left by it (process {dead.pid} on there is rank 0): {MEND}"
     assert meet(store, announce(1, 2)) == f"RankError: the file f is {message}"
+
+
+class Blind:
+    """A store that shows no refusal: each rank gives up as if at the very moment at which the other does."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether keys are there, but for that one."""
+        return keys != ["refused"] and self.store.check(keys)
+
+
+@pytest.mark.parametrize("kind", ["threads", "file"])
+def test_two_give_up_at_once(tmp_path: Path, kind: str) -> None:
+    """Of two ranks that give up at the same moment for different reasons both say the first one's."""
+    shared = HashStore()
+    stores = [shared if kind == "threads" else open_file_store(tmp_path / "f", 5.0) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(meet, Blind(stores[0]), announce(0, 3), 1.5)
+        one = pool.submit(meet, Blind(stores[1]), announce(1, 3), 0.5)  # rank 0 is given a second more
+        found = {zero.result().removeprefix("UserError: "), one.result().removeprefix("RankError: ")}
+    own = {f"rank {rank} of 3 waited {seconds} s at the file f: " for rank, seconds in ((0, "1.5"), (1, "0.5"))}
+    (reason,) = found
+    assert reason.startswith(tuple(own))
+    assert reason.endswith("rank 2 did not come; start it, or see its own message")
 
 
 def test_one_who_comes_after_a_refusal() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import ROOT, SHORT, assert_trained
+from programs import ROOT, RUN, SHORT, assert_trained
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from programs import Programs
 
 SCRIPTS = ROOT / "train" / "scripts"
@@ -39,6 +38,25 @@ def test_multi_node_says_how_to_use_it(programs: Programs) -> None:
     run = programs.run(SCRIPTS / "multi_node.sh", 2, 0)
     usage = "usage: multi_node.sh NODES NODE_RANK MASTER_ADDR [MASTER_PORT] [options of run.py]\n"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", usage)
+
+
+@pytest.mark.parametrize("name", ["multi_node.sh", "single_gpu.sh", "single_node.sh"])
+def test_scripts_behind_links(programs: Programs, tmp_path: Path, name: str) -> None:
+    """A script that is started through a link, and one to that link, in other folders finds run.py beside itself."""
+    (tmp_path / "bin").mkdir()
+    link, second = tmp_path / "bin" / "direct", tmp_path / "train"
+    link.symlink_to(os.path.relpath(SCRIPTS / name, link.parent))
+    second.symlink_to(link)
+    python = tmp_path / "bin" / "python"  # says what it would be started with
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    arguments = (2, 0, "127.0.0.1", "--seed", 7) if name == "multi_node.sh" else ("--seed", 7)
+    for script in (link, second):
+        run = programs.run(script, *arguments, NPROC="2", PATH=f"{python.parent}:{os.environ['PATH']}")
+        assert (run.returncode, run.stderr) == (0, "")
+        (program,) = [word for word in run.stdout.splitlines() if word.endswith("run.py")]
+        assert Path(program).resolve() == RUN
+        assert run.stdout.splitlines()[-2:] == ["--seed", "7"]
 
 
 def test_scripts_are_safe() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, alive, assert_trained, children, wait_for
+from programs import SHORT, TRAIN, alive, assert_trained, children, imports_torch, wait_for
 
 from train.launch import Ending
 from train.launch.spawn import verdict
@@ -23,40 +24,31 @@ MISTAKE, ALIKE = Ending(2, "only here"), Ending(2, "everywhere", alike=True)
 LOST, DONE = Ending(1, "lost another rank"), Ending()
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, empty."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
-
-
 def workers(parent: subprocess.Popen[str]) -> list[int]:
     """Process ids of the ranks, in their order; the other child only cleans up after them."""
     return [pid for pid in children(parent.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def start_long(programs: Programs) -> subprocess.Popen[str]:
+def start_long(programs: Programs, *arguments: Any) -> subprocess.Popen[str]:
     """Start two ranks, and wait until they train."""
-    process = programs.start(*TRAIN, "--spawn", 2, *LONG)
+    process = programs.start(*TRAIN, "--spawn", 2, *LONG, *arguments)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("ddp: epoch")
     assert len(workers(process)) == 2
     return process
 
 
-def finished(programs: Programs, process: subprocess.Popen[str], temporary: Path) -> Run:
+def finished(programs: Programs, process: subprocess.Popen[str]) -> Run:
     """Wait for the end, which leaves neither a process nor a file."""
     run = programs.finish(process)
     assert not alive(process)
-    assert list(temporary.glob("train-*")) == []
+    assert [path for path in programs.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     return run
 
 
-def test_trains(programs: Programs, tmp_path: Path, temporary: Path) -> None:
+def test_trains(programs: Programs, tmp_path: Path) -> None:
     """Two processes train ddp as torchrun's do, without any launcher; nothing of them is left."""
-    run = finished(programs, programs.start(*TRAIN, "--spawn", 2, *SHORT), temporary)
+    run = finished(programs, programs.start(*TRAIN, "--spawn", 2, *SHORT))
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[1] == "saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth"
     assert_trained(tmp_path / "ckpts", 2)
@@ -74,44 +66,79 @@ def test_trains(programs: Programs, tmp_path: Path, temporary: Path) -> None:
     ],
     ids=["before", "settings", "inside"],
 )
-def test_mistakes_are_one_line(
-    programs: Programs, temporary: Path, arguments: tuple[str | int, ...], message: str
-) -> None:
+def test_mistakes_are_one_line(programs: Programs, arguments: tuple[str | int, ...], message: str) -> None:
     """What the ranks refuse is said once, before they start or after, with exit code 2."""
-    run = finished(programs, programs.start(*TRAIN, *arguments), temporary)
+    run = finished(programs, programs.start(*TRAIN, *arguments))
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"run.py: error: {message}\n")
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named(programs: Programs, temporary: Path) -> None:
+def test_a_killed_rank_is_named(programs: Programs) -> None:
     """A rank ended with -9 is named with its signal in one line, not the ones that lost it; exit code 1."""
     process = start_long(programs)
     os.kill(workers(process)[1], signal.SIGKILL)
-    run = finished(programs, process, temporary)
+    run = finished(programs, process)
     assert (run.returncode, run.stderr) == (1, "run.py: error: rank 1 was ended by signal 9 (SIGKILL)\n")
 
 
 @pytest.mark.slow
+def test_a_stopped_rank_is_named(programs: Programs) -> None:
+    """A rank that stands still is named after the others have waited --timeout for it, and is ended all the same."""
+    process = start_long(programs, "--timeout", 2)
+    os.kill(workers(process)[1], signal.SIGSTOP)
+    run = finished(programs, process)
+    assert run.returncode == 1
+    assert run.stderr.startswith("run.py: error: rank 1 stood still: rank 0 lost another rank: ")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_ends_all(programs: Programs, temporary: Path, number: int, name: str) -> None:
+def test_a_signal_ends_all(programs: Programs, number: int, name: str) -> None:
     """Ctrl-C, which all processes of a terminal get, and a signal to the parent end all in one line."""
     process = start_long(programs)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)
     else:
         os.kill(process.pid, number)
-    run = finished(programs, process, temporary)
+    run = finished(programs, process)
     assert (run.returncode, run.stderr) == (128 + number, f"run.py: ended by {name}\n")
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_its_parent(programs: Programs, temporary: Path) -> None:
+@pytest.mark.parametrize("pause", [0.05, 0.0])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_changes_nothing(programs: Programs, second: int, pause: float) -> None:
+    """A signal that comes while the first one is heeded neither stops the cleaning up nor adds a line."""
+    process = start_long(programs)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(pause)
+    if second == signal.SIGINT:
+        os.killpg(process.pid, second)
+    else:
+        os.kill(process.pid, second)
+    run = finished(programs, process)
+    assert (run.returncode, run.stderr) == (130, "run.py: ended by SIGINT\n")
+
+
+@pytest.mark.slow
+def test_an_impatient_user(programs: Programs) -> None:
+    """Ctrl-C over and over, until all has ended, shows no traceback and leaves nothing."""
+    process = start_long(programs)
+    while process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.005)
+    run = finished(programs, process)
+    assert (run.returncode, run.stderr) == (130, "run.py: ended by SIGINT\n")
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_parent(programs: Programs) -> None:
     """When the parent is killed, the ranks notice, remove what it cannot, and end."""
     process = start_long(programs)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=10)
-    assert not alive(process)
-    assert list(temporary.glob("train-*")) == []
+    run = finished(programs, process)
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -135,10 +162,35 @@ def test_the_cause_is_chosen(codes: list[int | None], notes: list[Ending | None]
 
 
 @pytest.mark.slow
-def test_no_traceback_at_a_signal_while_starting(programs: Programs, temporary: Path) -> None:
-    """Ctrl-C while the ranks still import their modules ends all as quietly."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_while_starting(programs: Programs, number: int, name: str, ranks: int) -> None:
+    """A signal as soon as the first rank, or the last, is there is neither lost nor answered by a traceback."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
-    wait_for(lambda: len(workers(process)) == 2)
+    wait_for(lambda: len(workers(process)) >= ranks)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
+    run = finished(programs, process)
+    assert (run.returncode, run.stderr) == (128 + number, f"run.py: ended by {name}\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_rank(programs: Programs) -> None:
+    """Ctrl-C when the helper that is started before all ranks has just come ends the run as well."""
+    process = programs.start(*TRAIN, "--spawn", 2, *LONG)
+    wait_for(lambda: children(process.pid), pause=0.0)
     os.killpg(process.pid, signal.SIGINT)
-    run = finished(programs, process, temporary)
+    run = finished(programs, process)
     assert (run.returncode, run.stderr) == (130, "run.py: ended by SIGINT\n")
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_parent_while_starting(programs: Programs) -> None:
+    """When the parent is killed while the ranks still import, they end without a word, and remove what it cannot."""
+    process = programs.start(*TRAIN, "--spawn", 2, *LONG)
+    wait_for(lambda: len(workers(process)) == 2 and all(imports_torch(pid) for pid in workers(process)))
+    os.kill(process.pid, signal.SIGKILL)
+    run = finished(programs, process)
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGKILL, "", "")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import select
+import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN, SHORT, TRAIN, alive, assert_trained, errors
+from programs import RUN, SHORT, TRAIN, alive, assert_trained, children, errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from programs import Programs, Run
 
@@ -97,3 +100,27 @@ def test_rank_zero_alone(programs: Programs, free_port: int) -> None:
     (line,) = errors([run])
     assert "rank 0 of 2 waited 1 s at tcp://127.0.0.1" in line
     assert not alive(process)
+
+
+@pytest.mark.slow
+def test_two_agents_start_again(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """When a rank is killed, two agents of torchrun's start their ranks again, and these meet whatever each counts."""
+    agents = [
+        programs.start(
+            *(*TORCHRUN, "--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1, "--max-restarts", 2),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "--rdzv-id", "test"),
+            *("--rdzv-conf", f"is_host={1 - node}", "--local-addr", "127.0.0.1"),
+            *(RUN, "--width", 4, "--epochs", 20, "--save-per-rank", "--progress", "plain", "--timeout", 30),
+        )
+        for node in range(2)
+    ]
+    # Only rank 0 prints, and the agents decide which of them has it.
+    (with_zero,), _, _ = select.select([agent.stdout for agent in agents], [], [], 60)
+    assert with_zero.readline().startswith("ddp: epoch  1/20")
+    (agent,) = [agent for agent in agents if agent.stdout is with_zero]
+    (zero,) = [pid for pid in children(agent.pid) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(zero, signal.SIGKILL)
+    runs = [programs.finish(agent, timeout=90) for agent in agents]
+    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    assert sum(run.stdout.count("saved 2 files") for run in runs) == 1
+    assert sorted(file.name for file in (tmp_path / "ckpts").iterdir()) == ["ddp_rank0.pth", "ddp_rank1.pth"]

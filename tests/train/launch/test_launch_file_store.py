@@ -1,0 +1,111 @@
+"""Files to meet in that are no plain files: pipes, devices, links, and those that one may not write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from programs import TRAIN, errors, wait_for
+
+from train.errors import RankError, UserError
+from train.launch import RankContext, process_group
+from train.launch.file_store import remove_when_done
+from train.launch.group import meet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from programs import Programs
+
+    from syncheck.testing import Rank
+
+# For root no folder is closed, but for this capability.
+CAPABILITIES = "-dac_override,-dac_read_search"
+WITHOUT = ("setpriv", f"--inh-caps={CAPABILITIES}", f"--bounding-set={CAPABILITIES}")
+
+
+def rank_of(path: Path, rank: int = 0, world_size: int = 2) -> RankContext:
+    """Describe a rank that meets the others in a file."""
+    return RankContext(rank, world_size, rank, backend="gloo", init_method=path.as_uri())
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("link", [False, True], ids=["itself", "link"])
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [(stat.S_IFIFO, (0, 0)), (stat.S_IFCHR, (1, 3))],
+    ids=["pipe", "null"],  # under a name of ours; and not zero, which would fill the memory if it were read
+)
+def test_pipes_and_devices_are_refused(tmp_path: Path, kind: int, device: tuple[int, int], link: bool) -> None:
+    """A pipe, which has no end, and a device, which must not be removed, are refused at once and left there."""
+    node = path = tmp_path / "node"
+    try:
+        os.mknod(node, kind | 0o600, os.makedev(*device))
+        os.close(os.open(node, os.O_RDWR | os.O_NONBLOCK))
+    except OSError as error:
+        pytest.skip(f"there can be no such thing here: {error.strerror}")
+    if link:
+        path = tmp_path / "link"
+        path.symlink_to(node)
+    with pytest.raises(RankError) as caught, process_group(rank_of(path), 1.0):
+        pass
+    message = str(caught.value)
+    reason = "it is a device or a pipe; name another, which need not be there"
+    assert message == f"cannot meet in the file {path}: {reason}"
+    assert stat.S_IFMT(node.lstat().st_mode) == kind
+    assert path.is_symlink() == link
+
+
+@pytest.mark.slow
+def test_a_folder_that_one_may_not_write(programs: Programs, tmp_path: Path) -> None:
+    """A user who may not write in the folder is told so in one line, with exit code 2."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    user = WITHOUT if os.geteuid() == 0 else ()
+    if user and (shutil.which("setpriv") is None or programs.run(*user, "test", "!", "-w", closed).returncode):
+        pytest.skip("root cannot become a user for whom folders are closed")
+    where = ("--rank", 0, "--world-size", 2, "--init-method", f"file://{closed}/meeting")
+    run = programs.run(*user, *TRAIN, *where)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert errors([run]) == [f"error: cannot meet in the file {closed}/meeting: Permission denied; name another"]
+    assert list(closed.iterdir()) == []
+
+
+@pytest.mark.syncheck(ranks=2, group=False)
+def test_a_link_to_the_file(syncheck_rank: Rank) -> None:
+    """Where ranks meet through a link, the file that it leads to is gone afterwards, so that they can meet again."""
+    me = syncheck_rank
+    link, target = me.shared / "link", me.shared / "file"
+    if me.rank == 0:
+        link.symlink_to(target)
+    wait_for(link.is_symlink)
+    ctx = rank_of(link, me.rank)
+    with process_group(ctx, 20.0):
+        assert ctx.sum_over_ranks(torch.ones(1)).item() == 2
+        assert target.exists()
+    if me.rank == 0:  # who is the last to leave
+        assert not target.exists()
+
+
+def test_a_link_after_a_meeting_in_vain(tmp_path: Path) -> None:
+    """A rank that waited in vain behind a link removes the file, not only the link."""
+    link, target = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(target)
+    with pytest.raises(UserError, match="rank 1 did not come"):
+        meet(rank_of(link), "rank 0 of 2", 0.1)
+    assert not target.exists()
+
+
+def test_the_file_goes_when_all_have_left(tmp_path: Path) -> None:
+    """Rank 0 removes the file when every rank has left, and leaves it where one has not."""
+    path = tmp_path / "file"
+    store, where = meet(rank_of(path, world_size=1), "rank 0 of 1", 5.0)
+    assert where == f"the file {path}"
+    remove_when_done(path, store, 0, 2, 0.1)
+    assert path.exists()
+    remove_when_done(path, store, 0, 2, 0.1)
+    assert not path.exists()
