@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.timing import bar, table, take_turns
+from benchmarks.timing import BAR_TABLE, SYNCHECK, bar, table, take_turns
 
 ROUNDS = 9
 # Two ranks of torchvision's resnet18 whose BatchNorm statistics differ: 122 tensors, 40 different, 47 MB a file.
@@ -37,13 +37,12 @@ def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether every bar is met."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-c", MAKE, folder], check=True)
-        syncheck = str(Path(sys.executable).parent / "syncheck")
         files = sorted(str(path) for path in Path(folder).glob("*.pth"))
         times = take_turns(
             {
                 "python -c pass": [sys.executable, "-c", "pass"],
-                "syncheck --help": [syncheck, "--help"],
-                "syncheck compare": [syncheck, "compare", *files],
+                "syncheck --help": [SYNCHECK, "--help"],
+                "syncheck compare": [SYNCHECK, "compare", *files],
                 "import torch": [sys.executable, "-c", "import torch"],
                 "torch.load + torch.allclose": [sys.executable, "-c", NAIVE, *files],
             },
@@ -55,8 +54,7 @@ def run(rounds: int) -> tuple[str, bool]:
         "",
         *table(times),
         "",
-        "| ratio | measured | at most | |",
-        "|---|---|---|---|",
+        *BAR_TABLE,
     ]
     bars = [bar(f"`{name}` / `{against}`", median[name] / median[against], most) for name, against, most in BARS]
     more = median["syncheck --help"] - median["python -c pass"]

@@ -8,7 +8,7 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from benchmarks.timing import bar, table, take_turns
+from benchmarks.timing import BAR_TABLE, bar, table, take_turns
 
 ROUNDS = 3
 TESTS = 20
@@ -78,8 +78,7 @@ def run(rounds: int) -> tuple[str, bool]:
         "",
         *table(times),
         "",
-        "| | measured | at most | |",
-        "|---|---|---|---|",
+        *BAR_TABLE,
     ]
     ratio = statistics.median(times["syncheck(ranks=2)"]) / statistics.median(times["spawn"])
     bars = [bar("`syncheck(ranks=2)` / `spawn`", ratio, 0.25), bar("a test after the first, s", later, MOST_SECONDS)]

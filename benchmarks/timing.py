@@ -1,42 +1,89 @@
-"""Whole processes, timed in turns."""
+"""Whole processes, timed in turns, and the memory that they take."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+SYNCHECK = str(Path(sys.executable).parent / "syncheck")
+
+
+def environment() -> dict[str, str]:
+    """Return what the measured processes run in: as on a user's machine, compiled modules are kept."""
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return found | {"OMP_NUM_THREADS": "1"}
 
 
 def timed(command: Sequence[str]) -> float:
     """Return the wall time of a whole process in seconds. Raises RuntimeError when it does not end as it should."""
-    # As on a user's machine: compiled modules are kept, as pip keeps torch's.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment["OMP_NUM_THREADS"] = "1"
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    took = time.perf_counter() - start
+    _run(command)
+    return time.perf_counter() - start
+
+
+def told(command: Sequence[str]) -> float:
+    """Return the seconds that a process prints last: what it timed itself, without its start-up."""
+    return float(_run(command).split()[-1])
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode not in (0, 1) or "Traceback" in done.stderr:
         raise RuntimeError(f"{command[:4]} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")
-    return took
+    return done.stdout
 
 
-def take_turns(commands: Mapping[str, Sequence[str]], rounds: int, warm: bool = True) -> dict[str, list[float]]:
-    """Run every command `rounds` times in turn, and once before if `warm`; return the wall times by name.
+def take_turns(
+    commands: Mapping[str, Sequence[str]],
+    rounds: int,
+    warm: bool = True,
+    measure: Callable[[Sequence[str]], float] = timed,
+) -> dict[str, list[float]]:
+    """Run every command `rounds` times in turn, and once before if `warm`; return the seconds by name.
 
-    In turns, whatever else the machine does falls on all of them.
+    In turns, whatever else the machine does falls on all of them. measure: what runs a command and returns seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in commands}
     for i in range(rounds + warm):
         for name, command in commands.items():
-            took = timed(command)
+            took = measure(command)
             if i or not warm:
                 times[name].append(took)
     return times
+
+
+def peak_anonymous(command: Sequence[str]) -> float:
+    """Return the most anonymous memory, in MB, that a process held: RssAnon as the kernel counts it, every 2 ms."""
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process:
+        while process.poll() is None:
+            # Gone between the question and the answer: the process has ended.
+            lines = [line for line in _status(process.pid) if line.startswith("RssAnon:")]
+            peak = max([peak, *(int(line.split()[1]) for line in lines)])
+            time.sleep(0.002)
+    if process.returncode not in (0, 1) or not peak:
+        raise RuntimeError(f"{command[:4]} ended with {process.returncode}")
+    return peak * 1024 / 1e6
+
+
+def _status(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def median(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return each command's median."""
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def table(times: Mapping[str, Sequence[float]]) -> list[str]:
@@ -45,6 +92,33 @@ def table(times: Mapping[str, Sequence[float]]) -> list[str]:
     return ["| command | median wall s | min | max |", "|---|---|---|---|", *rows]
 
 
+BAR_TABLE = ["| | measured | bar | |", "|---|---|---|---|"]
+
+
 def bar(what: str, measured: float, most: float) -> tuple[str, bool]:
-    """Return a line that sets a number against a bar, and whether it is met."""
-    return f"| {what} | {measured:.3f} | {most} | {'met' if measured <= most else 'MISSED'} |", measured <= most
+    """Return a line that sets a number against the most it may be, and whether it is met."""
+    return _line(what, measured, f"at most {most:g}", measured <= most)
+
+
+def floor(what: str, measured: float, least: float) -> tuple[str, bool]:
+    """Return a line that sets a number against the least it may be, and whether it is met."""
+    return _line(what, measured, f"at least {least:g}", measured >= least)
+
+
+def _line(what: str, measured: float, needed: str, met: bool) -> tuple[str, bool]:
+    return f"| {what} | {measured:.3f} | {needed} | {'met' if met else 'MISSED'} |", met
+
+
+def section(*parts: str | Sequence[str] | Sequence[tuple[str, bool]]) -> tuple[str, bool]:
+    """Put paragraphs, tables and bars together as a section of RESULTS.md; return it and whether every bar is met."""
+    blocks: list[str] = []
+    met = True
+    for part in parts:
+        if isinstance(part, str):
+            blocks.append(part)
+        elif part and isinstance(part[0], tuple):
+            blocks.append("\n".join([*BAR_TABLE, *(text for text, _ in part)]))
+            met &= all(ok for _, ok in part)
+        else:
+            blocks.append("\n".join(str(line) for line in part))
+    return "\n\n".join(blocks) + "\n", met

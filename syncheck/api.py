@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, layout, series
+from syncheck import comparison, kinds, layout, reference, series
 from syncheck import paths as files
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
 from syncheck.diagnose import RULES, diagnose
-from syncheck.errors import CheckpointError, UsageError
+from syncheck.errors import CheckpointError, OptionError, UsageError
+from syncheck.names import normalize
 from syncheck.records import Report, Unreadable
-from syncheck.tolerance import Tolerance
+from syncheck.tolerance import tolerances
 from syncheck.values import holds_counted
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
+    from typing import Any
 
     from syncheck.layout_groups import Replicas
     from syncheck.records import Group, Verdict
@@ -31,14 +34,23 @@ ONLY = {
 }
 
 
+# These say one thing together: where one is given, none of the others is taken from elsewhere.
+TOLERANCE = ("rtol", "atol", "ulp", "close", "tolerance")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to compare. only: of `params`, `buffers`, `optimizer`, `rng`; empty for all but rng.
 
     include, exclude: globs of whole tensor names. buffers: globs of names that are buffers, where the files do not say.
-    rtol and atol (both), ulp: what differs less is `close`; off by default. allow: codes of findings that do not fail.
-    group_by: a regular expression over paths instead of the automatic grouping.
-    Raises UsageError for values that make no sense.
+    rtol and atol (both), ulp: what differs less is `close`; off by default. close: the tolerance of torch.testing for
+    each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of rtol, atol, ulp; names
+    come before kinds, the first glob that matches counts, and the options before are for the rest.
+    allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
+    grouping. reference: the path or rank of the replica that differences are described against, in place of the
+    majority. jobs: threads for large tensors; by default as many as there are processors, at most 4. quick: by stored
+    checksums only.
+    Raises OptionError, a UsageError, for values that make no sense.
     """
 
     only: tuple[str, ...] = ()
@@ -48,44 +60,80 @@ class Options:
     rtol: float | None = None
     atol: float | None = None
     ulp: int | None = None
+    close: bool = False
+    tolerance: Mapping[str, object] = field(default_factory=dict, hash=False)
     allow: tuple[str, ...] = ()
     group_by: str | None = None
+    reference: str | int | None = None
+    jobs: int | None = None
+    quick: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
         known = {rule.CODE for rule in RULES}
         for name in self.only:
             if name not in ONLY:
-                raise UsageError(f"only={name!r}: needs one of {', '.join(ONLY)}")
+                raise OptionError(f"needs one of {', '.join(ONLY)}", only=name)
         for code in self.allow:
             if code.upper() not in known:
-                raise UsageError(f"--allow {code}: no such finding; needs one of {', '.join(sorted(known))}")
+                raise OptionError(f"no such finding; needs one of {', '.join(sorted(known))}", allow=code)
         if self.group_by is not None:
             try:
                 re.compile(self.group_by)
             except re.error as error:
-                raise UsageError(f"--group-by {self.group_by!r}: not a regular expression: {error}") from None
-        self.selection()  # the tolerance checks itself
+                raise OptionError(f"not a regular expression: {error}", group_by=self.group_by) from None
+        if self.jobs is not None and self.jobs < 1:
+            raise OptionError("needs a number of at least 1", jobs=self.jobs)
+        self.selection()  # the tolerances check themselves
 
     def _check_types(self) -> None:
         for name in ("only", "include", "exclude", "buffers", "allow"):
             value: object = getattr(self, name)
             if not isinstance(value, (tuple, list)) or not all(isinstance(part, str) for part in value):
-                raise UsageError(f"{name}={value!r:.80}: needs a tuple of texts")
-        for name, types, wanted in (
+                raise OptionError("needs a tuple of texts", **{name: value})
+        numbers: tuple[tuple[str, Any, str], ...] = (
             ("rtol", (int, float), "a number"),
             ("atol", (int, float), "a number"),
             ("ulp", int, "a whole number"),
             ("group_by", str, "a regular expression"),
-        ):
+            ("reference", (str, int), "a path or a rank"),
+            ("jobs", int, "a whole number"),
+        )
+        for name, types, wanted in numbers:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
-                raise UsageError(f"{name}={value!r:.80}: needs {wanted}")
+                raise OptionError(f"needs {wanted}", **{name: value})
+        for name in ("close", "quick"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError("needs True or False", **{name: getattr(self, name)})
+        if not isinstance(self.tolerance, Mapping) or not all(isinstance(key, str) for key in self.tolerance):
+            raise OptionError("needs a dict by kind or glob of names", tolerance=self.tolerance)
 
-    def selection(self) -> Selection:
-        """Return what of this concerns the comparison of one group."""
+    def selection(self, rank: int | None = None) -> Selection:
+        """Return what of this concerns the comparison of one group. rank: the reference's in that group."""
         only = frozenset().union(*(ONLY[name] for name in self.only))
-        return Selection(only, self.include, self.exclude, self.buffers, Tolerance(self.rtol, self.atol, self.ulp))
+        excused = tolerances(
+            rtol=self.rtol,
+            atol=self.atol,
+            ulp=self.ulp,
+            close=self.close,
+            table=self.tolerance,
+            kinds=kinds.KINDS,
+        )
+        return Selection(
+            only, self.include, self.exclude, self.buffers, excused, reference=rank, jobs=self.jobs, quick=self.quick
+        )
+
+
+def changed(options: Options, **given: Any) -> Options:
+    """Return options with other values; None is a field's default.
+
+    A tolerance given takes the place of whatever tolerance they have, whole.
+    """
+    fresh = Options()
+    found = fresh if any(given.get(name) is not None for name in TOLERANCE) else options
+    filled = {name: getattr(fresh, name) if value is None else value for name, value in given.items()}
+    return replace(options, **{name: getattr(found, name) for name in TOLERANCE} | filled)
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -101,13 +149,16 @@ class Found:
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
+    idle: tuple[str, ...] | None = None
+    """Globs of tolerances that match no tensor in any of all the groups; None where nobody has looked."""
 
 
 def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
     """Open the checkpoints under the paths and sort them into groups of replicas.
 
     paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, or no
-    path at all. Files that cannot be read do not raise: they are listed.
+    path at all, and for a reference that is none of the replicas. Files that cannot be read do not raise: they are
+    listed.
     """
     options = options or Options()
     if not paths:
@@ -115,7 +166,8 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     opened = files.open_all([str(path) for path in paths])
     spelled = files.alike([s.path for s in opened.snapshots] + list(opened.roots.values()))
     grouped = layout.group(opened.snapshots, options.group_by, opened.roots, spelled)
-    return Found(grouped, tuple(opened.unreadable), opened.skipped)
+    reference.check(options.reference, grouped, opened.unreadable)
+    return Found(grouped, tuple(opened.unreadable), opened.skipped, _idle(grouped, options))
 
 
 def kinds_in(replicas: Replicas, options: Options | None = None) -> tuple[str, ...]:
@@ -134,8 +186,8 @@ def judge(found: Found, options: Options | None = None) -> Report:
     """
     options = options or Options()
     unreadable = list(found.unreadable)
-    selection = options.selection()
-    groups = [_compare(replicas, selection, unreadable) for replicas in found.groups]
+    groups = [_compare(replicas, options, unreadable) for replicas in found.groups]
+    groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(_judge(group, runs.get(group.run, ()), allow) for group in groups)
@@ -144,6 +196,7 @@ def judge(found: Found, options: Options | None = None) -> Report:
         groups=judged,
         unreadable=tuple(unreadable),
         skipped=found.skipped,
+        quick=options.quick,
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
@@ -159,17 +212,39 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> R
     return judge(find(*paths, options=options), options)
 
 
-def _compare(replicas: Replicas, selection: Selection, unreadable: list[Unreadable]) -> Group:
+def _compare(replicas: Replicas, options: Options, unreadable: list[Unreadable]) -> Group:
     """Compare a group; a file that breaks while it is read is taken out and the others are compared."""
     while True:
         try:
-            return compare_group(replicas, selection)
+            rank = reference.rank_of(options.reference, replicas)
+            group = compare_group(replicas, options.selection(rank))
+            if rank is None or group.verdict == "alone":
+                return group
+            return replace(group, notes=(*group.notes, f"differences are described against rank {rank}, the reference"))
         except CheckpointError as error:
-            left = tuple((rank, s) for rank, s in replicas.ranks if s.path != error.path)
+            # What breaks may be one file of a folder that is one checkpoint.
+            left = tuple((rank, s) for rank, s in replicas.ranks if not f"{error.path}/".startswith(f"{s.path}/"))
             if len(left) in (0, len(replicas.ranks)):
                 raise
             unreadable.append(Unreadable(error.path, error.reason))
             replicas = replace(replicas, ranks=left)
+
+
+def _idle(groups: Sequence[Replicas], options: Options) -> tuple[str, ...]:
+    """Return the globs of tolerances that match no tensor of any group: most likely they are misspelled."""
+    excused = options.selection().tolerance
+    if not excused.names or not groups:
+        return ()
+    names = (normalize(snapshot.tensors).values() for replicas in groups for _, snapshot in replicas.ranks)
+    return excused.idle(frozenset().union(*names))
+
+
+def _with_note(groups: list[Group], idle: Sequence[str]) -> list[Group]:
+    """Say in the first group what concerns all of them."""
+    if not idle or not groups:
+        return groups
+    note = f"tolerances of names that no tensor of any group has: {', '.join(idle)}; kinds are {', '.join(kinds.KINDS)}"
+    return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]
 
 
 def _judge(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:

@@ -9,20 +9,25 @@ from typing import TYPE_CHECKING
 from syncheck.blocks import Files
 from syncheck.kinds import KINDS, kinds_of, selector
 from syncheck.names import normalize
-from syncheck.records import Counts, Group, Replica, TensorDiff, ranks_text
+from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
+from syncheck.reference import described
+from syncheck.replica_groups import coordinates, divide
 from syncheck.tensors import compare_tensor, not_asked_for
-from syncheck.tolerance import Tolerance
+from syncheck.ties import broken_ties
+from syncheck.tolerance import Tolerances
 from syncheck.values import compare_values, in_memory, stores_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from syncheck.layout_groups import Replicas
+    from syncheck.replica_groups import Division
     from syncheck.snapshots import Snapshot, Tensor
 
 
 # Kinds of what ZeRO deals out to the ranks.
 _OPTIMIZER = ("optimizer", "optimizer_step")
+_DEALT_OUT = "each rank has its own part of the optimizer's state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +35,19 @@ class Selection:
     """What to compare and what to excuse.
 
     only: kinds, empty for all but random number states. include, exclude: globs of whole tensor names.
-    buffers: globs of names that are buffers. tolerance: for floats.
+    buffers: globs of names that are buffers. tolerance: for floats. reference: the rank that differences are described
+    against, in place of the majority. jobs: threads, None for what the machine has. quick: compare stored checksums
+    and read nothing.
     """
 
     only: frozenset[str] = frozenset()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
-    tolerance: Tolerance = field(default_factory=Tolerance)
+    tolerance: Tolerances = field(default_factory=Tolerances)
+    reference: int | None = None
+    jobs: int | None = None
+    quick: bool = False
 
 
 def compare(replicas: Replicas, selection: Selection) -> Group:
@@ -50,30 +60,14 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     found = _align(snapshots, names)
     kinds, guessed = _kinds(found, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude)
-    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
-    diffs: list[TensorDiff] = []
-    left_out = 0
-    parts = _parts(snapshots)
+    tally = _Tally()
     if len(snapshots) > 1:
-        with Files() as files:
-            for name, tensors in found.items():
-                kind = kinds[name]
-                if not wanted(name, kind):
-                    left_out += 1
-                    continue
-                if kind == "rng" and not selection.only:
-                    by_kind[kind]["not_compared"] += 1
-                    diffs.append(not_asked_for(name, kind, tensors))
-                    continue
-                # A rank that names the parameter among its own should hold its state: missing there, it is lost.
-                parameter = name.rpartition(".")[0]
-                lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
-                apart = bool(parts) and kind in _OPTIMIZER and not lost
-                diff = compare_tensor(name, kind, tensors, tuple(snapshots), files, selection.tolerance, sharded=apart)
-                by_kind[kind][diff.status if diff else "identical"] += 1
-                if diff is not None:
-                    diffs.append(diff)
-    counts = {kind: Counts(tensors=by_kind[kind].total(), **by_kind[kind]) for kind in KINDS if kind in by_kind}
+        _compare_all(found, kinds, snapshots, wanted, selection, tally)
+    counts = {
+        kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
+        for kind in KINDS
+        if kind in tally.by_kind
+    }
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
     return Group(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
@@ -82,15 +76,88 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         verdict="alone" if len(snapshots) == 1 else "undecided",
         replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
-        tensors=tuple(diffs),
+        tensors=tuple(tally.diffs),
+        ties=broken_ties(snapshots, names),
+        shards=tally.shards(),
         values=tuple(compare_values(snapshots, wanted, selector(frozenset(), (), selection.exclude))),
         kinds=counts,
-        left_out=left_out,
+        left_out=tally.left_out,
         normalized=_normalized(names, snapshots),
         stores_progress=any(map(stores_progress, snapshots.values())),
-        notes=tuple(_notes(replicas, snapshots, guessed=guessed and bool(by_kind))),
+        notes=(
+            *_notes(replicas, snapshots, tally, guessed=guessed and bool(tally.by_kind)),
+            *(_quick_note() if selection.quick and len(snapshots) > 1 else ()),
+        ),
         metadata=metadata,
     )
+
+
+def _quick_note() -> tuple[str, ...]:
+    from syncheck import quick  # what nobody asked for is not imported
+
+    return (quick.NOTE,)
+
+
+@dataclass
+class _Tally:
+    """What has been compared of a group so far."""
+
+    by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    diffs: list[TensorDiff] = field(default_factory=list)
+    left_out: int = 0
+    laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """By kind and layout of the parts: for each tensor the sets of ranks that were compared."""
+
+    def add(self, kind: str, diff: TensorDiff | None, division: Division | None = None, *, apart: bool = False) -> None:
+        """Count a tensor. apart: whether it is a part of an optimizer's state that only some ranks have."""
+        self.by_kind[kind][diff.status if diff else "identical"] += 1
+        if diff is not None:
+            self.diffs.append(diff)
+        sharded = diff is not None and diff.reason == "sharded"
+        if division is not None and division.kind:
+            self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
+        elif sharded and diff is not None:
+            self.laid_out["optimizer" if apart else "DTensor", _DEALT_OUT if apart else diff.detail or ""].append(())
+
+    def shards(self) -> tuple[Shards, ...]:
+        """Sum up the tensors that the ranks hold in parts."""
+        return tuple(
+            Shards(kind, layout, len(sets), sum(map(bool, sets)), next(filter(None, sets), ()))
+            for (kind, layout), sets in self.laid_out.items()
+        )
+
+
+def _compare_all(
+    found: Mapping[str, dict[int, Tensor]],
+    kinds: Mapping[str, str],
+    snapshots: Mapping[int, Snapshot],
+    wanted: Callable[[str, str], bool],
+    selection: Selection,
+    tally: _Tally,
+) -> None:
+    """Compare every tensor that is asked for, by name, and count how each ended."""
+    parts, ranks, places = _parts(snapshots), tuple(snapshots), coordinates(snapshots)
+    with Files(jobs=selection.jobs) as files:
+        for name, tensors in found.items():
+            kind = kinds[name]
+            if not wanted(name, kind):
+                tally.left_out += 1
+                continue
+            if kind == "rng" and not selection.only:
+                tally.add(kind, not_asked_for(name, kind, tensors))
+                continue
+            # A rank that names the parameter among its own should hold its state: missing there, it is lost.
+            parameter = name.rpartition(".")[0]
+            lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
+            apart = bool(parts) and kind in _OPTIMIZER and not lost
+            tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
+            division = divide(tensors, ranks, places)
+            diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
+            if diff is not None and selection.reference is not None:
+                diff = described(diff, selection.reference, tensors, files, tolerance)
+            tally.add(kind, diff, division, apart=apart)
 
 
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
@@ -152,8 +219,11 @@ def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, 
     return {rank: count for rank, count in counts.items() if count}
 
 
-def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], *, guessed: bool) -> list[str]:
+def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally, *, guessed: bool) -> list[str]:
     notes = [replicas.note]
+    by_kind = tally.by_kind.items()
+    if tally.laid_out and all(of.total() == of["not_compared"] for kind, of in by_kind if kind != "optimizer_step"):
+        notes.append("no tensor compared: every rank holds its own shards")
     worlds = {s.metadata.world_size for s in snapshots.values() if s.metadata is not None and s.metadata.world_size}
     if len(worlds) == 1:
         absent = sorted(set(range(worlds.pop())) - set(snapshots))
@@ -169,4 +239,5 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], *, guessed: bo
         stubs = [stub for stub in stubs if not stub.startswith("torch.")]
     if stubs:
         notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")
+    notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
     return notes

@@ -5,6 +5,13 @@
     allow = ["SYN201"]
     rtol = 1e-5
     atol = 1e-8
+    limit = 20
+
+    [tool.syncheck.tolerance]
+    bn_mean = {rtol = 1e-5, atol = 1e-8}
+    "layer4.*" = {ulp = 4}
+    optimizer = "close"
+    "lm_head.*" = "bitwise"
 
 The file is the nearest pyproject.toml, in a folder or above it, that has the table; the search ends at a folder with a
 `.git`. The folder is the current one for the command line, and pytest's rootdir for the plugin. A key that is unknown
@@ -19,7 +26,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError, brief
+from syncheck.errors import OptionError, UsageError, Words, brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,6 +34,21 @@ if TYPE_CHECKING:
     from syncheck.api import Options
 
 _STRINGS, _STRING, _NUMBER, _WHOLE = "a list of strings", "a string", "a number", "a whole number"
+_FLAG, _RULES, _PLACE = "true or false", "a table by kind or glob of names", "a path or a rank"
+_ROWS = "a number of rows, 0 for all"
+_TYPES: dict[str, Any] = {
+    _STRING: str,
+    _NUMBER: int | float,
+    _WHOLE: int,
+    _FLAG: bool,
+    _RULES: dict,
+    _PLACE: int | str,
+    _ROWS: int,
+}
+# What `--format` and `--color` may say, here and on the command line.
+FORMATS = ("text", "json")
+COLORS = ("auto", "always", "never")
+_CHOICES = {f"one of {', '.join(choices)}": choices for choices in (FORMATS, COLORS)}
 # Every key of the table, in the order in which errors list them, and what it needs.
 KEYS = {
     "checkpoints": _STRINGS,
@@ -37,17 +59,28 @@ KEYS = {
     "rtol": _NUMBER,
     "atol": _NUMBER,
     "ulp": _WHOLE,
+    "close": _FLAG,
+    "tolerance": _RULES,
     "allow": _STRINGS,
     "group-by": _STRING,
+    "reference": _PLACE,
+    "jobs": _WHOLE,
+    "quick": _FLAG,
 }
-# One is no use without the other, so a value given for one replaces both.
-_PAIR = ("rtol", "atol")
+# Those of the command line's printing; the pytest plugin has options of its own for that.
+PRINTING = {
+    "exit-zero": _FLAG,
+    "format": f"one of {', '.join(FORMATS)}",
+    "output": _STRINGS,
+    "limit": _ROWS,
+    "quiet": _FLAG,
+    "color": f"one of {', '.join(COLORS)}",
+}
+_WORDS = Words("tool.syncheck.", " = ")
 
 # Most files say nothing about us, and parsing one costs more than all else here. `syncheck` as a key of any spelling
 # is followed by a dot, a bracket or an equals sign; as a dependency it seldom is.
 _MENTION = re.compile(rb"""syncheck["']?[ \t]*[].=]""")
-# How api.Options names an option in its errors, and how the file does.
-_OPTION = re.compile(r"--(rtol|atol|ulp|allow|group-by)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +88,14 @@ class Config:
     """The table of one pyproject.toml, checked; empty where there is none.
 
     checkpoints: paths to use where none is given; they are relative to the folder of the file, and are absolute here
-    unless that is the current folder. values: fields of `api.Options` by name, only those that the file sets.
+    unless that is the current folder, as are the paths in the others. values: fields of `api.Options` by name, only
+    those that the file sets. printing: likewise of what the command line does with the answer.
     """
 
     path: str | None = None
     checkpoints: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    printing: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(folder: str | os.PathLike[str] = ".") -> Config:
@@ -86,8 +121,8 @@ def options(config: Config, **given: Any) -> Options:
     """Return the options of a comparison: those given, and for the others those of the file.
 
     given: fields of `api.Options`, lists in place of tuples too; None and empty ones mean that a field is not given.
-    rtol and atol are one option: where either is given, neither is taken from the file.
-    Raises UsageError as `api.Options` does.
+    The tolerances are one option: where any is given, none is taken from the file.
+    Raises OptionError as `api.Options` does.
     """
     from syncheck import api
 
@@ -102,14 +137,16 @@ def applied(config: Config, **given: Any) -> tuple[str, ...]:
 
 
 def _kept(config: Config, given: Mapping[str, Any]) -> list[str]:
+    from syncheck import api
+
     taken = {name for name, value in given.items() if _is_given(value)}
-    if taken.intersection(_PAIR):
-        taken.update(_PAIR)
+    if taken.intersection(api.TOLERANCE):
+        taken.update(api.TOLERANCE)
     return [name for name in config.values if name not in taken]
 
 
 def _is_given(value: Any) -> bool:
-    return value is not None and value not in ((), [])
+    return value is not None and value not in ((), [], {})
 
 
 def _candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
@@ -151,33 +188,44 @@ def _config(path: str, table: Mapping[str, Any]) -> Config:
 
     values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in KEYS:
-            raise UsageError(f"{path}: tool.syncheck.{key}: no such key; needs one of {', '.join(KEYS)}")
-        read = _read(value, KEYS[key])
+        needed = (KEYS | PRINTING).get(key)
+        if needed is None:
+            known = ", ".join(KEYS | PRINTING)
+            raise UsageError(f"{path}: tool.syncheck.{key}: no such key; needs one of {known}")
+        read = _read(value, needed)
         if read is None:
-            raise UsageError(f"{path}: tool.syncheck.{key} = {brief(value)}; needs {KEYS[key]}")
-        if read != ():
+            raise UsageError(f"{path}: tool.syncheck.{key} = {brief(value)}; needs {needed}")
+        if _is_given(read) and read is not False:
             values[key.replace("-", "_")] = read
-    checkpoints = values.pop("checkpoints", ())
+    folder = os.path.dirname(path)
+    checkpoints = tuple(_from_folder(folder, pattern) for pattern in values.pop("checkpoints", ()))
+    printing = {name: values.pop(name) for key in PRINTING if (name := key.replace("-", "_")) in values}
     try:
         api.Options(**values)
-    except UsageError as error:
-        raise UsageError(f"{path}: tool.syncheck: {_OPTION.sub(lambda found: found[1], str(error))}") from None
-    return Config(path, tuple(_from_folder(os.path.dirname(path), pattern) for pattern in checkpoints), values)
+    except OptionError as error:
+        raise UsageError(f"{path}: {error.spelled(_WORDS)}") from None
+    if "output" in printing:
+        printing["output"] = tuple(os.path.relpath(os.path.join(folder, file)) for file in printing["output"])
+    place = values.get("reference")
+    if isinstance(place, str) and not place.isdecimal():
+        values["reference"] = os.path.join(folder, place)
+    return Config(path, checkpoints, values, printing)
 
 
 def _read(value: Any, needed: str) -> Any:
     """Return a TOML value as a field of `api.Options` holds it, None where it is not what is needed."""
     if needed == _STRINGS:
         return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
-    if needed == _STRING:
-        return value if isinstance(value, str) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if needed == _WHOLE:
-        return value if isinstance(value, int) else None
-    # TOML's integers have no bound here, and float() has one.
-    return float(value) if abs(value) < 1e308 or not isinstance(value, int) else math.inf
+    if needed in _CHOICES:
+        return value if value in _CHOICES[needed] else None
+    if isinstance(value, bool) or not isinstance(value, _TYPES[needed]):
+        return value if needed == _FLAG and isinstance(value, bool) else None
+    if needed == _ROWS:
+        return value if value >= 0 else None
+    if needed == _NUMBER:
+        # TOML's integers have no bound here, and float() has one.
+        return float(value) if abs(value) < 1e308 or not isinstance(value, int) else math.inf
+    return value
 
 
 def _from_folder(folder: str, pattern: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from syncheck import readers
-from syncheck.blocks import Files, ranges
+from syncheck.blocks import Files
 from syncheck.dtypes import DTYPES
 from syncheck.errors import brief
 from syncheck.kinds import kinds_of
+from syncheck.moments import NAMES, moments_of
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
@@ -66,26 +65,9 @@ def _metadata(metadata: Any) -> dict[str, Any]:
 
 
 def _statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
-    empty: dict[str, Any] = {"min": None, "max": None, "mean": None, "std": None, "nonfinite": None}
-    if tensor.refused or DTYPES[tensor.dtype].family == "complex":
-        return empty
-    count, mean, square, nonfinite = 0, 0.0, 0.0, 0
-    low, high = math.inf, -math.inf
-    with np.errstate(all="ignore"):
-        for start, length in ranges([tensor]):
-            block = np.frombuffer(files.read(tensor, start, length, slot=0), DTYPES[tensor.dtype].dtype()).astype(
-                np.float64
-            )
-            finite = block[np.isfinite(block)]
-            nonfinite += block.size - finite.size
-            if not finite.size:
-                continue
-            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-            # Chan, Golub, LeVeque 1979: merge the block's mean and sum of squared deviations into the total's.
-            delta, total = float(finite.mean()) - mean, count + finite.size
-            square += float(finite.var()) * finite.size + delta * delta * count * finite.size / total
-            mean, count = mean + delta * finite.size / total, total
-    if not count:
-        return empty | {"nonfinite": nonfinite}
-    found = {"min": low, "max": high, "mean": mean, "std": math.sqrt(square / count)}
-    return {name: value if math.isfinite(value) else None for name, value in found.items()} | {"nonfinite": nonfinite}
+    if tensor.refused:
+        return dict.fromkeys((*NAMES, "nonfinite"))
+    if tensor.digest is not None:  # a fingerprint has the statistics in place of the bytes
+        return {name: getattr(tensor.digest, name) for name in (*NAMES, "nonfinite")}
+    seen = moments_of(tensor, files)
+    return seen.found() | {"nonfinite": seen.nonfinite}

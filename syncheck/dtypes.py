@@ -41,8 +41,9 @@ _ROWS = (
     DType("bfloat16", "float", 2, "bfloat16", "BFloat16Storage", "BF16"),
     DType("float8_e4m3fn", "float", 1, "float8_e4m3fn", "", "F8_E4M3"),
     DType("float8_e5m2", "float", 1, "float8_e5m2", "", "F8_E5M2"),
-    DType("float8_e4m3fnuz", "float", 1, "float8_e4m3fnuz"),
-    DType("float8_e5m2fnuz", "float", 1, "float8_e5m2fnuz"),
+    DType("float8_e4m3fnuz", "float", 1, "float8_e4m3fnuz", "", "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", "float", 1, "float8_e5m2fnuz", "", "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", "float", 1, "float8_e8m0fnu", "", "F8_E8M0"),
     DType("complex64", "complex", 8, "complex64", "ComplexFloatStorage", "C64"),
     DType("complex128", "complex", 16, "complex128", "ComplexDoubleStorage"),
     DType("int64", "int", 8, "int64", "LongStorage", "I64"),
@@ -59,4 +60,9 @@ _ROWS = (
 
 DTYPES = {row.name: row for row in _ROWS}
 BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
+# What else torch calls a dtype: tensors of these are counted, with their name and shape, and not read.
+UNREAD = frozenset(
+    "complex32 bcomplex32 float4_e2m1fn_x2 bit bits8 bits16 bits1x8 bits2x4 bits4x2 qint8 qint32 quint8 quint4x2 "
+    "quint2x4 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7".split()
+)
 BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors}

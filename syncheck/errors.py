@@ -2,6 +2,7 @@
 
     SyncheckError                exit 2
     +-- UsageError               options, globs or paths that cannot be used
+    |   +-- OptionError          an option; says it in the words of Python, the command line or a file
     +-- CheckpointError          one file: path, place, found, needed, next step
     |   +-- UnreadableFile       the operating system would not give the bytes
     |   +-- NotACheckpoint       no known format
@@ -16,7 +17,9 @@ An error's text is one line. Being out of sync is a verdict, not an error.
 
 from __future__ import annotations
 
+import re
 import reprlib
+from dataclasses import dataclass
 
 
 def one_line(text: str) -> str:
@@ -52,6 +55,56 @@ class UsageError(SyncheckError):
 
 class RankFailed(SyncheckError):
     """A rank could not take part in a comparison; raised on every rank of the group, with the same text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How an option is written: `--group-by REGEX` is Words("--", " "), and `group_by='REGEX'` is PYTHON."""
+
+    prefix: str
+    equals: str
+
+    def name(self, field: str) -> str:
+        """Write a field of `api.Options`; `tolerance.KEY` is an entry of that table."""
+        field, dot, key = field.partition(".")
+        entry = f'."{key}"' if self.prefix else f'["{key}"]'
+        return self.prefix + (field.replace("_", "-") if self.prefix else field) + (entry if dot else "")
+
+    def pair(self, field: str, value: object) -> str:
+        """Write a field with its value."""
+        text = f"{value:g}" if isinstance(value, float) else brief(value)
+        if isinstance(value, str) and self.equals == " ":
+            import shlex
+
+            text = shlex.quote(value)
+        return f"{self.name(field)}{self.equals}{text}"
+
+
+PYTHON = Words("", "=")
+
+
+class OptionError(UsageError):
+    """An option makes no sense, or contradicts another one.
+
+    text: what is needed; `{rtol}` in it stands for the option of that name. values: the options that are wrong, by the
+    names of `api.Options`, as `str` has them. Whoever took the options from elsewhere says them with `spelled`.
+    """
+
+    _NAME = re.compile(r"\{(rtol|atol|ulp|close)\}")
+
+    def __init__(self, text: str, **values: object) -> None:
+        self.text, self.values = text, values
+        super().__init__(self.spelled(PYTHON))
+
+    def spelled(self, words: Words) -> str:
+        """Return the error's text with the options written so, in one line."""
+        head = " ".join(words.pair(name, value) for name, value in self.values.items())
+        text = self._NAME.sub(lambda found: words.name(found[1]), self.text)
+        return one_line(f"{head}: {text}" if head else text)
+
+    def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
+        # Test runners send exceptions from one process to another.
+        return UsageError, (str(self),)
 
 
 class DemoFailed(SyncheckError):

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.blocks import Files, ranges
+from syncheck.shares import in_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from syncheck.blocks import Files
     from syncheck.snapshots import Tensor
+
+    Groups = list[list[int]]
 
 
 def clusters(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], ...]:
@@ -23,25 +26,45 @@ def clusters(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], 
     tensors: of one dtype and shape. Returns positions in `tensors`, the largest set first, then by first position.
     Raises MalformedFile when a file has become shorter.
     """
-    groups = [list(range(len(tensors)))]
-    for start, count in ranges(tensors):
-        if len(groups) == len(tensors):
-            break
-        split: list[list[int]] = []
-        for members in groups:
-            split += [members] if len(members) == 1 else _split(members, tensors, files, start, count)
-        groups = split
+    apart: list[bool] = []
+
+    def sort(share: Iterator[tuple[int, int]], job: int) -> Groups:
+        """Sort by the blocks of one share, and stop where it, or another, found all replicas to differ."""
+        groups = [list(range(len(tensors)))]
+        for start, count in share:
+            if apart:
+                break
+            split: Groups = []
+            for members in groups:
+                split += [members] if len(members) == 1 else _split(members, tensors, files, start, count, 2 * job)
+            groups = split
+            if len(groups) == len(tensors):
+                apart.append(True)
+        return groups
+
+    groups = _common(in_shares(tensors, files, sort), len(tensors))
     return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
 
 
-def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int) -> list[list[int]]:
-    """Split replicas that were equal so far by the bytes of one block."""
-    first = files.read(tensors[members[0]], start, count, slot=0)
+def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int, slot: int) -> Groups:
+    """Split replicas that were equal so far by the bytes of one block, read into `slot` and the next."""
+    first = files.read(tensors[members[0]], start, count, slot)
     same, others = [members[0]], dict[bytes, list[int]]()
     for member in members[1:]:
-        block = files.read(tensors[member], start, count, slot=1)
+        block = files.read(tensors[member], start, count, slot + 1)
         if block == first:
             same.append(member)
         else:
             others.setdefault(bytes(block), []).append(member)
     return [same, *others.values()]
+
+
+def _common(found: Sequence[Groups], size: int) -> Groups:
+    """Keep together what every share of the blocks kept together."""
+    if len(found) == 1:
+        return found[0]
+    places = [{member: i for i, members in enumerate(groups) for member in members} for groups in found]
+    together = dict[tuple[int, ...], list[int]]()
+    for member in range(size):
+        together.setdefault(tuple(place[member] for place in places), []).append(member)
+    return list(together.values())

@@ -171,19 +171,47 @@ def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ra
 
 def _by_names(snapshots: list[Snapshot]) -> list[Replicas]:
     apart = {s.path: take_apart(s.path) for s in snapshots}
+    templates = list(classes(snapshots, lambda s: apart[s.path].texts).values())
+    ranks = [_rank_position([apart[s.path] for s in members]) for members in templates]
+    if all(at is None for at in ranks) and (found := _by_words(snapshots, apart)):
+        return found
     groups: list[Replicas] = []
-    loose: list[Snapshot] = []
-    templates = classes(snapshots, lambda s: apart[s.path].texts)
-    for members in templates.values():
-        at = _rank_position([apart[s.path] for s in members])
-        if at is None and len(members) == 1 and apart[members[0].path].find("step") is None:
-            loose += members
+    for members, at in zip(templates, ranks, strict=True):
+        if at is None and len(members) == 1 and not apart[members[0].path].fixed():
+            groups.append(
+                Replicas(title_of(members[0].path), None, ((0, members[0]),), "its name matches no other file's")
+            )
         else:
             groups += _template_groups(members, apart, at)
-    if len(loose) > 1 and not groups:
-        note = "no rank in the names: all files given are one group"
-        return [Replicas("files", None, tuple(enumerate(loose)), note)]
-    return groups + [Replicas(title_of(s.path), None, ((0, s),), "its name matches no other file's") for s in loose]
+    return groups
+
+
+def _by_words(snapshots: list[Snapshot], apart: Mapping[str, PathNumbers]) -> list[Replicas]:
+    """Group files whose names tell no rank and differ in words: a/checkpoint-5 and b/checkpoint-5 are replicas.
+
+    Returns no group where words alone do not tell the files apart, or where they are of different steps.
+    """
+
+    def moment_and_part(snapshot: Snapshot) -> tuple[object, ...]:
+        fixed = apart[snapshot.path].fixed()
+        return (*fixed, os.path.basename(snapshot.path)) if fixed else ()
+
+    found = classes(snapshots, moment_and_part)
+    if all(1 < len(members) == len({apart[s.path].texts for s in members}) for members in found.values()):
+        return [_without_ranks(members, apart) for members in found.values()]
+    # One with a step in its name and others without: best.pth and step_5.pth.
+    fixed = {apart[s.path].fixed() for s in snapshots} - {()}
+    words = len(snapshots) == len({parts.texts for parts in apart.values()}) > 1
+    one_step = len(fixed) == 1 and [role for role, _ in next(iter(fixed))] == ["step"]
+    return [_without_ranks(snapshots, apart)] if words and one_step else []
+
+
+def _without_ranks(members: list[Snapshot], apart: Mapping[str, PathNumbers]) -> Replicas:
+    parts = [apart[s.path] for s in members]
+    alike = bool(parts[0].fixed()) and len({part.fixed() for part in parts}) == 1
+    at = parts[0].find("step") if alike else None
+    note = f"no rank in the names: all files {'of one step and part ' if alike else ''}given are one group"
+    return Replicas("files", None if at is None else parts[0].numbers[at], tuple(enumerate(members)), note)
 
 
 def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
@@ -214,7 +242,7 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
     parts = [apart[s.path] for s in members]
     further = [i for i in _varying(parts, ("plain",)) if i != at]
     if at is None:
-        note = "only the step differs: moments of one replica"
+        note = _why_alone(parts)
         return [Replicas(_run(apart[s.path], None), _step(apart[s.path], further), ((0, s),), note) for s in members]
     known = parts[0].roles[at] == "rank"
     note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
@@ -224,6 +252,15 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
             return [_named(same, apart, at, [], f"{note}, the further number for the node") for same in joined]
     groups = classes(members, lambda s: apart[s.path].without(at)).values()
     return [_named(same, apart, at, further, note) for same in groups]
+
+
+def _why_alone(parts: Sequence[PathNumbers]) -> str:
+    """Say why files with equal names but for numbers are no replicas, though none of the numbers is a rank."""
+    if _varying(parts, ("shard",)):
+        return "only a model-parallel or ZeRO rank differs: each file holds another part of the model"
+    if _varying(parts, ("part",)):
+        return "only the part differs: each file holds another part of the checkpoint"
+    return "only the step differs: moments of one replica" if len(parts) > 1 else "its name matches no other file's"
 
 
 def _all_differ(numbers: Iterable[int]) -> bool:

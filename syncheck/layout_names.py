@@ -16,7 +16,14 @@ _STEP = re.compile(r"(?:^|[^a-z])(?:global_?step|step|epoch|ep|iter|iteration|ch
 _RANK = re.compile(r"(?:(?:^|[^a-z]|pp_)rank[-_=]?|[-_.]r|random_states_)$", re.IGNORECASE)
 # DeepSpeed's and Megatron's model-parallel coordinates: files that differ here hold different parts of the model.
 _MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
-_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar))+$", re.IGNORECASE)
+# DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline. What stands before the
+# number and after it; ZeRO's model states have the rank in their name too, and hold what all ranks have alike.
+_DEEPSPEED = (
+    (re.compile(r"(?:zero_pp|expp)_rank_$"), re.compile(r"_mp_rank_\d+(?:_\d+)*_optim_states$")),
+    (re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
+    (re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
+)
+_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint\.json))+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,12 @@ class PathNumbers:
         for i, number in enumerate(self.numbers):
             parts += ["*" if i in positions else str(number), self.texts[i + 1]]
         return "".join(parts)
+
+    def fixed(self) -> tuple[tuple[Role, int], ...]:
+        """Return the numbers that replicas have in common: step, part and shard."""
+        return tuple(
+            (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role not in ("rank", "plain")
+        )
 
     def find(self, role: Role) -> int | None:
         """Return the last number of this role: the one nearest to the file's own name."""
@@ -63,7 +76,7 @@ def take_apart(path: str) -> PathNumbers:
 def _role(before: str, after: str) -> Role:
     if after.startswith("-of-") or before.endswith("-of-"):
         return "part"
-    if _MODEL_PARALLEL.search(before):
+    if _MODEL_PARALLEL.search(before) or any(b.search(before) and a.match(after) for b, a in _DEEPSPEED):
         return "shard"
     if _STEP.search(before):
         return "step"

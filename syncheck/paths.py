@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from syncheck.records import Unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from types import ModuleType
 
     from syncheck.snapshots import Snapshot
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Opened:
     """The checkpoints found under the paths given.
 
-    roots: for each file found in a folder, that folder. skipped: files in folders that are no checkpoints.
+    roots: for each checkpoint found in a folder, that folder. skipped: files in folders that are no checkpoints.
     """
 
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -32,11 +33,19 @@ class Opened:
     skipped: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A folder that is itself one checkpoint."""
+
+    path: str
+
+
 def open_all(paths: Sequence[str]) -> Opened:
     """Open every checkpoint under the paths: files, folders, or globs that the shell did not expand.
 
-    A path named by the user that cannot be opened is kept as unreadable. In a folder, files that are no checkpoints
-    are counted and skipped, but one with a checkpoint's ending is never passed over in silence.
+    A folder that is itself a checkpoint is one, wherever it is found, and its files are none of their own. A path named
+    by the user that cannot be opened is kept as unreadable. In a folder, files that are no checkpoints are counted and
+    skipped, but one with a checkpoint's ending is never passed over in silence.
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
@@ -45,7 +54,8 @@ def open_all(paths: Sequence[str]) -> Opened:
     for path in _expanded(paths):
         before = opened.skipped
         if os.path.isdir(path):
-            if not _add_folder(path, opened, seen):
+            # The shell completes a folder's name with a slash, behind which no name is left to take a rank from.
+            if not _add_folder(path.rstrip("/") or path, opened, seen):
                 skipped = opened.skipped - before
                 raise UsageError(
                     f"{path}: no checkpoint in this folder ({skipped} other files); needs files of "
@@ -59,19 +69,28 @@ def open_all(paths: Sequence[str]) -> Opened:
 
 def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
     """Open the checkpoints of a folder, and return whether there is any. seen: by path, whether it was taken."""
-    any_taken = False
+    taken: list[str] = []
+    any_unreadable = False
     for found in _walk(folder):
         if isinstance(found, Unreadable):
             opened.unreadable.append(found)
-            any_taken = True
+            any_unreadable = True
             continue
-        path = _place(found)
-        if path not in seen:
-            seen[path] = _add_from_folder(found, opened)
-            if seen[path]:
-                opened.roots[found] = folder
-        any_taken = any_taken or seen[path]
-    return any_taken
+        path = found.path if isinstance(found, Whole) else found
+        place = _place(path)
+        if place not in seen:
+            if isinstance(found, Whole):
+                seen |= dict.fromkeys(map(_place, _add(path, opened)), True)
+                seen[place] = True
+            else:
+                seen[place] = _add_from_folder(path, opened)
+            if seen[place]:
+                opened.roots[path] = folder
+        if seen[place]:
+            taken.append(path)
+    if taken == [folder]:
+        opened.roots.pop(folder, None)  # it was named itself, and nothing in it
+    return bool(taken) or any_unreadable
 
 
 def _place(path: str) -> str:
@@ -113,61 +132,97 @@ def _expanded(paths: Sequence[str]) -> list[str]:
 
 
 def holds_checkpoint(path: str) -> bool:
-    """Whether a path is a file that `open_all` would take from a folder, or a folder with such a file in it."""
+    """Whether a path is a file that `open_all` would take from a folder, or a folder with a checkpoint in it."""
     if os.path.isdir(path):
-        return any(isinstance(found, str) and _is_checkpoint(found) for found in _walk(path))
+        return any(
+            isinstance(found, Whole) or (isinstance(found, str) and _is_checkpoint(found)) for found in _walk(path)
+        )
     return _is_checkpoint(path)
 
 
 def _is_checkpoint(path: str) -> bool:
+    if os.path.basename(path) in readers.SETTINGS:
+        return False
     try:
         return path.lower().endswith(readers.ENDINGS) or readers.sniff(path) is not None
     except UnreadableFile:
         return False
 
 
-def _walk(folder: str) -> Iterator[str | Unreadable]:
+def _walk(folder: str) -> Iterator[str | Whole | Unreadable]:
     """Yield all files below a folder in a fixed order, and each folder that cannot be entered.
 
-    Hidden files and folders are left alone. Links to folders come last, and each folder is entered once: a link to a
-    folder that was entered, or to one above, shows nothing new.
+    A folder that is one checkpoint comes in place of the files that belong to it. Hidden files and folders are left
+    alone. Links to folders come last, and each folder is entered once: a link to a folder that was entered, or to one
+    above, shows nothing new.
     """
     entered: set[tuple[int, int]] = set()
     with contextlib.suppress(OSError):
         above = Path(folder).resolve().parents
         entered = {(at.st_dev, at.st_ino) for at in map(os.stat, above)}
-    waiting, links = [folder], list[str]()
+    waiting, links = [_Inside(folder)], list[_Inside]()
     while waiting or links:
-        here = waiting.pop() if waiting else links.pop(0)
+        inside = waiting.pop() if waiting else links.pop(0)
+        here = inside.path
         try:
             at = os.stat(here)
             if (at.st_dev, at.st_ino) in entered:
                 continue
             entered.add((at.st_dev, at.st_ino))
-            with os.scandir(here) as scanned:
-                entries = sorted((e for e in scanned if not e.name.startswith(".")), key=lambda e: e.name)
-        except OSError as error:
-            yield Unreadable(here, f"{(error.strerror or str(error)).lower()}: what lies in this folder is not known")
+            entries = _visible(here)
+            reader = readers.sniff_folder(here)
+        except (OSError, UnreadableFile) as error:
+            reason = error.reason if isinstance(error, UnreadableFile) else error.strerror or str(error)
+            yield Unreadable(here, f"{reason.lower()}: what lies in this folder is not known")
             continue
+        if reader is not None:
+            inside = _Inside(here, here, reader)
+            yield Whole(here)
         folders = []
         for entry in entries:
             if os.path.isdir(entry.path):
                 folders.append(entry)
-            else:
+            elif not inside.belongs(entry.path):
                 yield entry.path
-        waiting += [entry.path for entry in reversed(folders) if not entry.is_symlink()]
-        links += [entry.path for entry in folders if entry.is_symlink()]
+        waiting += [replace(inside, path=entry.path) for entry in reversed(folders) if not entry.is_symlink()]
+        links += [replace(inside, path=entry.path) for entry in folders if entry.is_symlink()]
 
 
-def _add(path: str, opened: Opened) -> None:
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """A folder to enter. whole: the folder at or above it that is one checkpoint, if any; reader: of that."""
+
+    path: str
+    whole: str = ""
+    reader: ModuleType | None = None
+
+    def belongs(self, path: str) -> bool:
+        """Whether a file is part of the checkpoint that the folder lies in."""
+        return self.reader is not None and bool(self.reader.holds(os.path.relpath(path, self.whole)))
+
+
+def _visible(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as scanned:
+        return sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
+
+
+def _add(path: str, opened: Opened) -> set[str]:
+    """Open a checkpoint that was named or found, and return the files that its tensors lie in."""
     try:
-        opened.snapshots.append(readers.read(path))
+        snapshot = readers.read(path)
     except CheckpointError as error:
-        opened.unreadable.append(Unreadable(path, error.reason))
+        inside = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
+        opened.unreadable.append(Unreadable(path, f"{inside}{error.reason}"))
+        return set()
+    opened.snapshots.append(snapshot)
+    return {tensor.path for tensor in snapshot.tensors.values()}
 
 
 def _add_from_folder(path: str, opened: Opened) -> bool:
     """Open a file of a folder if it is a checkpoint by ending or content; return whether it was taken."""
+    if os.path.basename(path) in readers.SETTINGS:
+        opened.skipped += 1
+        return False
     if path.lower().endswith(readers.ENDINGS):
         _add(path, opened)
         return True

@@ -20,7 +20,7 @@ Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
 
 # Names under which trainers keep how far a run is.
-PROGRESS = frozenset({"step", "epoch", "global_step", "iteration", "iter", "epochs_run", "steps_run"})
+PROGRESS = frozenset({"step", "epoch", "global_step", "global_steps", "iteration", "iter", "epochs_run", "steps_run"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class TensorDiff:
     """How the replicas of one tensor compare.
 
     max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None where there is none;
-    max_rel is |a-b| / max(|a|, |b|). With a majority they are against it, without one between the two farthest.
+    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it, without one
+    between the two farthest.
     """
 
     name: str
@@ -50,15 +51,21 @@ class TensorDiff:
     shape: tuple[int, ...]
     status: Status
     reason: str | None = None
-    """Why not (fully) compared: missing, shape, dtype, refused; for `close` the tolerance that applied."""
+    """Why not (fully) compared: missing, shape, dtype, refused, sharded, rng, digest, checksum.
+
+    Of what differs by digest or checksum, that; for `close` the tolerance that applied.
+    """
     detail: str | None = None
     """The reason in words."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
     """The sets of ranks that ought to hold the same bytes."""
     clusters: tuple[tuple[int, ...], ...] = ()
-    """Ranks that hold equal bytes, largest set first."""
-    mismatched: int = 0
-    """Elements whose values are not equal on all replicas."""
+    """Ranks that hold equal bytes, largest set first; of several replica groups, those within which bytes differ."""
+    mismatched: int | None = 0
+    """Elements whose values are not equal on all replicas; all numbers are of the replica group that is worst.
+
+    None where only digests or checksums tell that bytes differ; then the numbers below are not known either.
+    """
     numel: int = 0
     max_abs: float | int | None = None
     max_rel: float | None = None
@@ -69,7 +76,7 @@ class TensorDiff:
     """Infinities and NaNs per rank."""
     extent: Extent | None = None
     minority: tuple[int, ...] = ()
-    """Ranks outside the majority; empty where there is no majority."""
+    """Ranks outside the majority, or apart from the reference that was asked for; empty where there is neither."""
 
     @property
     def out_of_sync(self) -> bool:
@@ -86,6 +93,21 @@ class Tie:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     """Those on which they are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Tensors that the ranks hold in parts, all laid out alike."""
+
+    kind: str
+    """`DTensor`, `model parallel`, or `optimizer` where the metadata says that each rank has a part of its state."""
+    layout: str
+    """In words."""
+    tensors: int
+    compared: int
+    """Those of which at least two ranks hold the same part."""
+    replica_groups: tuple[tuple[int, ...], ...] = ()
+    """The sets of ranks that were compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +180,7 @@ class Group:
     values: tuple[ValueDiff, ...] = ()
     ties: tuple[Tie, ...] = ()
     """Only those that are not the same on all ranks."""
+    shards: tuple[Shards, ...] = ()
     kinds: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by kind of tensor."""
     left_out: int = 0
@@ -213,6 +236,8 @@ class Report:
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
+    quick: bool = False
+    """Whether stored checksums were compared in place of the bytes."""
     drift: tuple[DriftPoint, ...] = ()
     closures: tuple[Closure, ...] = ()
 

@@ -48,7 +48,7 @@ class Sharding:
     mesh: sizes of the mesh's dimensions; names: of these, empty where torch was given none. ranks: which rank stands
     where in the mesh, in C order. placements: one for each dimension of the mesh, as torch prints them: "R" for
     replicated, "S(0)" for sharded along the tensor's dimension 0, "P(sum)" for a part of a sum.
-    shape: of the whole tensor.
+    shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known.
     """
 
     mesh: tuple[int, ...]
@@ -56,6 +56,7 @@ class Sharding:
     placements: tuple[str, ...]
     shape: tuple[int, ...]
     names: tuple[str, ...] = ()
+    coordinate: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class Tensor:
     """The file as it was when the tensor's place was read; None for what lies in no file."""
     crc32: int | None = None
     """What torch.save stored for these bytes and no others; None where it stored none (its 0 proves nothing)."""
+    record: tuple[int, int] | None = None
+    """(CRC-32, first byte) of the record that these bytes, and perhaps others, lie in; None where none is stored."""
     parts: tuple[Part, ...] = ()
     """Of a tensor that is stored in pieces: these cover it, without overlap; then its own place means nothing."""
     sharding: Sharding | None = None
@@ -135,3 +138,5 @@ class Snapshot:
     stubs: tuple[str, ...] = ()
     """Globals of the pickle that became inert: not compared."""
     metadata: Metadata | None = None
+    notes: tuple[str, ...] = ()
+    """What a reader of the answer must know of this file or its format."""

@@ -8,54 +8,60 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel import clusters
 from syncheck.records import TensorDiff, ranks_text
+from syncheck.replica_groups import sets_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.blocks import Files
+    from syncheck.digests import Told
     from syncheck.records import Status
+    from syncheck.replica_groups import Division, Sets
     from syncheck.snapshots import Tensor
     from syncheck.tolerance import Tolerance
 
 # How the readers begin what they say of a shard.
 SHARDED = "sharded:"
-Sets = tuple[tuple[int, ...], ...]
+# From what says least of a difference to what says most.
+_ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
 
 
 def compare_tensor(
     name: str,
     kind: str,
     tensors: Mapping[int, Tensor],
-    ranks: tuple[int, ...],
+    division: Division,
     files: Files,
     tolerance: Tolerance,
     *,
     sharded: bool = False,
+    quick: bool = False,
 ) -> TensorDiff | None:
-    """Compare one tensor's replicas by rank; None when they are identical.
+    """Compare one tensor's replicas by rank, within each replica group; None when they are identical.
 
-    ranks: all of the group, which may be more than have the tensor. sharded: whether each rank was to hold other
-    tensors than the rest, so that one that is not everywhere is as it should be. Raises CheckpointError when a file
-    can no longer be read.
+    division: these groups, and the ranks that ought to have the tensor. sharded: whether each rank was to hold other
+    tensors than the rest, so that one that is not everywhere is as it should be. quick: compare stored checksums and
+    read nothing. Raises CheckpointError when a file can no longer be read.
     """
-    missing = tuple(rank for rank in ranks if rank not in tensors)
-    diff = _unlike(_bare(name, kind, tensors), tensors) or _by_bytes(
-        _bare(name, kind, tensors), tensors, files, tolerance
-    )
+    missing = tuple(rank for rank in division.expected if rank not in tensors)
+    bare = _bare(name, kind, tensors)
+    diff = _unlike(bare, tensors) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
     if not missing:
         return diff
-    if sharded and diff is None:
+    if sharded and (diff is None or diff.reason == "sharded"):
         detail = f"on {ranks_text(tuple(tensors))} only: the metadata says that each rank holds its own part"
-        return replace(_bare(name, kind, tensors), reason="sharded", detail=detail)
-    diff = diff or _bare(name, kind, tensors)
+        return replace(bare, reason="sharded", detail=detail)
+    diff = diff or bare
     here, gone = list(tensors), list(missing)
+    told = {rank for found in diff.clusters for rank in found}
+    untold = tuple(rank for rank in here if rank not in told)
     return replace(
         diff,
         status="different" if diff.status == "different" else "not_compared",
         reason="missing",
         detail=f"not on {ranks_text(missing)}",
-        replica_groups=(ranks,),
-        clusters=diff.clusters or (tuple(here),),
+        replica_groups=(division.expected,),
+        clusters=(*diff.clusters, untold) if untold else diff.clusters,
         minority=diff.minority or minority_of(_largest_first((here, gone))),
     )
 
@@ -79,6 +85,11 @@ def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
 
 def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | None:
     """Say why replicas cannot be compared by value: of another kind, shape or dtype, or refused by the reader."""
+    for t in tensors.values():  # as nearly always; a generator in all() takes twice as long
+        if t.shape != bare.shape or t.dtype != bare.dtype or t.refused or t.sharding is not None:
+            break
+    else:
+        return None
     refusals = {rank: tensor.refused for rank, tensor in tensors.items()}
     sharded = {rank: text for rank, text in refusals.items() if text.startswith(SHARDED)}
     if sharded:
@@ -99,8 +110,8 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | Non
 
 
 def _known(tensor: Tensor, what: str) -> Any:
-    """Return a tensor's shape or dtype; None where the reader that refused it could not tell."""
-    found: Any = getattr(tensor, what)
+    """Return a tensor's shape, the whole one of a DTensor, or dtype; None where the reader could not tell."""
+    found: Any = tensor.sharding.shape if what == "shape" and tensor.sharding else getattr(tensor, what)
     return None if tensor.refused and found in ((), "unknown") else found
 
 
@@ -119,6 +130,45 @@ def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mappi
         replica_groups=(tuple(tensors),),
         clusters=sets,
         minority=minority_of(sets),
+    )
+
+
+def _by_groups(
+    bare: TensorDiff,
+    tensors: Mapping[int, Tensor],
+    division: Division,
+    files: Files,
+    tolerance: Tolerance,
+    *,
+    quick: bool,
+) -> TensorDiff | None:
+    """Compare within each replica group; None when all are identical. Of several groups the worst gives the numbers."""
+    if division.kind and not division.comparable:
+        return replace(bare, reason="sharded", detail=f"{division.layout}: no two of these ranks hold the same part")
+    diffs = []
+    for ranks in division.comparable:
+        alone = len(ranks) == len(tensors)
+        members = tensors if alone else {rank: tensors[rank] for rank in ranks}
+        own = bare if alone else _bare(bare.name, bare.kind, members)
+        # Shards of one place in the mesh have one shape as torch writes them, but a file may hold anything.
+        if any(tensor.shape != own.shape for tensor in members.values()):
+            shapes = {rank: tensor.shape for rank, tensor in members.items()}
+            diff: TensorDiff | None = _split(own, "shape", shapes, members)
+        else:
+            told = _told(list(members.values()), files, quick=quick)
+            diff = _as_told(own, ranks, told) if told else _by_bytes(own, members, files, tolerance)
+        if diff is not None:
+            diffs.append(diff)
+    if not diffs or len(division.sets) == 1:
+        return diffs[0] if diffs else None
+    worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
+    return replace(
+        worst,
+        detail=worst.detail or f"{division.layout}: compared within {sets_text(division.comparable)}",
+        replica_groups=division.sets,
+        clusters=tuple(found for diff in diffs for found in diff.clusters),
+        minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
+        nonfinite=dict(sorted((rank, count) for diff in diffs for rank, count in diff.nonfinite.items())),
     )
 
 
@@ -151,6 +201,42 @@ def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tol
         nonfinite=dict(sorted(nonfinite.items())),
         extent=gaps.extent(bare.numel),
     )
+
+
+def _told(members: Sequence[Tensor], files: Files, *, quick: bool) -> Told | None:
+    """Ask what stands for the bytes, where these are not there or not to be read; None where they are."""
+    fingerprints = sum(tensor.digest is not None for tensor in members)
+    if fingerprints and (not quick or fingerprints == len(members)):
+        from syncheck.digests import by_digest
+
+        return by_digest(members, files)
+    if quick and any(tensor.data is None for tensor in members):
+        from syncheck.quick import by_checksum
+
+        return by_checksum(members)
+    return None
+
+
+def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: Told) -> TensorDiff | None:
+    """Return what is known of replicas without their bytes; None when all are identical."""
+    if len(told.clusters) == 1:
+        return None
+    if not told.clusters:
+        return replace(bare, reason=told.reason, detail=told.detail)
+    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in told.clusters)
+    counts = {rank: n for same, n in zip(sets, told.nonfinite, strict=False) for rank in same if n is not None}
+    known = replace(
+        bare,
+        status="different",
+        reason=told.reason,
+        detail=told.detail,
+        replica_groups=(ranks,),
+        clusters=sets,
+        minority=minority_of(sets),
+        mismatched=None,
+        nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
+    )
+    return replace(known, **told.gaps)
 
 
 def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ Importing this module imports neither torch, numpy nor pytest.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
@@ -214,4 +214,4 @@ def _options(options: Options | None, comparing: dict[str, Any], limit: int) -> 
             value = () if value is None else tuple(value) if isinstance(value, (set, frozenset)) else value
             value = (value,) if isinstance(value, str) else value
         made[name] = tuple(value) if isinstance(value, list) else value
-    return replace(options or api.Options(), **made)
+    return api.changed(options or api.Options(), **made)

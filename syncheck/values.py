@@ -9,7 +9,7 @@ from syncheck.kinds import SCALERS, is_random
 from syncheck.records import PROGRESS, ValueDiff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from syncheck.snapshots import Snapshot
 
@@ -23,11 +23,13 @@ def compare_values(
 ) -> list[ValueDiff]:
     """List the Python values that are not equal on all replicas.
 
-    Of files, one that some replicas lack does not count against them: the formats hold different ones. In memory all
+    Of files, one that some replicas lack does not count against them: the formats hold different ones. Only a whole
+    group of an optimizer's parameters does, where such a replica has other groups of that optimizer. In memory all
     hold what they are, so that every value counts, a missing one too, but for random number states, what is a rank's
     own, and what the options leave out. wanted: whether a name and kind is asked for; kept: whether it is not excluded.
     """
     memory = in_memory(snapshots)
+    groups = {rank: {_group_of(name) for name in _values(snapshot)} for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, snapshot in snapshots.items():
         for name, value in _values(snapshot).items():
@@ -42,10 +44,23 @@ def compare_values(
         if not differ and not lacking:
             continue
         # The members of a group are known by name or by position; replicas may know them in different ways.
-        stands = differ or (memory and not is_membership(name))
+        lost = lacking and any(_lost(name, groups[rank]) for rank in snapshots.keys() - values.keys())
+        stands = differ or lost or (memory and not is_membership(name))
         counts = stands and (_counts_in_memory(name, wanted, kept) if memory else _counts(name))
         diffs.append(ValueDiff(name, {rank: values.get(rank) for rank in snapshots}, counts=counts))
     return diffs
+
+
+def _group_of(name: str) -> tuple[str, str]:
+    """Return the optimizer and the number of the parameter group that a value belongs to; empty where to none."""
+    optimizer, inside, rest = name.partition(".param_groups.")
+    return (optimizer, rest.partition(".")[0]) if inside else ("", "")
+
+
+def _lost(name: str, groups: Collection[tuple[str, str]]) -> bool:
+    """Whether a value is of a parameter group that a replica lacks, one that has others of that optimizer."""
+    of = _group_of(name)
+    return any(of) and of not in groups and any(group[0] == of[0] for group in groups)
 
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
@@ -61,7 +76,12 @@ def is_membership(name: str) -> bool:
 
 def holds_counted(snapshot: Snapshot) -> bool:
     """Whether a checkpoint holds Python values that make a group out of sync when they differ."""
-    return any(value is not None and _counts(name) for name, value in _values(snapshot).items())
+    return any(value is not None for value in counted(snapshot).values())
+
+
+def counted(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the Python values of a checkpoint that make a group out of sync when they differ."""
+    return {name: value for name, value in _values(snapshot).items() if _counts(name)}
 
 
 def stores_progress(snapshot: Snapshot) -> bool:

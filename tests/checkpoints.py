@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _STORAGES = {"float32": "FloatStorage", "float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
 _CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "uint64": "U64"}
 _CODES |= {"bool": "BOOL", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_CODES |= {"complex64": "C64", "uint16": "U16", "int8": "I8"}
+_CODES |= {"complex64": "C64", "uint16": "U16", "int8": "I8", "float8_e8m0fnu": "F8_E8M0"}
 
 
 @dataclass(frozen=True)

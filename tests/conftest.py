@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest_plugins = ["pytester"]
 collect_ignore = ["examples"]  # a project of its own; test_examples.py runs it
+if find_spec("torch") is None:  # as where only the command line is installed
+    collect_ignore += ["train", "live", "layouts", "test_series.py", "test_ties.py", "cli/test_demo.py"]
+    collect_ignore += [f"readers/test_{name}.py" for name in ("torch_zip", "torch_legacy", "torch_names", "dtensor")]
+    collect_ignore += ["pytest_plugin/test_ranks_pass.py", "pytest_plugin/test_examples.py"]
 
 
 @pytest.fixture

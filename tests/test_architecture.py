@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import syncheck
-from syncheck.readers import READERS
+from syncheck.readers import FOLDERS, READERS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py")])
@@ -33,19 +33,33 @@ ALLOWED = {
     "layout_groups": BASE,
     "layout": BASE | {"layout_names", "layout_groups"},
     "readers": BASE | {"names", "kinds", "metadata_block", "readers"},
-    "blocks": BASE,
-    "kernel": BASE | {"blocks"},
-    "gaps": BASE | {"blocks", "tolerance"},
-    "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps"},
+    "pieces": BASE,
+    "blocks": BASE | {"pieces"},
+    "shares": BASE | {"blocks"},
+    "kernel": BASE | {"blocks", "shares"},
+    "measured": BASE,
+    "float_gaps": BASE | {"tolerance", "measured"},
+    "integer_gaps": BASE | {"measured", "float_gaps"},
+    "gaps": BASE | {"blocks", "tolerance", "shares", "measured", "float_gaps", "integer_gaps"},
+    "replica_groups": BASE,
+    "ties": BASE,
+    "moments": BASE | {"blocks"},
+    "digests": BASE | {"blocks", "moments"},
+    "quick": BASE | {"blocks", "digests"},
+    "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps", "digests", "quick", "replica_groups"},
     "values": BASE | {"kinds"},
-    "comparison": BASE | {"names", "kinds", "tolerance", "blocks", "layout_groups", "tensors", "values"},
+    "reference": BASE | {"layout_groups", "tolerance", "blocks", "gaps"},
+    "comparison": BASE
+    | {"names", "kinds", "tolerance", "blocks", "layout_groups", "tensors", "values"}
+    | {"replica_groups", "ties", "quick", "reference"},
     "diagnose": BASE | {"diagnose"},
     "series": BASE | {"kinds"},
     "report": BASE | {"kinds", "series", "report"},
     "paths": BASE | {"readers", "syncheck"},
-    "contents": BASE | {"readers", "blocks", "kinds", "syncheck"},
+    "contents": BASE | {"readers", "blocks", "kinds", "moments", "syncheck"},
+    "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "report"},
     "config": LEAVES | {"api"},
-    "live": BASE | {"names", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"},
+    "live": BASE | {"reference", "names", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
 }
@@ -151,14 +165,15 @@ def test_files_and_functions_are_short(source: Path) -> None:
 
 
 def test_every_reader_is_in_the_table() -> None:
-    """A module of readers/ with a FORMAT is in READERS under that name."""
+    """A module of readers/ with a FORMAT is in READERS or FOLDERS under that name."""
+    table = READERS | FOLDERS
     modules = {
         path.stem
         for path in (ROOT / "syncheck" / "readers").glob("*.py")
         if "\nFORMAT = " in path.read_text(encoding="utf-8")
     }
-    assert modules == {reader.__name__.rpartition(".")[2] for reader in READERS.values()}
-    assert all(name == reader.FORMAT for name, reader in READERS.items())
+    assert modules == {reader.__name__.rpartition(".")[2] for reader in table.values()}
+    assert all(name == reader.FORMAT for name, reader in table.items())
 
 
 def test_every_test_says_what_it_proves() -> None:

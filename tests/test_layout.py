@@ -38,7 +38,7 @@ def described(*files: dict[str, Any]) -> list[list[str]]:
     [
         "c/rank_{}.pth", "c/rank{}.pth", "c/rank-{}.pth", "c/model_r{}.pth", "c/model_0116249.rank_{}.pth",
         "c/rank_{}/model.pth", "c/rank{}/last.safetensors", "c/step_100/rank_{}.pth", "c/m-r{}.pt", "c/RANK_{}.pt",
-        "c/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "c/random_states_{}.pkl", "c/epoch3/rank_{}/step_7.pth",
+        "c/zero_pp_rank_{}_mp_rank_00_model_states.pt", "c/random_states_{}.pkl", "c/epoch3/rank_{}/step_7.pth",
         "c/lora_rank8/model_{}.pth", "c/model_v2_{}.pth", "c/{}.pth", "c/{}/model.pth", "c/gpu{}.pth",
         "c/resnet18_{}_cifar10.pth", "c/ddp_rank{}.pth",
     ],
@@ -80,6 +80,14 @@ def test_node_folders_are_joined() -> None:
     assert grouped(*paths) == [list(enumerate(paths))]
 
 
+def test_one_folder_a_node_and_the_rank_in_the_file() -> None:
+    """Steps of ranks that lie in one folder a node are groups of all ranks, one for each step."""
+    paths = [f"c/node{rank // 2}/step_{step}/rank{rank}.pth" for step in (10, 20) for rank in range(4)]
+    assert grouped(*paths) == [list(enumerate(paths[:4])), list(enumerate(paths[4:]))]
+    paths = [f"c/node{node}/rank{rank}/checkpoint-5" for node in (0, 1) for rank in (2 * node, 2 * node + 1)]
+    assert grouped(*paths) == [list(enumerate(paths))]
+
+
 def test_two_runs_in_one_glob_are_two_groups() -> None:
     """Files of two runs side by side are never one pile."""
     paths = ["c/ddp_rank0.pth", "c/ddp_rank1.pth", "c/ddp-syncbn_rank0.pth", "c/ddp-syncbn_rank1.pth"]
@@ -95,13 +103,26 @@ def test_a_lone_file_beside_a_group_stays_alone() -> None:
 def test_parts_are_not_replicas() -> None:
     """Numbers around -of- are parts of one snapshot: no file is compared with another part."""
     parts = [f"c/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert all(len(members) == 1 for members in grouped(*parts))
+    found = layout.group([snapshot(path) for path in parts])
+    assert [len(replicas.ranks) for replicas in found] == [1, 1, 1]
+    assert {replicas.note for replicas in found} == {
+        "only the part differs: each file holds another part of the checkpoint"
+    }
 
 
 def test_model_parallel_shards_are_not_replicas() -> None:
     """Files that differ in mp_rank hold different parts of the model: no false alarm."""
-    assert sizes("c/mp_rank_00_model_states.pt", "c/mp_rank_01_model_states.pt") == [1, 1]
-    assert sizes(*(f"c/mp_rank_00_00{i}/model_optim_rng.pt" for i in (0, 1))) == [1, 1]
+    for pattern in (
+        "c/mp_rank_0{}_model_states.pt", "c/mp_rank_00_00{}/model_optim_rng.pt", "c/mp_rank_0{}/model_optim_rng.pt",
+        "c/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "c/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt",
+        "c/expp_rank_{}_mp_rank_00_optim_states.pt", "c/layer_0{}-model_00-model_states.pt",
+        "c/layer_01-model_0{}-model_states.pt", "c/layer_3_expert_{}_mp_rank_00_model_states.pt",
+    ):  # fmt: skip
+        found = layout.group([snapshot(pattern.format(i)) for i in (0, 1)])
+        assert [len(replicas.ranks) for replicas in found] == [1, 1], pattern
+        assert {replicas.note for replicas in found} == {
+            "only a model-parallel or ZeRO rank differs: each file holds another part of the model"
+        }
 
 
 def test_the_ending_is_no_part_of_the_key() -> None:
@@ -112,6 +133,27 @@ def test_the_ending_is_no_part_of_the_key() -> None:
 def test_files_without_numbers_are_one_group() -> None:
     """Where names tell nothing, all files given are one group."""
     assert grouped("a/before.pth", "b/after.pth") == [[(0, "a/before.pth"), (1, "b/after.pth")]]
+
+
+def test_words_tell_replicas_of_one_step() -> None:
+    """Where only words differ, the files of one step and part are replicas: those of two copies of a run."""
+    paths = [f"{run}/checkpoint-{step}/model-00001-of-00002.bin" for step in (500, 1000) for run in ("old", "new")]
+    found = layout.group([snapshot(path) for path in paths])
+    assert [(replicas.step, sorted(s.path for _, s in replicas.ranks)) for replicas in found] == [
+        (500, sorted(paths[:2])),
+        (1000, sorted(paths[2:])),
+    ]
+    assert {replicas.note for replicas in found} == {
+        "no rank in the names: all files of one step and part given are one group"
+    }
+
+
+def test_a_step_beside_words() -> None:
+    """A file with a step in its name and one without are what the user wants compared; of two steps they are not."""
+    assert sizes("c/best.pth", "c/step_5.pth") == [2]
+    assert sizes("c/best.pth", "c/step_5.pth", "c/step_6.pth") == [1, 1, 1]
+    assert sizes("a/step_5.pth", "b/step_6.pth") == [1, 1]
+    assert sizes("a/model-00001-of-00002.bin", "a/optimizer-00001-of-00002.bin") == [1, 1]
 
 
 def test_numbers_of_folders_far_above_are_no_ranks() -> None:

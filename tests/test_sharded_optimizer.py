@@ -37,7 +37,11 @@ def test_parts_are_not_missing(tmp_path: Path) -> None:
     files = [rank_file(tmp_path, rank, moments(OWN[rank][0])) for rank in range(2)]
     report = syncheck.compare(*files)
     (group,) = report.groups
-    assert (report.verdict, group.findings) == ("in_sync", ())
+    (finding,) = group.findings
+    assert (report.verdict, finding.code, finding.fails) == ("in_sync", "SYN104", False)
+    assert finding.evidence == (
+        "2 tensors of the optimizer (each rank has its own part of the optimizer's state) not compared"
+    )
     assert {diff.name: (diff.reason, diff.detail) for diff in group.tensors} == {
         "optimizer.fc.weight.exp_avg": (
             "sharded",
@@ -58,7 +62,7 @@ def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
     expected = "in_sync" if whose == "own" else "out_of_sync"  # nobody else holds or names fc.bias: it is in no file
     assert report.verdict == expected
     codes = [finding.code for group in report.groups for finding in group.findings]
-    assert codes == ([] if whose == "own" else ["SYN101"])
+    assert codes == (["SYN104"] if whose == "own" else ["SYN101"])
 
 
 def test_the_flag_on_one_rank_excuses_nothing(tmp_path: Path) -> None:

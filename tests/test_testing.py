@@ -94,7 +94,7 @@ def test_texts_name_options_as_python_does(ranks: Ranks) -> None:
     assert 'allow="SYN201"' in text
     assert "--allow" not in text
     assert "group_by=REGEX" in str(failing(ranks()[0]))
-    for options, says in (({"allow": "SYN999"}, 'allow="SYN999": no such'), ({"rtol": 0.1}, "rtol and atol belong")):
+    for options, says in (({"allow": "SYN999"}, "allow='SYN999': no such"), ({"rtol": 0.1}, "rtol and atol belong")):
         with pytest.raises(UsageError) as caught:
             compare(*ranks(), **options)
         assert str(caught.value).startswith(says)

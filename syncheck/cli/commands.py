@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
-from syncheck.errors import UsageError, one_line
+from syncheck.errors import CheckpointError, UsageError, one_line
 from syncheck.report import files
 
 if TYPE_CHECKING:
@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 
     from syncheck.config import Config
     from syncheck.records import Report
+
+# What holds where neither the command line nor pyproject.toml says anything.
+_PRINTING: dict[str, Any] = {
+    "exit_zero": False,
+    "format": "text",
+    "output": (),
+    "limit": 10,
+    "quiet": False,
+    "color": "auto",
+}
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -42,12 +52,18 @@ def _project(arguments: argparse.Namespace) -> Config:
 def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     from syncheck import api, config
 
-    given = {field: getattr(arguments, field) for field in api.Options.__slots__}
+    given = {field: getattr(arguments, field, None) for field in api.Options.__slots__}
     options = config.options(project, **given)
-    files.check_endings(arguments.output)
     from_file = [*config.applied(project, **given)]
     if not arguments.paths and project.checkpoints:
         from_file.insert(0, "checkpoints")
+    if arguments.exit_zero is None and project.printing.get("exit_zero"):
+        from_file.append("exit-zero")
+    option = "-o" if arguments.output else f"{project.path}: tool.syncheck.output"
+    for name, default in _PRINTING.items():
+        if getattr(arguments, name) in (None, []):
+            setattr(arguments, name, project.printing.get(name, default))
+    files.check_endings(arguments.output, option)
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
         print(f"syncheck: options from {one_line(str(project.path))}: {', '.join(from_file)}", file=sys.stderr)
@@ -55,7 +71,7 @@ def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     for broken in found.unreadable:
         print(f"syncheck: error: {one_line(f'{broken.path}: {broken.reason}')}", file=sys.stderr)
     for path in arguments.output:
-        files.write_file(path, found)
+        files.write_file(path, found, option)
     if not arguments.quiet:
         _print(arguments, found, layout)
     return 0 if arguments.exit_zero and found.exit_code == 1 else found.exit_code
@@ -86,6 +102,29 @@ def show(arguments: argparse.Namespace) -> int:
 
         output.write(listing.contents(listed), arguments.color)
     return 0
+
+
+def fingerprint(arguments: argparse.Namespace) -> int:
+    """`syncheck fingerprint`."""
+    from syncheck import fingerprint as made
+    from syncheck import paths
+    from syncheck.report.words import bytes_text
+
+    opened = paths.open_all(arguments.paths)
+    unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
+    for snapshot, place in made.places(opened.snapshots, arguments.output):
+        try:
+            text = made.fingerprint(snapshot)
+        except CheckpointError as error:
+            unreadable.append(str(error))
+            continue
+        made.write(place, text)
+        if not arguments.quiet:
+            size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
+            print(f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}")
+    for line in unreadable:
+        print(f"syncheck: error: {one_line(line)}", file=sys.stderr)
+    return 2 if unreadable else 0
 
 
 def explain(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any, NoReturn
 
+from syncheck.config import COLORS, FORMATS
 from syncheck.report.files import version
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
@@ -79,6 +80,12 @@ def build() -> argparse.ArgumentParser:
     show.add_argument("path", metavar="PATH", help="a checkpoint file")
     show.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
     _color(show)
+    fingerprint = command(
+        "fingerprint",
+        commands.fingerprint,
+        "write digests and moments of each tensor, a few kB a checkpoint, for `compare` to take in its place",
+    )
+    _fingerprinting(fingerprint)
     explain = command(
         "explain", commands.explain, "tell what a finding means: its signature, cause, fix and real incidents"
     )
@@ -91,6 +98,18 @@ def build() -> argparse.ArgumentParser:
     )
     _color(demo)
     return parser
+
+
+def _fingerprinting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint files, folders or globs")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="where to; for several checkpoints a folder, in which each goes under its own name",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
 def _comparing(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +155,15 @@ def _selecting(what: Any) -> None:
         help="names that are buffers, where the files do not say",
     )
     what.add_argument("--group-by", metavar="REGEX", help="files whose path gives equal captured groups are replicas")
+    what.add_argument(
+        "--reference",
+        metavar="PATH|RANK",
+        help="describe differences against this replica (default: the majority)",
+    )
+    _flag(what, "--quick", "compare the checksums that torch.save stored, and read no data")
+    what.add_argument(
+        "--jobs", type=_jobs, metavar="N", help="threads for large tensors (default: one a processor, at most 4)"
+    )
 
 
 def _excusing(how: Any) -> None:
@@ -144,6 +172,7 @@ def _excusing(how: Any) -> None:
     )
     how.add_argument("--atol", type=_number, metavar="A", help="see --rtol")
     how.add_argument("--ulp", type=int, metavar="N", help="floats within N steps of their dtype are close")
+    _flag(how, "--close", "floats within the tolerance of torch.testing for their dtype are close")
     how.add_argument(
         "--allow",
         action="append",
@@ -151,11 +180,11 @@ def _excusing(how: Any) -> None:
         metavar="CODE",
         help="a finding that does not fail the run; repeatable",
     )
-    how.add_argument("--exit-zero", action="store_true", help="exit 0 where it would be 1")
+    _flag(how, "--exit-zero", "exit 0 where it would be 1")
 
 
 def _printing(out: Any) -> None:
-    out.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
+    out.add_argument("--format", choices=FORMATS, help="for stdout (default: text)")
     out.add_argument(
         "-o",
         "--output",
@@ -168,20 +197,22 @@ def _printing(out: Any) -> None:
         "-n",
         "--limit",
         type=_count,
-        default=10,
         metavar="ROWS",
         help="tensors to print a group, 0 for all (default: 10)",
     )
-    out.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors; the exit code tells")
-    _color(out)
+    _flag(out, "-q", "--quiet", "print nothing but errors; the exit code tells")
+    _color(out, default=None)
 
 
-def _color(parser: Any) -> None:
+def _flag(parser: Any, *names: str) -> None:
+    """Add an option that pyproject.toml may set, and that its `--no-` form takes back. The last name is the help."""
+    *options, text = names
+    parser.add_argument(*options, action=argparse.BooleanOptionalAction, help=text)
+
+
+def _color(parser: Any, default: str | None = "auto") -> None:
     parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="default: auto; NO_COLOR and FORCE_COLOR count",
+        "--color", choices=COLORS, default=default, help="default: auto; NO_COLOR and FORCE_COLOR count"
     )
 
 
@@ -202,3 +233,12 @@ def _count(text: str) -> int:
 
 
 _count.__name__ = "number of rows"
+
+
+def _jobs(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise ValueError
+    return int(text)
+
+
+_jobs.__name__ = "number of threads"

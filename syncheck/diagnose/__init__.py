@@ -8,6 +8,8 @@ from syncheck.diagnose import (
     syn101_missing_tensors,
     syn102_shape_or_dtype_mismatch,
     syn103_prefix_normalized,
+    syn104_sharded_by_design,
+    syn105_tie_broken,
     syn106_different_progress,
     syn201_bn_local_stats,
     syn202_bn_drift_growing,
@@ -20,7 +22,7 @@ from syncheck.records import Finding
 if TYPE_CHECKING:
     from syncheck.records import Group
 
-# In the order of precedence. SYN103 covers nothing, so its place does not matter.
+# In the order of precedence. SYN103, SYN104 and SYN105 cover nothing, so their place does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
@@ -32,6 +34,8 @@ RULES: tuple[Rule, ...] = cast(
         syn201_bn_local_stats,
         syn299_unexplained_difference,
         syn103_prefix_normalized,
+        syn104_sharded_by_design,
+        syn105_tie_broken,
     ),
 )
 

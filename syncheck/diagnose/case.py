@@ -67,19 +67,26 @@ class Rule(Protocol):
 
 
 def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
-    """Return the ranks outside the majority of these tensors, all of the group where no majority stands."""
-    odd = {rank for diff in tensors for rank in diff.minority}
-    return tuple(sorted(odd)) if odd and len(odd) < len(group.replicas) else group.ranks
+    """Return the ranks outside the majority of these tensors; where no majority stands, all that do not agree."""
+    diffs = list(tensors)
+    odd = {rank for diff in diffs for rank in diff.minority}
+    if not odd or len(odd) >= len(group.replicas):
+        odd = {rank for diff in diffs for found in diff.clusters for rank in found}
+    return tuple(sorted(odd)) or group.ranks
 
 
 def worst(tensors: Iterable[TensorDiff]) -> TensorDiff | None:
-    """Return the tensor with the largest absolute gap."""
+    """Return the tensor with the largest absolute gap; of any whose gap is not known, the first."""
+    tensors = tuple(tensors)
     measured = [diff for diff in tensors if diff.max_abs is not None]
-    return max(measured, key=lambda diff: diff.max_abs or 0, default=None)
+    unknown = next((diff for diff in tensors if diff.mismatched is None), None)
+    return unknown or max(measured, key=lambda diff: diff.max_abs or 0, default=None)
 
 
 def gap_text(diff: TensorDiff | None) -> str:
     """Name a tensor's largest gap: 'largest gap 0.092 in bn1.running_mean[17]'."""
+    if diff is not None and diff.mismatched is None:
+        return "by how much is not known"
     if diff is None or diff.max_abs is None:
         return "no finite gap"
     where = f"[{', '.join(map(str, diff.index))}]" if diff.index else ""
@@ -93,6 +100,11 @@ def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
     """
     if len(group.replicas) < 3:
         return ""
+    divided = sorted({rank for diff in tensors if len(diff.replica_groups) > 1 for rank in suspects([diff], group)})
+    if divided:
+        sets = next(diff.replica_groups for diff in tensors if len(diff.replica_groups) > 1)
+        compared = " and of ".join(ranks_text(found) for found in sets if len(found) > 1)
+        return f"; compared within the replica groups of {compared}, suspect {ranks_text(divided)}"
     common, times = (
         Counter(diff.clusters for diff in tensors if diff.clusters).most_common(1)[0] if tensors else ((), 0)
     )

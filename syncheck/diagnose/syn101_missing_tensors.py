@@ -21,7 +21,7 @@ from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
+    from syncheck.records import Severity, TensorDiff
 
 CODE = "SYN101"
 SLUG = "missing-tensors"
@@ -38,8 +38,12 @@ def apply(case: Case) -> Match | None:
     lacking = tuple(diff for diff in case.tensors if diff.reason == "missing")
     if not lacking:
         return None
-    everyone = set(case.group.ranks)
-    without = {rank for diff in lacking for rank in everyone - {r for found in diff.clusters for r in found}}
+    everyone = {rank for diff in lacking for rank in _expected(diff, case.group.ranks)}
+    without = {
+        rank
+        for diff in lacking
+        for rank in set(_expected(diff, case.group.ranks)) - {r for found in diff.clusters for r in found}
+    }
     having = everyone - without
     # The fewer are the suspects, whether they lack something or have it alone.
     odd = without if len(without) < len(having) else having if len(having) < len(without) else everyone
@@ -49,3 +53,8 @@ def apply(case: Case) -> Match | None:
         tuple(sorted(odd or everyone)),
         f"{counted(len(lacking), 'tensor')} not on {ranks_text(sorted(without))}: {names}",
     )
+
+
+def _expected(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that ought to have a tensor: all but those of another pipeline stage or mesh."""
+    return diff.replica_groups[0] if diff.replica_groups else ranks

@@ -42,13 +42,14 @@ def apply(case: Case) -> Match | None:
     counts = case.of_kind("bn_count")
     if not counts:
         return None
-    apart = max(int(diff.max_abs or 0) for diff in counts)
+    apart = f"by up to {counted(max(int(d.max_abs or 0) for d in counts), 'batch', 'batches')}"
+    if any(diff.mismatched is None for diff in counts):
+        apart = "by how many batches is not known"
     odd = suspects(counts, case.group)
     everyone = len(odd) == len(case.group.replicas)
     whom = "" if everyone else f", suspect {ranks_text(odd)}"
     evidence = (
-        f"num_batches_tracked differs in {counted(len(counts), 'layer')}, by up to "
-        f"{counted(apart, 'batch', 'batches')}{whom}"
+        f"num_batches_tracked differs in {counted(len(counts), 'layer')}, {apart}{whom}"
         f"{agreement_text(counts, case.group)}"
     )
     statistics = case.of_kind("bn_mean", "bn_var")

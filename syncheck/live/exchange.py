@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck import reference
 from syncheck.api import Found, Options, judge
 from syncheck.errors import UsageError
 from syncheck.layout_groups import Replicas
@@ -144,7 +145,9 @@ def _compare(channel: Channel, things: Sequence[Any], options: Options | Callabl
         _snapshot(channel, rank, hosts[rank], catalogue, tensors[id(catalogue)]) for rank, catalogue in found.items()
     )
     note = "compared in memory: digests first, and the bytes of what differs"
-    return judge(Found((Replicas("model", None, tuple(zip(found, snapshots, strict=True)), note),)), chosen)
+    replicas = Replicas("model", None, tuple(zip(found, snapshots, strict=True)), note)
+    reference.check(chosen.reference, (replicas,))
+    return judge(Found((replicas,)), chosen)
 
 
 def _catalogue(taken: Snapshot) -> Catalogue:

@@ -92,9 +92,10 @@ def place_of(value: Any) -> HeldPlace:
         with torch.no_grad():
             value = value.to_local()
     refused = refused or _refused(value, torch)
-    dtype = DTYPES.get(str(value.dtype).removeprefix("torch."))
+    name = str(value.dtype).removeprefix("torch.")
+    dtype = DTYPES.get(name)
     if dtype is None and not refused:
-        refused = "its dtype is not known"
+        refused = f"dtype {name} is not read"
     shape = () if refused in (_NESTED, _LAZY) else tuple(value.shape)  # these have none
     return HeldPlace(dtype, shape, None if refused else Held(value), refused)
 

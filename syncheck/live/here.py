@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck import reference
 from syncheck.api import Found, Options, find, judge
 from syncheck.errors import UsageError
 from syncheck.layout_groups import Replicas
@@ -37,7 +39,7 @@ def compare_here(things: Sequence[Any], options: Options) -> Report:
         if not isinstance(thing, (str, os.PathLike)):
             ranked[i] = snapshot(thing, path=f"things[{i}], {title_of(thing)}", persistent=persistent)
             continue
-        there = find(thing, options=options)
+        there = find(thing, options=replace(options, reference=None))
         opened = [snapshot for replicas in there.groups for _, snapshot in replicas.ranks]
         if len(opened) + len(there.unreadable) != 1:
             raise UsageError(
@@ -48,6 +50,7 @@ def compare_here(things: Sequence[Any], options: Options) -> Report:
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
     note = "compared in memory; ranks are the positions of the things given"
     groups = (Replicas("model", None, agreed, note),) if agreed else ()
+    reference.check(options.reference, groups, unreadable)
     return judge(Found(groups, tuple(unreadable)), options)
 
 

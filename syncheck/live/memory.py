@@ -10,6 +10,7 @@ from syncheck.errors import UsageError
 from syncheck.live.held import HeldPlace
 from syncheck.live.things import Tree, is_readable, title_of
 from syncheck.names import normalize
+from syncheck.readers.bookkeeping import settled
 from syncheck.readers.tree import Flat, flatten, is_optimizer
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
@@ -45,9 +46,8 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
         flat = flatten(tree.root, path)
     tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
-    return Snapshot(
-        path, FORMAT, _size(tensors.values()), tensors, _with_members(flat.values), tuple(sorted(tree.stubs)), metadata
-    )
+    values, stubs = _with_members(flat.values), tuple(sorted(tree.stubs))
+    return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata))
 
 
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:

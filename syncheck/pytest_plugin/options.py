@@ -19,8 +19,12 @@ COMPARING = {
     "rtol": "syncheck_rtol",
     "atol": "syncheck_atol",
     "ulp": "syncheck_ulp",
+    "close": "syncheck_close",
     "allow": "syncheck_allow",
     "group_by": "syncheck_group_by",
+    "reference": "syncheck_reference",
+    "jobs": "syncheck_jobs",
+    "quick": "syncheck_quick",
 }
 
 
@@ -46,7 +50,25 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--syncheck-atol", type=float, metavar="A", help="see --syncheck-rtol; both or none")
     group.addoption("--syncheck-ulp", type=int, metavar="N", help="floats within N steps of their dtype are close")
     group.addoption(
+        "--syncheck-close",
+        action="store_true",
+        default=None,
+        help="floats within the tolerance of torch.testing for their dtype are close",
+    )
+    group.addoption(
         "--syncheck-group-by", metavar="REGEX", help="files whose path gives equal captured groups are replicas"
+    )
+    group.addoption(
+        "--syncheck-reference",
+        metavar="PATH|RANK",
+        help="describe differences against this replica (default: the majority)",
+    )
+    group.addoption("--syncheck-jobs", type=int, metavar="N", help="threads for large tensors")
+    group.addoption(
+        "--syncheck-quick",
+        action="store_true",
+        default=None,
+        help="compare the checksums that torch.save stored, and read no data",
     )
     group.addoption(
         "--syncheck-timeout",
@@ -68,7 +90,10 @@ def given(config: pytest.Config) -> dict[str, Any]:
     return {field: config.getoption(option) for field, option in COMPARING.items()}
 
 
-def in_pytests_words(text: str) -> str:
-    """Name options in a text of the library as they are called here: --allow becomes --syncheck-allow."""
-    text = re.sub(r"^only='(.*)':", r"--syncheck-only \1:", text)
-    return re.sub(r"(?<![\w-])--(?=(?:allow|rtol|atol|ulp|group-by|include|exclude|buffers)\b)", "--syncheck-", text)
+def in_pytests_words(said: str | Exception) -> str:
+    """Name options in a text of the library, or an error, as they are called here: allow becomes --syncheck-allow."""
+    from syncheck.errors import OptionError, Words
+
+    if isinstance(said, OptionError):
+        return said.spelled(Words("--syncheck-", " "))
+    return re.sub(r"(?<![\w-])--(?=(?:allow|group-by|include|exclude|buffers)\b)", "--syncheck-", str(said))

@@ -1,80 +1,67 @@
-"""Readers of checkpoint formats: one file each, chosen by content and never by a file's ending."""
+"""Readers of checkpoint formats: one file each, chosen by content and never by a file's ending.
+
+A checkpoint is one file (the table `READERS` in files.py) or a folder of files that belong together (`FOLDERS`).
+"""
 
 from __future__ import annotations
 
 import os
-import stat
 from typing import TYPE_CHECKING
 
-from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile, UnsupportedFormat
-from syncheck.readers import safetensors_file, torch_zip
+from syncheck.errors import UnreadableFile
+from syncheck.readers import accelerate_dir, dcp_dir, deepspeed_dir, hf_index, megatron_dir
+from syncheck.readers.files import ENDINGS, READERS, SETTINGS, read_file, sniff
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from syncheck.snapshots import Snapshot
 
-READERS: dict[str, ModuleType] = {torch_zip.FORMAT: torch_zip, safetensors_file.FORMAT: safetensors_file}
+__all__ = [
+    "ENDINGS",
+    "FOLDERS",
+    "READERS",
+    "SETTINGS",
+    "read",
+    "read_file",
+    "sniff",
+    "sniff_folder",
+]
 
-# Endings by which people name checkpoints. In a folder, a file with one of these that no reader knows is damaged or
-# unsupported, and said to be; any other is taken for a bystander.
-ENDINGS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".pkl", ".tar", ".distcp")
-# The legacy format's pickled magic number (torch/serialization.py, MAGIC_NUMBER, in protocol 2).
-LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-_HEAD = 64  # bytes; longer than any magic number in the table
+
+# Each has `matches_folder(folder)`, `read(folder)`, and `holds(relative)`: whether a file, by its path below the
+# folder, belongs to such a checkpoint and so is none of its own. The first that fits is taken: Accelerate's folders
+# look like those of transformers, with more in them.
+FOLDERS: dict[str, ModuleType] = {
+    dcp_dir.FORMAT: dcp_dir,
+    accelerate_dir.FORMAT: accelerate_dir,
+    hf_index.FORMAT: hf_index,
+    deepspeed_dir.FORMAT: deepspeed_dir,
+    megatron_dir.FORMAT: megatron_dir,
+}
 
 
-def sniff(path: str) -> ModuleType | None:
-    """Return the reader whose format the file's first bytes show, or None.
+def sniff_folder(folder: str) -> ModuleType | None:
+    """Return the format of a folder that is itself one checkpoint, or None.
 
-    Raises UnreadableFile when the bytes cannot be had; what is no regular file is not opened, a FIFO would block.
+    Raises UnreadableFile for a folder that cannot be listed.
     """
-    return _reader(_head(path))
+    try:
+        return next((found for found in FOLDERS.values() if found.matches_folder(folder)), None)
+    except (OSError, ValueError) as error:
+        raise UnreadableFile(folder, found=str(getattr(error, "strerror", None) or error).lower()) from None
 
 
 def read(path: str) -> Snapshot:
-    """Open a checkpoint of any known format.
+    """Open a checkpoint of any known format, a file or a folder.
 
     Raises CheckpointError with the place, what was found and what to do next.
     """
-    head = _head(path)
-    reader = _reader(head)
-    if reader is not None:
-        try:
-            snapshot: Snapshot = reader.read(path)
-        except OSError as error:
-            raise UnreadableFile(path, found=error.strerror or str(error)) from None
-        return snapshot
-    if not head:
-        raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
-    if head.startswith(LEGACY):
-        raise UnsupportedFormat(
-            path,
-            found="a torch.save file of before torch 1.6",
-            next_step="load it and torch.save it again with today's torch",
-        )
-    raise NotACheckpoint(
-        path,
-        place="first bytes",
-        found=repr(head[:12]),
-        needed="a torch.save zip (PK\\x03\\x04) or a safetensors header",
-    )
-
-
-def _reader(head: bytes) -> ModuleType | None:
-    return next((reader for reader in READERS.values() if reader.matches(head)), None)
-
-
-def _head(path: str) -> bytes:
+    found = sniff_folder(path) if os.path.isdir(path) else None
+    if found is None:
+        return read_file(path)
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            raise UnreadableFile(path, found=what, needed="a file")
-        with open(path, "rb") as file:
-            return file.read(_HEAD)
+        snapshot: Snapshot = found.read(path)
     except OSError as error:
-        hint = "check the path" if isinstance(error, FileNotFoundError) else ""
-        raise UnreadableFile(path, found=(error.strerror or str(error)).lower(), next_step=hint) from None
-    except ValueError as error:  # a NUL in the path
-        raise UnreadableFile(path, found=str(error)) from None
+        raise UnreadableFile(path, found=error.strerror or str(error)) from None
+    return snapshot

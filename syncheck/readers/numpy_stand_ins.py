@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
-from syncheck.readers.stand_ins import StandIn, TensorPlace, sizes
+from syncheck.readers.stand_ins import StandIn, TensorPlace, TypeName, sizes
 
 # numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
 _CODES = {
@@ -21,18 +21,19 @@ _CODES = {
     **{f"u{size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
     **{f"c{size}": f"complex{8 * size}" for size in (8, 16)},
     "b1": "bool",
+    **{f"ml_dtypes.{row.numpy}": name for name, row in DTYPES.items() if row.numpy.startswith(("bfloat", "float8"))},
 }
 _FORMATS = {"f2": "e", "f4": "f", "f8": "d", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "b1": "?"}
 _FORMATS |= {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
 
 class _NumpyDType:
-    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD."""
+    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. One of ml_dtypes names a class."""
 
     __slots__ = ("_code", "_order")
 
     def __init__(self, code: Any, *_: Any) -> None:
-        self._code, self._order = str(code), "<"
+        self._code, self._order = str(getattr(code, "name", code)), "<"
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):
@@ -41,7 +42,7 @@ class _NumpyDType:
 
     @property
     def code(self) -> str:
-        """As numpy writes it: f8."""
+        """As numpy writes it: f8; ml_dtypes.bfloat16 for a class."""
         return self._code
 
     @property
@@ -71,7 +72,7 @@ class _NumpyArray(TensorPlace):
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
-            self._fill(shape=shape, refused=f"a numpy array of dtype {code:.20}")
+            self._fill(shape=shape, refused=f"a numpy array of dtype {code:.40}")
             return
         if len(data) != math.prod(shape) * dtype.size:
             raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")
@@ -93,6 +94,7 @@ def _scalar(kind: Any, data: Any = None) -> Any:
 NUMPY: dict[str, Any] = {
     "numpy.dtype": StandIn(_NumpyDType),
     "numpy.ndarray": StandIn(lambda *_: None),
+    **{code: TypeName(code) for code in _CODES if code.startswith("ml_dtypes.")},
     **{
         f"numpy.{core}.multiarray.{name}": StandIn(call)
         for core in ("_core", "core")

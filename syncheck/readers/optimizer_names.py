@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import kinds_of
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncheck.snapshots import Metadata
+
+# Where Lightning keeps what callbacks and users give it: a tensor in there is no parameter.
+_BESIDE = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
+_STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 
 def parameter_names(
@@ -31,10 +36,27 @@ def parameter_names(
     if metadata is not None and len(metadata.optimizer_parameters) == len(ids) and all(metadata.optimizer_parameters):
         return dict(zip(ids, metadata.optimizer_parameters, strict=True))
     kinds, _ = kinds_of(models, metadata)
-    ordered = [name for name, kind in kinds.items() if kind == "parameter"]
+    ordered = [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_BESIDE)]
     by_id = dict(zip(ids, ordered, strict=False)) if len(ids) == len(ordered) else {}
     fits = all(_fits(state["state"].get(key), models[name]) for key, name in by_id.items())
     return by_id if fits else {}
+
+
+def named_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[str, str]:
+    """Map `optimizer.<id>.<state>` to names with the parameter's, of an optimizer that was saved in its own file.
+
+    shapes: of all tensors by name, those of the model in the order of its state dict. groups: of the optimizer; with
+    several, the ids are not in the order of the model. Returns nothing where ids and parameters do not fit.
+    """
+    states = {name: match for name in shapes if (match := _STATE.fullmatch(name))}
+    kinds, _ = kinds_of({name: shape for name, shape in shapes.items() if name not in states}, None)
+    ordered = [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_BESIDE)]
+    if groups != 1 or {int(match[1]) for match in states.values()} != set(range(len(ordered))):
+        return {}
+    by_name = {name: ordered[int(match[1])] for name, match in states.items()}
+    if any(shapes[name] not in (shapes[parameter], ()) for name, parameter in by_name.items()):
+        return {}
+    return {name: f"optimizer.{by_name[name]}.{match[2]}" for name, match in states.items()}
 
 
 def _listed(group: Any, key: str) -> list[Any]:

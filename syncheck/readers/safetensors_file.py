@@ -77,7 +77,7 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
             path, place, f"{brief(code, 20)} {brief(shape)} {brief(offsets)}", "a dtype, sizes and two offsets"
         )
     dtype: DType | None = BY_SAFETENSORS.get(code)
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides = (1,) if len(shape) == 1 else tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     if dtype is None:
         return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code} is not read")
     needed = math.prod(shape) * dtype.size
@@ -105,7 +105,12 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    if type(value) is not list:
+        return False
+    for n in value:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
+        if type(n) is not int or n < 0:
+            return False
+    return True
 
 
 def _number(text: str) -> Any:

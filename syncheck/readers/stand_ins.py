@@ -12,11 +12,13 @@ import pickle
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from syncheck.dtypes import BY_STORAGE, DTYPES, DType
+from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
 from syncheck.errors import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from syncheck.snapshots import Sharding
 
 
 class _Frozen:
@@ -33,25 +35,36 @@ class _Frozen:
 
 
 class Storage(_Frozen):
-    """A storage record of the archive: its key, dtype (None when untyped) and size in elements."""
+    """A storage record of the archive: its key, dtype (None when untyped) and size in elements.
 
-    __slots__ = ("dtype", "key", "numel")
+    itemsize: bytes of an element; None for a storage class that is not known.
+    """
+
+    __slots__ = ("dtype", "itemsize", "key", "numel")
     dtype: DType | None
+    itemsize: int | None
     key: str
     numel: int
 
-    def __init__(self, dtype: DType | None, key: str, numel: int) -> None:
-        self._fill(dtype=dtype, key=key, numel=numel)
+    def __init__(self, dtype: DType | None, key: str, numel: int, itemsize: int | None = None) -> None:
+        self._fill(dtype=dtype, key=key, numel=numel, itemsize=itemsize)
+
+    def as_tensor(self) -> TensorPlace:
+        """Return the place of all its elements, of all its bytes where it is untyped."""
+        if self.itemsize is None:
+            return refused_place("a storage of a class that is not known")
+        numel = self.numel if self.dtype else self.numel * self.itemsize
+        return TensorPlace(self, self.dtype or DTYPES["uint8"], 0, (numel,), (1,))
 
 
 class TensorPlace(_Frozen):
     """Where a tensor's bytes lie: `offset` and `strides` in elements of `dtype` within `storage`.
 
     refused: why its bytes cannot be compared; then only dtype and shape mean something. data, big_endian: of a numpy
-    array, whose bytes the pickle holds itself.
+    array, whose bytes the pickle holds itself. sharding: of the local tensor of a DTensor.
     """
 
-    __slots__ = ("big_endian", "data", "dtype", "lazy", "offset", "refused", "shape", "storage", "strides")
+    __slots__ = ("big_endian", "data", "dtype", "lazy", "offset", "refused", "shape", "sharding", "storage", "strides")
     storage: Storage | None
     dtype: DType | None
     offset: int
@@ -61,6 +74,7 @@ class TensorPlace(_Frozen):
     refused: str
     data: bytes | None
     big_endian: bool
+    sharding: Sharding | None
 
     def __init__(
         self,
@@ -73,7 +87,13 @@ class TensorPlace(_Frozen):
         refused: str = "",
     ) -> None:
         self._fill(storage=storage, dtype=dtype, offset=offset, shape=shape, strides=strides)
-        self._fill(lazy=lazy, refused=refused, data=None, big_endian=False)
+        self._fill(lazy=lazy, refused=refused, data=None, big_endian=False, sharding=None)
+
+    def as_part(self, sharding: Sharding) -> TensorPlace:
+        """Return the same place, as a rank's part of a DTensor."""
+        part = TensorPlace(self.storage, self.dtype, self.offset, self.shape, self.strides, self.lazy, self.refused)
+        part._fill(data=self.data, big_endian=self.big_endian, sharding=sharding)
+        return part
 
 
 class Inert:
@@ -90,6 +110,8 @@ class Inert:
 
     given: list[Any]
     items: dict[Any, Any]
+    known: Any = None
+    """What a reader made of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take anything, as a class unknown to us may."""
@@ -136,29 +158,45 @@ class StandIn:
 
 
 class StorageType(StandIn):
-    """A storage class such as torch.FloatStorage, as the persistent id of a storage names it."""
+    """A storage class such as torch.FloatStorage, as the persistent id of a storage names it.
+
+    dtype: None for bytes, and for elements of a quantized tensor. itemsize: bytes of an element.
+    """
+
+    __slots__ = ("dtype", "itemsize")
+    dtype: DType | None
+    itemsize: int
+
+    def __init__(self, dtype: DType | None, itemsize: int = 1) -> None:
+        super().__init__(_not_callable)
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "itemsize", dtype.size if dtype is not None else itemsize)
+
+
+def _not_callable(*_: Any) -> NoReturn:
+    raise pickle.UnpicklingError("a type or dtype is called")
+
+
+class TypeName(StandIn):
+    """A class that a pickle names to say what a tensor is, such as torch.Tensor."""
+
+    __slots__ = ("name",)
+    name: str
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_not_callable)
+        object.__setattr__(self, "name", name)
+
+
+class DTypeName(TypeName):
+    """A dtype such as torch.float8_e4m3fn, given by name to _rebuild_tensor_v3; None for one that is not read."""
 
     __slots__ = ("dtype",)
     dtype: DType | None
 
-    def __init__(self, dtype: DType | None) -> None:
-        super().__init__(_not_callable)
-        object.__setattr__(self, "dtype", dtype)
-
-
-def _not_callable(*_: Any) -> NoReturn:
-    raise pickle.UnpicklingError("a storage type or dtype is called")
-
-
-class _DTypeName(StandIn):
-    """A dtype such as torch.float8_e4m3fn, given by name to _rebuild_tensor_v3."""
-
-    __slots__ = ("dtype",)
-    dtype: DType
-
-    def __init__(self, dtype: DType) -> None:
-        super().__init__(_not_callable)
-        object.__setattr__(self, "dtype", dtype)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        object.__setattr__(self, "dtype", DTYPES.get(name))
 
 
 def sizes(value: Any) -> tuple[int, ...]:
@@ -197,8 +235,10 @@ def _rebuild_tensor_v2(
 def _rebuild_tensor_v3(
     storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, bits: Any = None
 ) -> TensorPlace:
-    if not isinstance(dtype, _DTypeName):
-        return refused_place("its dtype is not known")
+    if not isinstance(dtype, DTypeName):
+        return refused_place("its dtype is not known", shape)
+    if dtype.dtype is None:
+        return refused_place(f"dtype {dtype.name} is not read", shape)
     return _place(storage, offset, shape, strides, dtype.dtype, bits)
 
 
@@ -206,22 +246,9 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _rebuild_from_type(call: Any, kind: Any, args: Any, _state: Any) -> Any:
-    """Rebuild a tensor subclass: a DTensor holds a shard, any other wraps one ordinary tensor or is not known."""
-    if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
-        return refused_place("sharded: a DTensor holds this rank's shard only")
-    if isinstance(call, StandIn) and isinstance(args, tuple):
-        return call(*args)
-    return refused_place(f"a tensor subclass that is not read: {getattr(kind, 'name', kind)!s:.80}")
-
-
-def refused_place(reason: str) -> TensorPlace:
-    """Stand in for a tensor whose bytes are not read, so that it is counted."""
-    return TensorPlace(None, None, 0, (), (), refused=reason)
-
-
-def _refuse(what: str) -> StandIn:
-    return StandIn(lambda *_: refused_place(what))
+def refused_place(reason: str, shape: Any = (), dtype: Any = None) -> TensorPlace:
+    """Stand in for a tensor whose bytes are not read, so that it is counted. shape, dtype: where these are known."""
+    return TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, sizes(shape), (), refused=reason)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -257,17 +284,11 @@ ALLOWED: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
     "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
     "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_parameter),
-    "torch._tensor._rebuild_from_type_v2": StandIn(_rebuild_from_type),
-    "torch._utils._rebuild_wrapper_subclass": _refuse("a wrapper tensor that is not read"),
-    "torch._utils._rebuild_qtensor": _refuse("a quantized tensor"),
-    "torch._utils._rebuild_sparse_tensor": _refuse("a sparse tensor"),
-    "torch._utils._rebuild_sparse_csr_tensor": _refuse("a sparse tensor"),
-    "torch._utils._rebuild_nested_tensor": _refuse("a nested tensor"),
-    "torch._utils._rebuild_meta_tensor_no_storage": _refuse("a meta tensor: it has no values"),
-    "torch._utils._rebuild_device_tensor_from_numpy": _refuse("a tensor stored as a numpy array"),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_parameter),
     "torch.storage.UntypedStorage": StorageType(None),
     "torch.UntypedStorage": StorageType(None),
+    "torch.QInt32Storage": StorageType(None, 4),
+    **{f"torch.{name}Storage": StorageType(None) for name in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
     **{f"torch.{name}": StorageType(row) for name, row in BY_STORAGE.items()},
-    **{f"torch.{name}": _DTypeName(row) for name, row in DTYPES.items()},
+    **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *UNREAD)},
 }

@@ -7,19 +7,20 @@ Layout: caffe2/serialize/inline_container.cc of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 import zipfile
 from typing import TYPE_CHECKING, BinaryIO
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.readers.places import Record, tensor_at
 from syncheck.readers.tree import flatten
 from syncheck.readers.unpickle import unpickle
-from syncheck.snapshots import Snapshot, Tensor
+from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.stand_ins import TensorPlace
+    from syncheck.readers.stand_ins import Storage, TensorPlace
+    from syncheck.snapshots import Tensor
 
 FORMAT = "torch-zip"
 MAGIC = b"PK\x03\x04"
@@ -72,6 +73,12 @@ class Archive:
         self.records = {info.filename: info for info in infos}
         if len(self.records) != len(infos):
             raise MalformedFile(path, place="zip directory", found="two records of one name", next_step=_AGAIN)
+        first = min((info.header_offset for info in infos), default=0)
+        if first:  # several zips one after the other: the directory at the end is the last one's
+            raise MalformedFile(
+                path, place="zip directory", found=f"the records begin at byte {first}", needed="byte 0",
+                next_step="if it is a part of a torch.distributed.checkpoint folder, give the folder",
+            )  # fmt: skip
         pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
             what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
@@ -95,6 +102,8 @@ class Archive:
                 found="a compressed or encrypted record",
                 needed="a stored one, as torch.save writes",
             )
+        if info.header_offset > self.size:  # more than seek() takes, perhaps
+            raise self._malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
         self.file.seek(info.header_offset)
         head = self.file.read(_LOCAL_HEADER.size)
         if len(head) < _LOCAL_HEADER.size or not head.startswith(MAGIC):
@@ -130,37 +139,12 @@ class Archive:
 
     def tensor(self, name: str, place: TensorPlace, big_endian: bool) -> Tensor:
         """Check that a tensor lies within its record and say where in the file it starts."""
-        if place.data is not None and place.dtype is not None:
-            return Tensor(
-                name, place.dtype.name, place.shape, place.strides, self.path, 0, place.big_endian, data=place.data
-            )
-        if place.refused or place.dtype is None or place.storage is None:
-            reason = place.refused or "its storage has no dtype"
-            return Tensor(
-                name,
-                place.dtype.name if place.dtype else "unknown",
-                place.shape,
-                place.strides,
-                self.path,
-                0,
-                refused=reason,
-            )
-        start, size = self.place_of(f"data/{place.storage.key}")
-        last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
-        whole = not place.offset and last + 1 == math.prod(place.shape) == size / place.dtype.size
-        crc = self.records[f"{self.stem}data/{place.storage.key}"].CRC if whole else 0
-        end = 0 if 0 in place.shape else (place.offset + last + 1) * place.dtype.size
-        if end > size:
-            raise self._malformed(
-                f"data/{place.storage.key}",
-                f"tensor '{name}' ends at byte {end} of a record of {size}",
-                f"{end} bytes for {place.dtype.name} {list(place.shape)}",
-                f"the file is cut short or damaged: {_AGAIN}",
-            )
-        return Tensor(
-            name, place.dtype.name, place.shape, place.strides, self.path,
-            start + place.offset * place.dtype.size, big_endian, place.lazy, opened=self.opened, crc32=crc or None,
-        )  # fmt: skip
+        return tensor_at(name, place, self.path, self._record_of, opened=self.opened, big_endian=big_endian)
+
+    def _record_of(self, storage: Storage) -> Record:
+        record = f"data/{storage.key}"
+        start, size = self.place_of(record)
+        return Record(self.stem + record, start, size, self.records[self.stem + record].CRC)
 
     def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
         return MalformedFile(self.path, place=self.stem + record, found=found, needed=needed, next_step=next_step)

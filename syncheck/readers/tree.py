@@ -9,7 +9,7 @@ from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.optimizer_names import parameter_names
-from syncheck.readers.stand_ins import Inert, TensorPlace
+from syncheck.readers.stand_ins import Inert, Storage, TensorPlace
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Metadata
@@ -90,13 +90,15 @@ def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
             raise MalformedFile(path, place=name or "top level", found=limit, needed=f"at most {MAX_DEPTH} levels")
         if isinstance(node, TensorPlace):
             flat.tensors[_free(name, flat.tensors)] = node
+        elif isinstance(node, Storage):
+            flat.tensors[_free(name, flat.tensors)] = node.as_tensor()
         elif is_optimizer(node):
             optimizers.append(node)
         elif isinstance(node, _PLAIN):
             flat.values[_free(name, flat.values)] = node
         else:
             parts = children(node)
-            if parts is None:  # a rebuild function or storage that nothing used
+            if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
             short = _without_container(name, node)
             below = (*above, id(node))
@@ -113,9 +115,10 @@ def _without_container(name: str, node: Any) -> str:
 
 def _free(name: str, taken: dict[str, Any]) -> str:
     """Keep both of two tensors that end at one name, as in {'model': sd, 'state_dict': sd}."""
-    free, i = name or "tensor", 2
+    first = free = name or "tensor"
+    i = 2
     while free in taken:
-        free, i = f"{name}#{i}", i + 1
+        free, i = f"{first}#{i}", i + 1
     return free
 
 

@@ -2,8 +2,8 @@
 
 A pickle names the callables that rebuild its objects. Each name is looked up in three tables, never imported:
 
-- `stand_ins.ALLOWED` and `numpy_stand_ins.NUMPY`: our own stand-ins for the few names that torch.save writes for
-  tensors, arrays and plain containers.
+- `stand_ins.ALLOWED`, the tables of `unread`, `numpy_stand_ins.NUMPY` and `dtensor.SUBCLASSES`: our own stand-ins for
+  the few names that torch.save writes for tensors, arrays and plain containers.
 - `REFUSED_*`: names that can only be there to run something. The whole file is refused.
 - any other name becomes an inert stub that keeps what it was given, so that tensors inside are still found.
 """
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, Protocol
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
+from syncheck.readers.dtensor import SUBCLASSES
 from syncheck.readers.numpy_stand_ins import NUMPY
 from syncheck.readers.stand_ins import ALLOWED, Inert, Storage, StorageType
+from syncheck.readers.unread import DESCRIBING, UNREAD
 
-TABLE = ALLOWED | NUMPY
+TABLE = ALLOWED | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
 
 # Roots of modules that no tensor, number or configuration lives in.
 REFUSED_MODULES = frozenset(
@@ -58,10 +60,20 @@ def is_refused(module: str, name: str) -> bool:
     )
 
 
+class Stream(Protocol):
+    """A file that a pickle is read from: it then stands behind the pickle's last byte."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes."""
+
+    def readline(self) -> bytes:
+        """Return a line."""
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: str, place: str) -> None:
-        super().__init__(io.BytesIO(data))
-        self.path, self.place = path, place
+    def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage]) -> None:
+        super().__init__(stream)
+        self.path, self.place, self.storages = path, place, storages
         self.stubs: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -80,23 +92,34 @@ class _Unpickler(pickle.Unpickler):
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
 
-    def persistent_load(self, pid: Any) -> Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source, before torch 1.6
+            return pid[1]
+        # The sixth, of files before torch 0.4, says which part of a storage another one is.
+        known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
+        if not known or pid[0] != "storage":
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
-        _, kind, key, _location, numel = pid
+        _, kind, key, _location, numel = pid[:5]
         if not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
-        return Storage(kind.dtype if isinstance(kind, StorageType) else None, key, numel)
+        row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
+        storage = Storage(row[0], key, numel, row[1])
+        self.storages.setdefault(key, storage)
+        return storage
 
 
-def unpickle(data: bytes, path: str, place: str) -> tuple[Any, tuple[str, ...]]:
+def unpickle(
+    data: bytes | Stream, path: str, place: str, storages: dict[str, Storage] | None = None
+) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
-    path, place: for error texts. Raises RefusedFile for a global that can only be there to run something, and
-    MalformedFile for anything else that is wrong with the stream.
+    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: to be filled,
+    by key. Raises RefusedFile for a global that can only be there to run something, and MalformedFile for anything
+    else that is wrong with the stream.
     """
-    unpickler = _Unpickler(data, path, place)
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    unpickler = _Unpickler(stream, path, place, {} if storages is None else storages)
     try:
         tree = unpickler.load()
     except RefusedFile:

@@ -54,7 +54,11 @@ def could_not_compare(report: Report) -> list[TensorDiff]:
 
 
 def _refused(group: Group) -> list[TensorDiff]:
-    return [diff for diff in group.tensors if diff.reason == "refused"]
+    return [
+        diff
+        for diff in group.tensors
+        if diff.status == "not_compared" and diff.reason in ("refused", "digest", "checksum")
+    ]
 
 
 def _verdict(report: Report) -> str:

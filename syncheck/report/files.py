@@ -41,7 +41,7 @@ def write_file(path: str, report: Report, option: str = "-o") -> None:
     Its folder must be there. Raises UsageError, naming the option, when it cannot be written.
     """
     try:
-        _replace(path, _drawn(path.lower(), report))
+        replace_file(path, _drawn(path.lower(), report))
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot write it: {error.strerror or error}") from None
 
@@ -64,7 +64,11 @@ def _drawn(path: str, report: Report) -> str:
     return plain.render(text.comparison(report, 0))
 
 
-def _replace(path: str, content: str) -> None:
+def replace_file(path: str, content: str) -> None:
+    """Write a text beside a file and put it in its place, so that the whole new one is there or the old one.
+
+    Raises OSError when it cannot be written.
+    """
     import tempfile
 
     folder, name = os.path.split(path)

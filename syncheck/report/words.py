@@ -35,10 +35,14 @@ def counts_line(report: Report) -> str:
 
 def verdict_line(report: Report) -> str:
     """Return the verdict, with the reason where it could not be told."""
-    text = VERDICTS[report.verdict]
+    by_what = " by stored checksum" if report.quick and report.verdict != "undecided" else ""
+    text = VERDICTS[report.verdict] + by_what
     allowed = sorted({f.code for g in report.groups for f in g.findings if f.allowed})
     if report.verdict == "in_sync" and allowed:
         text += f" but for allowed findings: {', '.join(allowed)}"
+    untold = sum(diff.reason == "checksum" and not diff.clusters for g in report.groups for diff in g.tensors)
+    if report.verdict == "in_sync" and untold:
+        text += f"; {untold} tensor{'s' * (untold != 1)} could not be compared by it"
     if report.verdict == "undecided":
         text += f": {_why_undecided(report)}"
     elif report.unreadable:
@@ -54,6 +58,13 @@ def _why_undecided(report: Report) -> str:
             "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
             "--group-by REGEX which belong together"
         )
+    if any(diff.reason == "checksum" for group in report.groups for diff in group.tensors):
+        return (
+            "no tensor has a stored checksum on all replicas (torch.save stores them, other formats do not); without "
+            "--quick every byte is read"
+        )
+    if any(group.shards for group in report.groups):
+        return "every rank holds its own shards, so no tensor was compared"
     return "no tensor was compared; options may leave all of them out"
 
 
@@ -69,9 +80,18 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def clusters_text(diff: TensorDiff) -> str:
-    """Write who agrees with whom: '0,2,3 | 1'."""
-    shown = [ranks_text(found) for found in diff.clusters[:4]]
-    more = len(diff.clusters) - len(shown)
+    """Write who agrees with whom: '0,2,3 | 1'; of several replica groups in each: '0 | 2; 1 | 3'."""
+    groups = [[found for found in diff.clusters if set(found) <= set(ranks)] for ranks in diff.replica_groups]
+    apart = [sets for sets in groups if sets]
+    if len(apart) < 2:
+        return _sets_text(diff.clusters)
+    texts = [_sets_text(sets) for sets in apart[:4]]
+    return "; ".join(texts) + (f"; {len(apart) - 4} more" if len(apart) > 4 else "")
+
+
+def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
+    shown = [ranks_text(found) for found in sets[:4]]
+    more = len(sets) - len(shown)
     return " | ".join(shown) + (f" | {more} more" if more > 0 else "")
 
 
@@ -79,10 +99,14 @@ def gap_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
     """Return differing elements, max abs, max rel and max ULP of a tensor, or the reason it was not compared."""
     if diff.status == "not_compared":
         return one_line(f"{diff.reason}: {diff.detail}"), "", "", ""
+    if diff.mismatched is None:
+        return one_line(f"by {diff.reason}: {diff.detail}"), "-", "-", "-"
     differing = f"{diff.mismatched} of {diff.numel}"
     odd = sum(1 for count in diff.nonfinite.values() if count)
     if odd and odd < len(diff.nonfinite):
         differing += " (not finite on some)"
+    if diff.status == "close":
+        differing += one_line(f", close: {diff.reason}")
     absolute = "-" if diff.max_abs is None else f"{diff.max_abs:.3g}"
     relative = "-" if diff.max_rel is None else f"{diff.max_rel:.2%}"
     return differing, absolute, relative, "-" if diff.max_ulp is None else str(diff.max_ulp)

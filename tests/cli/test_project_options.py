@@ -86,7 +86,7 @@ def test_errors_of_the_file_are_one_line(cli: Run, project: Callable[[str], str]
     for command in ("compare", "report"):
         done = cli(command, "*.pth")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert done.err.startswith(f"syncheck: error: {path}: tool.syncheck: allow SYN999")
+        assert done.err.startswith(f"syncheck: error: {path}: tool.syncheck.allow = 'SYN999'")
     assert cli("compare", "*.pth", "--no-config").code == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from syncheck import diagnose
 from syncheck.diagnose import RULES
-from syncheck.records import Counts, Finding, Group, Replica, Severity, TensorDiff, ValueDiff
+from syncheck.records import Counts, Finding, Group, Replica, Severity, Shards, TensorDiff, Tie, ValueDiff
 from syncheck.snapshots import Metadata
 
 HOME = Path(diagnose.__file__).parent
@@ -109,6 +109,36 @@ def test_103() -> None:
     assert set(fitted) == {"SYN103"}
     assert (fitted["SYN103"].ranks, fitted["SYN103"].severity, fitted["SYN103"].fails) == ((1,), "info", False)
     assert found(group(normalized={})) == {}
+
+
+def test_104() -> None:
+    """Tensors in parts are told with their layouts and numbers and never fail; a group without any is not told so."""
+    shards = (
+        Shards("DTensor", "shards, R S(0) over 2 x 2 ranks", 23, 22, ((0, 2), (1, 3))),
+        Shards("optimizer", "each rank has its own part of the optimizer's state", 1, 0),
+        Shards("model parallel", "parts along tp", 2, 0),
+    )
+    fitted = found(group(ranks=4, shards=shards))
+    assert set(fitted) == {"SYN104"}
+    assert (fitted["SYN104"].fails, fitted["SYN104"].ranks) == (False, (0, 1, 2, 3))
+    assert fitted["SYN104"].evidence == (
+        "23 DTensors (shards, R S(0) over 2 x 2 ranks) compared within ranks 0, 2 and ranks 1, 3, 1 of them not "
+        "compared; 1 tensor of the optimizer (each rank has its own part of the optimizer's state) not compared; "
+        "2 plain tensors (parts along tp) not compared"
+    )
+    many = tuple(Shards("DTensor", f"layout {i}", 2, 0) for i in range(7))
+    assert found(group(shards=many))["SYN104"].evidence.endswith("; 6 tensors in 3 other layouts")
+    assert found(group(shards=())) == {}
+
+
+def test_105() -> None:
+    """A broken tie is told with its names, on the fewer ranks, and never fails; without one nothing is told."""
+    fitted = found(group(ranks=3, ties=(Tie(("embed", "head"), (1,)),)))
+    assert set(fitted) == {"SYN105"}
+    assert (fitted["SYN105"].ranks, fitted["SYN105"].fails) == ((1,), False)
+    assert fitted["SYN105"].evidence == "embed and head share memory on rank 1 only"
+    assert found(group(ties=(Tie(("embed", "head"), (1,)),)))["SYN105"].ranks == (0, 1)
+    assert found(group(ties=())) == {}
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "global_step"])

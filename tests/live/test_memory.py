@@ -318,7 +318,7 @@ def refused() -> list[tuple[str, Any, str]]:
         ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
         ("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
         ("lazy", nn.LazyLinear(3).weight, "a parameter of a lazy module that has not run yet: it has no values"),
-        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "its dtype is not known"),
+        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "dtype bits8 is not read"),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
+from dtensors import save_ranks
 from sessions import session, sessions
 
 import syncheck
@@ -268,6 +269,23 @@ def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, dec
     assert ended["optimizer"].status == ("skipped" if decided else "failed")
     assert "no tensor was compared (1 refused: sparse)" in ended["optimizer"].body
     assert ("syncheck_verdict", "undecided") in ended["optimizer"].properties
+
+
+def test_shards_leave_the_verdict_to_what_was_compared(tmp_path: Path) -> None:
+    """A kind that is shards alone is skipped beside one in sync, and the summary then says what `compare` says."""
+    parts = {rank: np.full((2, 3), rank, np.float32) for rank in range(2)}
+    folder = tmp_path / "both"
+    statistics = {name: array for name, array in network(layers=1).items() if "running" in name or "num_" in name}
+    buffers = {name: dict.fromkeys(range(2), array) for name, array in statistics.items()}
+    save_ranks(folder, parts, ["S(0)"], (2,), **buffers)
+    save_ranks(tmp_path / "alone", parts, ["S(0)"], (2,))
+    both, alone = sessions((folder, ["--syncheck", "."]), (tmp_path / "alone", ["--syncheck", "."]))
+    assert (both.code, syncheck.compare(folder).exit_code) == (0, 0)
+    (line,) = (line for line in both.lines if "parameters 1/1 not compared" in line)
+    assert line.startswith("IN SYNC")
+    assert (alone.code, syncheck.compare(tmp_path / "alone").exit_code) == (1, 2)
+    (line,) = (line for line in alone.lines if "parameters 1/1 not compared" in line)
+    assert line.startswith("COULD NOT TELL")
 
 
 def test_what_no_item_judges_is_counted(tmp_path: Path) -> None:

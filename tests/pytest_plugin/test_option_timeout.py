@@ -18,7 +18,11 @@ def test_with_its_own_limit(): time.sleep(1.5)
 
 @pytest.mark.parametrize(
     ("option", "ini", "limit"),
-    [(["--syncheck-timeout=0.5"], "20", "0.5"), ([], "0.7", "0.7"), (["--syncheck-timeout=20"], "0.5", None)],
+    [
+        (["--syncheck-timeout=0.5"], "20", "0.5"),
+        pytest.param([], "0.7", "0.7", marks=pytest.mark.slow),
+        pytest.param(["--syncheck-timeout=20"], "0.5", None, marks=pytest.mark.slow),
+    ],
     ids=["option", "ini", "option over ini"],
 )
 def test_limit(pytester: pytest.Pytester, option: list[str], ini: str, limit: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`--syncheck-rtol`, `--syncheck-atol` and `--syncheck-ulp`."""
+"""`--syncheck-rtol`, `--syncheck-atol`, `--syncheck-ulp` and `--syncheck-close`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ def test_tolerance(tmp_path: Path) -> None:
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "bn.weight", by=1e-6))
     base = ["-v", "--syncheck", "*.pth"]
-    none, near, far, steps, half, negative, word = sessions(
+    none, near, far, steps, torchs, both, half, negative, word = sessions(
         (tmp_path, base),
         (tmp_path, [*base, "--syncheck-rtol", "1e-5", "--syncheck-atol", "0"]),
         (tmp_path, [*base, "--syncheck-rtol", "1e-8", "--syncheck-atol", "1e-8"]),
         (tmp_path, [*base, "--syncheck-ulp", "16"]),
+        (tmp_path, [*base, "--syncheck-close"]),
+        (tmp_path, [*base, "--syncheck-close", "--syncheck-ulp", "16"]),
         (tmp_path, [*base, "--syncheck-rtol", "1e-5"]),
         (tmp_path, [*base, "--syncheck-ulp", "-1"]),
         (tmp_path, [*base, "--syncheck-atol", "some"]),
     )
-    assert [run.code for run in (none, near, far, steps)] == [1, 0, 1, 0]
+    assert [run.code for run in (none, near, far, steps, torchs)] == [1, 0, 1, 0, 0]
     assert "parameters 2/8 close" in near.out
     assert "options in force: rtol 1e-05; atol 0" in near.out
     assert "options in force: ulp 16" in steps.out
+    assert "options in force: close\n" in torchs.out
     for run, told in (
+        (both, "--syncheck-close is a whole tolerance: it cannot be combined with --syncheck-ulp"),
         (half, "--syncheck-rtol and --syncheck-atol belong together"),
         (negative, "--syncheck-ulp -1: needs a number"),
         (word, "--syncheck-atol: invalid float value: 'some'"),

@@ -15,6 +15,8 @@ from processes import alive, gone
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 CONFTEST = """
 import multiprocessing, os, pathlib, sys
 import pytest

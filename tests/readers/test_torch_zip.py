@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import save_pth
+from dcp_folders import assemble
 
 import syncheck
 from syncheck.blocks import Files, ranges
 from syncheck.dtypes import DTYPES
-from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.errors import MalformedFile, NotACheckpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from checkpoints import Done
 
 
 def content(path: Path, name: str) -> bytes:
@@ -66,7 +71,7 @@ def test_bytes_are_torchs(tmp_path: Path) -> None:
         assert content(tmp_path / "f.pth", name) == expected(tensor), name
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
 def test_every_dtype(tmp_path: Path, name: str) -> None:
     """Each dtype of the table is read under torch's name, with torch's bytes."""
     dtype = getattr(torch, name)
@@ -152,6 +157,30 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
     assert (report.counts.identical, report.counts.not_compared) == (1, len(odd))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_not_read_has_its_shape(tmp_path: Path) -> None:
+    """Shapes that differ between ranks are SYN102, though the values of such tensors cannot be compared."""
+    for rank in range(2):
+        size = 3 + rank
+        odd = {
+            "coo": torch.eye(size).to_sparse(),
+            "csr": torch.eye(size).to_sparse_csr(),
+            "bsr": torch.eye(2 * size).to_sparse_bsr((2, 2)),
+            "q": torch.quantize_per_tensor(torch.randn(size, 2), 0.1, 0, torch.qint8),
+            "meta": torch.zeros(size, device="meta"),
+        }
+        torch.save({"w": torch.ones(2), **odd}, tmp_path / f"m_rank{rank}.pth")
+    (group,) = syncheck.compare(tmp_path).groups
+    assert {diff.name: diff.detail for diff in group.tensors} == {
+        "coo": "[3, 3] on rank 0, [4, 4] on rank 1",
+        "csr": "[3, 3] on rank 0, [4, 4] on rank 1",
+        "bsr": "[6, 6] on rank 0, [8, 8] on rank 1",
+        "q": "[3, 2] on rank 0, [4, 2] on rank 1",
+        "meta": "[3] on rank 0, [4] on rank 1",
+    }
+    assert [finding.code for finding in group.findings] == ["SYN102"]
+
+
 def test_what_is_not_read_can_still_be_missing(tmp_path: Path) -> None:
     """A tensor that is refused on one rank and absent on the other is missing there, whatever it holds."""
     torch.save({"w": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path / "m_rank0.pth")
@@ -195,25 +224,6 @@ def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
     }
 
 
-def test_dtensor_is_sharded_and_not_different(tmp_path: Path) -> None:
-    """Shards of a DTensor that differ by design are counted as not compared and never called different."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for rank in range(2):
-            shard = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Shard(0)])
-            torch.save({"w": shard, "bn": torch.ones(2)}, tmp_path / f"m_rank{rank}.pth")
-    finally:
-        dist.destroy_process_group()
-    report = syncheck.compare(tmp_path)
-    (diff,) = report.groups[0].tensors
-    assert (diff.name, diff.status, diff.reason) == ("w", "not_compared", "sharded")
-    assert report.verdict == "in_sync"
-
-
 @pytest.mark.parametrize("name", ["whole", "transposed"])
 def test_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, name: str) -> None:
     """A file that is cut while it is compared is malformed, whichever way its tensor is read."""
@@ -225,13 +235,6 @@ def test_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, name: str) 
             file.truncate(tensor.offset + 100)
         with pytest.raises(MalformedFile, match=f"tensor '{name}': the file ends before"):
             files.read(tensor, 0, next(ranges([tensor]))[1], slot=0)
-
-
-def test_legacy_format_is_named(tmp_path: Path) -> None:
-    """A file of before torch 1.6 is recognized, with what to do."""
-    torch.save({"w": torch.ones(2)}, tmp_path / "f.pth", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedFormat, match=r"before torch 1\.6\. Load it and torch\.save it again"):
-        syncheck.read(str(tmp_path / "f.pth"))
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 0.999])
@@ -253,3 +256,37 @@ def test_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> N
     (tmp_path / "f.pth").write_bytes(data.replace(b"K\xc9", b"K\xff"))
     with pytest.raises(MalformedFile, match=r"tensor 'w' ends at byte 1020 of a record of 804"):
         syncheck.read(str(tmp_path / "f.pth"))
+
+
+def test_a_record_beyond_the_files_end_is_malformed(tmp_path: Path) -> None:
+    """A directory that sends the reader beyond the file is malformed, and names the record."""
+    path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    assert data[entry : entry + 4] == b"PK\x01\x02"
+    data[entry + 42 : entry + 46] = (0xFFFFFF00).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(MalformedFile, match=r"f/data/0: a record beyond the file's end; needed a local header"):
+        syncheck.read(str(path))
+
+
+def test_zips_one_after_the_other_are_malformed(tmp_path: Path) -> None:
+    """Of two zips in one file the directory is the second's: nothing is read in place of the first."""
+    one, two = (save_pth(tmp_path / f"{name}.pth", {name: np.ones(2, np.float32)}) for name in "ab")
+    (tmp_path / "f.pth").write_bytes(one.read_bytes() + two.read_bytes())
+    first = len(one.read_bytes())
+    with pytest.raises(MalformedFile, match=rf"zip directory: the records begin at byte {first}; needed byte 0"):
+        syncheck.read(str(tmp_path / "f.pth"))
+
+
+def test_a_file_of_a_distributed_checkpoint_says_to_give_the_folder(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """Files that hold the chunks of several tensors exit with 2 and a line each, with what to give instead."""
+    files = []
+    for name in "ab":
+        folder = assemble(tmp_path / name, {key: (torch.ones(3), [((0,), (3,))]) for key in "vw"})
+        files.append((folder / "__0_0.distcp").rename(tmp_path / f"{name}.distcp"))
+    done = cli("compare", *files)
+    assert done.code == 2
+    lines = done.err.splitlines()
+    assert len(lines) == 2
+    assert all("the records begin at byte" in line and "give the folder." in line for line in lines)

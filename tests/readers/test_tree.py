@@ -32,6 +32,7 @@ def names(folder: Path, tree: Any) -> list[str]:
         ([W, {"a": W}], ["0", "1.a"]),
         (W, ["tensor"]),
         ({1: W, (2, 3): W}, ["1", "(2, 3)"]),
+        ({"": W, "model": {"": W}}, ["tensor", "tensor#2"]),
         ({}, []),
     ],
     ids=repr,

@@ -89,6 +89,14 @@ def wait_for(condition: Any, timeout: float = 30, pause: float = 0.02) -> None:
         time.sleep(pause)
 
 
+def command(pid: int) -> str:
+    """Give the command line of a process; empty where there is none of this number."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
 def children(pid: int) -> list[int]:
     """List the processes that a process has started and that run."""
     found = []

@@ -215,7 +215,7 @@ def test_zero_deals_out_the_optimizer(ctx: RankContext, syncheck_rank: Rank) -> 
     assert names[0].isdisjoint(names[1])
     assert names[0] | names[1] == {name for name in load(paths[0])["model"] if name.endswith(("weight", "bias"))}
     (group,) = syncheck.compare(settings.out).groups
-    assert (group.verdict, group.findings) == ("in_sync", ())
+    assert (group.verdict, [finding.code for finding in group.findings]) == ("in_sync", ["SYN104"])
     assert group.counts.not_compared == 3 * 23
     assert {diff.reason for diff in group.tensors} == {"sharded"}
 

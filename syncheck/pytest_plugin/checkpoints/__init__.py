@@ -50,7 +50,7 @@ def _usage() -> Iterator[None]:
     try:
         yield
     except SyncheckError as error:
-        raise pytest.UsageError(options.in_pytests_words(str(error))) from None
+        raise pytest.UsageError(options.in_pytests_words(error)) from None
 
 
 def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> CheckpointPlugin:
@@ -188,7 +188,7 @@ class CheckpointPlugin:
                 write_file(path, report, option="--syncheck-output")
             self.written.append(path)
         except SyncheckError as error:
-            self.errors.append(options.in_pytests_words(str(error)))
+            self.errors.append(options.in_pytests_words(error))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was found, by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""

@@ -51,7 +51,7 @@ def _of_the_project(config: pytest.Config) -> list[str]:
     parts = []
     for key in project.applied(found, **options.given(config)):
         value = found.values[key.replace("-", "_")]
-        parts.append(f"{key} {', '.join(value) if isinstance(value, tuple) else value}")
+        parts.append(f"{key} {', '.join(value) if isinstance(value, (tuple, dict)) else value}")
     if not parts or found.path is None:
         return []
     return [f"syncheck: options from {os.path.relpath(found.path, config.rootpath)}: {'; '.join(parts)}"]

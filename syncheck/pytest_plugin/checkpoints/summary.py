@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_GROUPS = 20
 _MOST_NOTES = 5
 # Options that change what is compared or excused, and so what "in sync" means.
-_NEUTRAL = ("buffers", "group_by")
+_NEUTRAL = ("buffers", "group_by", "reference", "jobs")
 # Of the items of a group, the one that says most of it.
 _ORDER = ("out_of_sync", "undecided", "in_sync", "alone")
 _SAID = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree", "alone": ""}
@@ -78,9 +78,13 @@ def in_force(options: Options) -> str:
     parts = []
     for field in fields(options):
         value = getattr(options, field.name)
-        if field.name not in _NEUTRAL and value not in (None, ()):
-            parts.append(f"{field.name} {', '.join(value) if isinstance(value, tuple) else value}")
+        if field.name not in _NEUTRAL and value is not False and value not in (None, (), {}):
+            parts.append(field.name if value is True else f"{field.name} {_text(value)}")
     return "; ".join(parts)
+
+
+def _text(value: object) -> str:
+    return ", ".join(value) if isinstance(value, (tuple, dict)) else str(value)
 
 
 def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> dict[str, dict[str, Mapping[str, str]]]:
@@ -109,7 +113,9 @@ def _first(items: Mapping[str, Mapping[str, str]], name: str) -> str:
 
 
 def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:
-    return min((told["verdict"] for told in items.values()), key=_ORDER.index)
+    """Return the group's: a kind of which nothing was comparable, such as shards, leaves it to those that were."""
+    told = {item["verdict"] for item in items.values()}
+    return "in_sync" if "in_sync" in told and "out_of_sync" not in told else min(told, key=_ORDER.index)
 
 
 def _item(item: str, told: Mapping[str, str]) -> str:

@@ -38,6 +38,7 @@ def start_long(programs: Programs, *where: Any) -> list[subprocess.Popen[str]]:
     return ranks
 
 
+@pytest.mark.slow
 def test_trains_through_a_file(programs: Programs, tmp_path: Path) -> None:
     """Two shells train ddp; the file is gone afterwards, so that the same lines work again."""
     where = ("--init-method", f"file://{tmp_path}/meeting")
@@ -58,6 +59,7 @@ def test_trains_over_tcp(programs: Programs, tmp_path: Path, free_port: int, how
     assert_trained(tmp_path / "ckpts", 2)
 
 
+@pytest.mark.slow
 def test_mistakes_are_said_in_each_shell(programs: Programs, tmp_path: Path) -> None:
     """Where each rank has a terminal of its own, none of them ends without a word; the file does not stay."""
     where = ("--init-method", f"file://{tmp_path}/meeting", "--save-per-rank", "--out", "/dev/null/x")
@@ -97,6 +99,7 @@ def test_a_rank_that_does_not_come(programs: Programs, tmp_path: Path) -> None:
     assert not (tmp_path / "meeting").exists()
 
 
+@pytest.mark.slow
 def test_no_rank_zero_over_tcp(programs: Programs, free_port: int) -> None:
     """Where nobody listens, the rank that waits says so after its timeout, without torch's pages of warnings."""
     address = ("--ip", "127.0.0.1", "--port", free_port)
@@ -107,6 +110,7 @@ def test_no_rank_zero_over_tcp(programs: Programs, free_port: int) -> None:
     assert line.startswith(start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ip", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +95,13 @@ def test_torchrun_inside_srun(slurm: Callable[..., Run], tmp_path: Path) -> None
 
 
 def test_mistake_is_said_once(slurm: Callable[..., Run]) -> None:
-    """What all tasks refuse is one line, and srun ends with their exit code, also if it ends all at the first."""
+    """What all tasks refuse is one line, also if srun ends all others at the first."""
     line = "run.py: error: --method single is one process, the launcher started 2\n"
     for option in ("--kill-on-bad-exit=0", "--kill-on-bad-exit=1"):
         run = slurm("srun", option, "--ntasks", 2, *TRAIN, "--method", "single")
-        assert (run.returncode, run.stderr) == (2, line)
+        # srun ends with the highest code, and on a busy machine a task may not have come to its own when it is ended.
+        assert run.returncode in (2, 128 + signal.SIGTERM)
+        assert run.stderr == line
 
 
 def test_shells_without_srun(slurm: Callable[..., Run], clone: Path) -> None:

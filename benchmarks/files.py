@@ -1,0 +1,76 @@
+"""Large checkpoints, written block by block as safetensors, and removed as soon as they are measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+Shapes = dict[str, tuple[int, ...]]
+GIB = 1 << 30
+
+
+@contextmanager
+def folder(needed: int) -> Iterator[Path]:
+    """Give an empty folder, removed at the end. needed: bytes. Raises RuntimeError where the disk lacks the room."""
+    with tempfile.TemporaryDirectory() as name:
+        if shutil.disk_usage(name).free < needed + GIB:
+            raise RuntimeError(f"{name} has no room for {needed / GIB:.1f} GiB; set TMPDIR")
+        yield Path(name)
+
+
+def layers(count: int, *shape: int) -> Shapes:
+    """Name tensors of one shape as the layers of a model."""
+    return {f"layers.{i}.weight": shape for i in range(count)}
+
+
+def header(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
+    """Return the start of a safetensors file of float32 tensors."""
+    found, at = {}, 0
+    for name, shape in tensors.items():
+        end = at + 4 * math.prod(shape)
+        found[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(found).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def write(paths: Sequence[Path], tensors: Mapping[str, tuple[int, ...]], apart: float = 0.0) -> list[str]:
+    """Write one rank a path: normal values, which differ between ranks by normal noise of this size in every element.
+
+    Returns the paths as a command line wants them.
+    """
+    common = np.random.default_rng(0)
+    own = [np.random.default_rng(1 + i) for i in range(len(paths))]
+    files = [path.open("wb") for path in paths]
+    for file in files:
+        file.write(header(tensors))
+    for shape in tensors.values():
+        base = common.standard_normal(shape, np.float32)
+        for file, random in zip(files, own, strict=True):
+            file.write(_noisy(base, random, apart).data)
+    for file in files:
+        file.close()
+    return [str(path) for path in paths]
+
+
+def _noisy(base: NDArray[np.float32], random: np.random.Generator, apart: float) -> NDArray[np.float32]:
+    return base + np.float32(apart) * random.standard_normal(base.shape, np.float32) if apart else base
+
+
+def ranks(where: Path, count: int) -> list[Path]:
+    """Name the files of so many ranks."""
+    return [where / f"rank{i}.safetensors" for i in range(count)]

@@ -1,0 +1,51 @@
+"""Eight ranks of resnet50, against a script that loads all files and compares them with the first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.files import GIB, folder
+from benchmarks.timing import SYNCHECK, bar, median, section, table, take_turns
+
+ROUNDS = 5
+# As after data-parallel training: parameters agree, BatchNorm statistics do not. 320 tensors, 106 different, 102 MB.
+MAKE = """
+import sys, torch, torchvision
+torch.manual_seed(0)
+model = torchvision.models.resnet50().eval()
+for rank in range(8):
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer += rank * 1e-3
+    torch.save(model.state_dict(), f"{sys.argv[1]}/model_rank{rank}.pth")
+"""
+NAIVE = """
+import sys, torch
+first, *others = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
+bad = {name for other in others for name in first if not torch.allclose(first[name], other[name])}
+print(len(bad), "tensors differ")
+sys.exit(bool(bad))
+"""
+
+
+def run(rounds: int) -> tuple[str, bool]:
+    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    with folder(GIB) as where:
+        subprocess.run([sys.executable, "-c", MAKE, str(where)], check=True)
+        files = sorted(str(path) for path in where.glob("*.pth"))
+        times = take_turns(
+            {
+                "syncheck compare": [SYNCHECK, "compare", *files],
+                "torch.load + torch.allclose": [sys.executable, "-c", NAIVE, *files],
+            },
+            rounds,
+        )
+    of = median(times)
+    ratio = of["syncheck compare"] / of["torch.load + torch.allclose"]
+    return section(
+        "Eight ranks of torchvision's resnet50 (320 tensors, 106 different, 102 MB a file), whole processes, files in "
+        "the page cache, torch with one thread.",
+        table(times),
+        [bar("`syncheck compare` / `torch.load + torch.allclose`", ratio, 0.1)],
+    )

@@ -1,0 +1,167 @@
+"""Make fingerprints: a digest, moments and counts in place of each tensor's bytes, a few kB a checkpoint.
+
+Keep one beside what is deleted, send it instead of the checkpoint, or take it at every save: `compare` reads it in
+place of the checkpoint (readers/fingerprint_file.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from syncheck.blocks import Files, ranges
+from syncheck.digests import ALGORITHM, hasher
+from syncheck.errors import UsageError
+from syncheck.kinds import kinds_of
+from syncheck.metadata_block import SCHEMA
+from syncheck.moments import Moments
+from syncheck.readers import ENDINGS, fingerprint_file, sniff
+from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
+from syncheck.report.files import replace_file
+from syncheck.values import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.snapshots import Metadata, Snapshot, Tensor
+
+ENDING = ".fingerprint.json"
+# Of a text among the values: what counts is a number or short, as the repr of an optimizer's betas.
+_MOST_VALUE = 10_000
+
+
+def fingerprint(snapshot: Snapshot) -> str:
+    """Read a checkpoint's tensors and return its fingerprint: JSON, one tensor a line.
+
+    Of its Python values those are kept that count when they differ: step, epoch, param_groups, the scaler's state.
+    Raises CheckpointError when the file can no longer be read.
+    """
+    tensors = snapshot.tensors
+    kinds, _ = kinds_of(
+        {name: tensor.shape for name, tensor in tensors.items()},
+        snapshot.metadata,
+        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+    )
+    source = os.path.basename(os.path.normpath(snapshot.path))
+    values = {name: _value(value) for name, value in counted(snapshot).items() if _can_be_kept(value)}
+    about = {
+        KEY: VERSION,
+        "source": {"name": source, "format": snapshot.format, "bytes": snapshot.bytes},
+        "algorithm": ALGORITHM,
+        "metadata": None if snapshot.metadata is None else _block(snapshot.metadata),
+        "values": values,
+        "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
+        "notes": [note[:MOST_TEXT] for note in snapshot.notes],
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in about.items()]
+    with Files() as files:
+        entries = [
+            f"  {json.dumps(name)}: {json.dumps({'kind': kinds[name]} | _entry(tensor, files), allow_nan=False)}"
+            for name, tensor in tensors.items()
+        ]
+    listed = ",\n".join(entries)
+    return "{" + ",\n ".join(lines) + ',\n "tensors": {\n' + listed + "\n }}\n"
+
+
+def places(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, str]]:
+    """Say where the fingerprint of each checkpoint goes; what is a fingerprint already is left out.
+
+    output: a file for one checkpoint. For several, or where it is a folder or ends as one, the folder in which each
+    goes under its own name, and below the folder that all have in common under the same folders: rank and step in the
+    names stay what they are. Raises UsageError where there is none to make, two would get one name, or a checkpoint
+    lies there.
+    """
+    wanted = [snapshot for snapshot in snapshots if snapshot.format != FORMAT]
+    if snapshots and not wanted:
+        raise UsageError(f"{snapshots[0].path}: this is a fingerprint already; needs the checkpoint")
+    paths = [snapshot.path for snapshot in wanted]
+    if len(paths) == 1 and not os.path.isdir(output) and not output.endswith(os.sep):
+        found = {paths[0]: output}
+    elif os.path.isfile(output):
+        raise UsageError(f"-o {output}: {len(paths)} checkpoints need a folder to write to, and this is a file")
+    else:
+        found = {path: os.path.join(output, name) for path, name in _below(paths).items()}
+    taken: dict[str, str] = {}
+    for path, place in found.items():
+        other = taken.setdefault(place, path)
+        if other != path:
+            raise UsageError(f"{other} and {path}: both would be written to {place}; do them one at a time")
+        if os.path.isfile(place) and sniff(place) not in (None, fingerprint_file):
+            raise UsageError(f"-o {place}: a checkpoint lies there, and it would be lost; name another file")
+    return [(snapshot, found[snapshot.path]) for snapshot in wanted]
+
+
+def write(place: str, text: str) -> None:
+    """Write a fingerprint; the folders above are made. The whole file is there afterwards, or what was there before.
+
+    Raises UsageError when it cannot be written.
+    """
+    try:
+        os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+        replace_file(place, text)
+    except OSError as error:
+        raise UsageError(f"-o {place}: cannot write it: {error.strerror or error}") from None
+
+
+def _below(paths: Sequence[str]) -> dict[str, str]:
+    folders = [os.path.dirname(os.path.abspath(path)) for path in paths]
+    common = os.path.commonpath(folders) if folders else ""
+    names = {}
+    for path, folder in zip(paths, folders, strict=True):
+        name = os.path.basename(os.path.normpath(path))
+        stem, ending = os.path.splitext(name)
+        name = (stem if ending.lower() in ENDINGS else name) + ENDING
+        names[path] = os.path.normpath(os.path.join(os.path.relpath(folder, common), name))
+    return names
+
+
+def _entry(tensor: Tensor, files: Files) -> dict[str, Any]:
+    entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
+    if tensor.refused:
+        return entry | {"refused": tensor.refused[:MOST_TEXT]}
+    digest, seen = hasher(), Moments(tensor.dtype)
+    for start, count in ranges([tensor]):
+        block = files.read(tensor, start, count, slot=0)
+        digest.update(block)
+        seen.add(block)
+    entry |= {"digest": digest.hexdigest(), "nonfinite": seen.nonfinite} | seen.found()
+    return entry if tensor.sharding is None else entry | {"sharding": asdict(tensor.sharding)}
+
+
+def _can_be_kept(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) < 2**64
+    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _MOST_VALUE)
+
+
+def _value(value: Any) -> Any:
+    """Write a float that JSON cannot say as {"float": "nan"}."""
+    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _block(metadata: Metadata) -> dict[str, Any]:
+    """Return the metadata block, without what an untrusted file put into it that is no plain value."""
+    block: dict[str, Any] = {"schema": SCHEMA}
+    for name in type(metadata).__slots__:
+        value = getattr(metadata, name)
+        if value is not None and value != () and value != {}:
+            block[name] = _plain(value)
+    # An empty list says that a model without buffers was described.
+    return block if metadata.buffers is None else block | {"buffers": list(metadata.buffers)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [part for part in value if _is_plain(part)]
+    if isinstance(value, dict):
+        return {key: part for key, part in value.items() if isinstance(key, str) and _is_plain(part)}
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str) or value is None or (isinstance(value, int) and abs(value) < 2**64)

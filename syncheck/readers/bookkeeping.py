@@ -1,0 +1,53 @@
+"""What trainers save beside the model: a callback's best score is a value, the words of a generator are none."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.kinds import is_random
+
+if TYPE_CHECKING:
+    from syncheck.snapshots import Snapshot, Tensor
+
+# Top-level keys of a Lightning checkpoint under which callbacks, loops and data modules keep their own notes.
+_NOTES = ("callbacks.", "loops.")
+_CODES = {
+    "float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
+    "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "bool": "?",
+}  # fmt: skip
+
+
+def settled(snapshot: Snapshot) -> Snapshot:
+    """Return a checkpoint without what nobody wants compared one by one.
+
+    A callback's single numbers become values: listed when they differ, never a difference. Its larger tensors, such as
+    an averaged copy of the weights, stay tensors. The 625 words of Python's random number generator are left out:
+    they differ by design, like the tensors of such states, which are counted and compared only when asked for.
+    """
+    notes = {name: t for name, t in snapshot.tensors.items() if name.startswith(_NOTES) and _is_number(t)}
+    words = {name for name in snapshot.values if name[-1:].isdigit() and _is_word(name)}
+    if not notes and not words:
+        return snapshot
+    values = {name: value for name, value in snapshot.values.items() if name not in words}
+    values |= {name: _number(tensor) for name, tensor in notes.items()}
+    tensors = {name: t for name, t in snapshot.tensors.items() if name not in notes}
+    return replace(snapshot, tensors=tensors, values=values)
+
+
+def _is_word(name: str) -> bool:
+    parts = name.split(".")
+    return parts[-1].isdecimal() and is_random(parts)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    stored = tensor.data is None and tensor.digest is None and not tensor.parts
+    return stored and tensor.shape == () and not tensor.refused and tensor.dtype in _CODES
+
+
+def _number(tensor: Tensor) -> Any:
+    code = (">" if tensor.big_endian else "<") + _CODES[tensor.dtype]
+    with open(tensor.path, "rb") as file:
+        file.seek(tensor.offset)
+        return struct.unpack(code, file.read(struct.calcsize(code)))[0]

@@ -1,0 +1,264 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` and one file or more of each rank, read without torch.
+
+Each chunk of a tensor, and each pickled object, is a whole torch.save zip at some place of a `.distcp` file. A tensor
+of one chunk is read like any other; of several, it is a tensor in parts. The names are those that torch.save of the
+same state dict would have had.
+Layout: torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import stat
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import CheckpointError, MalformedFile
+from syncheck.readers import torch_zip
+from syncheck.readers.bookkeeping import settled
+from syncheck.readers.dcp_index import METADATA, Chunk, Entry, read_index
+from syncheck.readers.dcp_tree import rebuild
+from syncheck.readers.stand_ins import TensorPlace
+from syncheck.readers.tree import children, flatten
+from syncheck.readers.unpickle import unpickle
+from syncheck.snapshots import Part, Snapshot, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT = "dcp"
+_CHUNKS = ".distcp"
+# Beside the chunks, by torch.save: what Lightning and Megatron-Core keep apart, such as the step.
+_EXTRAS = ("meta.pt", "common.pt")
+ONE_COPY = (
+    "a torch.distributed.checkpoint folder holds one copy of each replicated tensor, from any rank: it cannot show "
+    "whether the ranks of its own run were in sync"
+)
+_AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
+
+
+def matches_folder(folder: str) -> bool:
+    """Whether a folder is of this format: with `.metadata`, or with chunks that have lost it. Raises OSError."""
+    if os.path.isfile(os.path.join(folder, METADATA)):
+        return True
+    return any(name.endswith(_CHUNKS) for name in os.listdir(folder))
+
+
+def holds(relative: str) -> bool:
+    """Whether a file belongs to such a checkpoint. relative: its path below the folder."""
+    return relative in _EXTRAS or relative.endswith(_CHUNKS)
+
+
+def read(folder: str) -> Snapshot:
+    """Open a folder as one checkpoint: its tensors' names and places, its values and its metadata block.
+
+    Raises MalformedFile for chunks that are missing, cut short, or do not cover their tensor, RefusedFile for a pickle
+    that wants to run something, UnsupportedFormat for chunks that other writers made.
+    """
+    entries, size = read_index(folder)
+    found = _Found(folder)
+    chunks = [(name, chunk) for name, entry in entries.items() for chunk in entry.chunks]
+    try:
+        for name, chunk in sorted(chunks, key=lambda item: (item[1].file, item[1].offset)):
+            found.read(name, chunk, entries[name])
+    finally:
+        found.close()
+    leaves = {name: found.leaf(name, entry) for name, entry in entries.items() if name not in found.unknown}
+    tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
+    flat = flatten(tree, folder, size + found.pickled)
+    tensors = {name: replace(found.tensors[id(place)], name=name) for name, place in flat.tensors.items()}
+    whole = Snapshot(
+        folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
+        flat.metadata, (ONE_COPY, *found.notes()),
+    )  # fmt: skip
+    for extra in (os.path.join(folder, name) for name in _EXTRAS):
+        if os.path.isfile(extra):
+            whole = _with(whole, torch_zip.read(extra))
+    return settled(whole)
+
+
+def _with(whole: Snapshot, extra: Snapshot) -> Snapshot:
+    return replace(
+        whole,
+        bytes=whole.bytes + extra.bytes,
+        tensors={**extra.tensors, **whole.tensors},
+        values={**extra.values, **whole.values},
+        stubs=tuple(sorted({*whole.stubs, *extra.stubs})),
+        metadata=whole.metadata or extra.metadata,
+    )
+
+
+@dataclass
+class _Found:
+    """What the records of a folder hold; read in the order in which they lie, one file open at a time."""
+
+    folder: str
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    """By the id of the place that stands for it in the tree."""
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    stubs: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    pickled: int = 0
+    file: io.FileIO | None = None
+    opened: str = ""
+
+    def read(self, name: str, chunk: Chunk, entry: Entry) -> None:
+        """Open one record. Raises CheckpointError, with the folder's path and the place in it."""
+        place = f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(entry.chunks) > 1 else "")
+        file = self._open(chunk, place)
+        view = io.BufferedReader(_View(file, chunk.offset, chunk.length))
+        if entry.shape is None and not torch_zip.matches(view.peek(len(torch_zip.MAGIC))):
+            self.unknown.append(name)  # of a planner of the user's own
+            return
+        try:
+            archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file))
+            data = archive.bytes_of("data.pkl")
+            tree, stubs = unpickle(data, archive.path, f"{archive.stem}data.pkl")
+            if entry.shape is None:
+                self._add_object(name, tree, archive, chunk, len(data))
+                self.stubs |= set(stubs)
+            else:
+                self._add_part(name, tree, archive, chunk, entry)
+        except CheckpointError as error:
+            if error.path == self.folder:
+                raise
+            raise type(error)(self.folder, place=place, found=error.reason) from None
+        except (ValueError, OverflowError) as error:  # the zip's directory leads out of the record
+            raise MalformedFile(self.folder, place=place, found=str(error), next_step=_AGAIN) from None
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self.file is not None:
+            self.file.close()
+
+    def leaf(self, name: str, entry: Entry) -> Any:
+        """Return what stands for an entry in the tree: the object that was pickled, or a tensor's place."""
+        if entry.shape is None:
+            return self.objects[name]
+        place = TensorPlace(None, entry.dtype, 0, entry.shape, _strides(entry.shape))
+        self.tensors[id(place)] = self._whole(name, entry)
+        self.objects[name] = place  # an id is one thing's own only as long as that lives
+        return place
+
+    def notes(self) -> Iterator[str]:
+        """Say what could not be read."""
+        if self.unknown:
+            listed = ", ".join(sorted(self.unknown)[:5]) + (", ..." if len(self.unknown) > 5 else "")
+            yield f"objects that torch.save did not write were not compared ({len(self.unknown)}): {listed}"
+
+    def _open(self, chunk: Chunk, place: str) -> io.FileIO:
+        """Return the file of a chunk, which lies within it."""
+        if self.file is None or self.opened != chunk.file:
+            self.close()
+            path = os.path.join(self.folder, chunk.file)
+            try:
+                if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
+                    raise MalformedFile(self.folder, place=place, found="no file", needed="a file", next_step=_AGAIN)
+                self.file, self.opened = io.FileIO(path), chunk.file
+            except OSError as error:
+                raise MalformedFile(
+                    self.folder, place=place, found=(error.strerror or str(error)).lower(),
+                    needed=f"the file that {METADATA} names", next_step=_AGAIN,
+                ) from None  # fmt: skip
+            self.sizes[chunk.file] = os.fstat(self.file.fileno()).st_size
+        end, size = chunk.offset + chunk.length, self.sizes[chunk.file]
+        if end > size:
+            found = f"ends at byte {end}"
+            raise MalformedFile(
+                self.folder, place=place, found=found, needed=f"at most {size}, the file's size", next_step=_AGAIN
+            )
+        return self.file
+
+    def _add_object(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, size: int) -> None:
+        big = archive.big_endian()
+        for place in _tensors_in(tree):
+            self.tensors[id(place)] = _moved(archive.tensor(name, place, big), chunk)
+        self.objects[name] = tree
+        self.pickled += size
+
+    def _add_part(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
+        if not isinstance(tree, TensorPlace):
+            tree = TensorPlace(None, None, 0, chunk.shape, (), refused="a tensor of an unknown class")
+        tensor = _moved(archive.tensor(name, tree, archive.big_endian()), chunk)
+        dtype = entry.dtype.name if entry.dtype is not None else "unknown"
+        if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
+            raise MalformedFile(
+                archive.path, found=f"the record holds {tensor.dtype} {list(tensor.shape)}",
+                needed=f"{dtype} {list(chunk.shape)}, as {METADATA} says", next_step=_AGAIN,
+            )  # fmt: skip
+        self.parts.setdefault(name, []).append(Part(tensor, chunk.start))
+
+    def _whole(self, name: str, entry: Entry) -> Tensor:
+        shape, parts = entry.shape or (), self.parts.get(name, [])
+        if len(parts) == 1 and not parts[0].tensor.refused:
+            return parts[0].tensor
+        refused = next((part.tensor.refused for part in parts if part.tensor.refused), "")
+        dtype = entry.dtype.name if entry.dtype is not None else "unknown"
+        if entry.dtype is None:
+            refused = refused or "its dtype is not known"
+        parts = [] if refused else sorted(parts, key=lambda part: part.start)
+        path = parts[0].tensor.path if parts else self.folder
+        data = None if parts else b""  # of a tensor without elements
+        return Tensor(name, dtype, shape, _strides(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
+
+
+class _View(io.RawIOBase):
+    """A stretch of a file as a file of its own."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the start of the record")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        got = os.preadv(self.fileno(), [room], self._start + self._at) if len(room) else 0
+        self._at += got
+        return got
+
+
+def _moved(tensor: Tensor, chunk: Chunk) -> Tensor:
+    """Count a tensor's place from the start of the file and not from that of its chunk."""
+    if tensor.data is not None or tensor.refused:
+        return tensor
+    record = None if tensor.record is None else (tensor.record[0], tensor.record[1] + chunk.offset)
+    return replace(tensor, offset=tensor.offset + chunk.offset, record=record)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _tensors_in(tree: Any) -> Iterator[TensorPlace]:
+    """Yield each tensor of an object once, however often it is in there."""
+    waiting, seen = [tree], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, TensorPlace):
+            yield node
+        else:
+            waiting += [part for _, part in children(node) or []]

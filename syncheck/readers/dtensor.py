@@ -1,0 +1,166 @@
+"""Tensor subclasses in a checkpoint's pickle: a DTensor is this rank's part, with how the parts lie over the ranks.
+
+torch writes a subclass as `_rebuild_from_type_v2(call, class, arguments, state)`. Of a DTensor the state holds the
+local tensor and a DTensorSpec: the mesh, and a placement for each of its dimensions.
+Formats: torch/distributed/tensor/_dtensor_spec.py and torch/distributed/device_mesh.py of torch 2.6 to 2.15. Until
+torch 2.8 a mesh keeps a tensor of its ranks; then a layout, sizes and strides into the list of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+from syncheck.readers.stand_ins import Inert, StandIn, TensorPlace, refused_place
+from syncheck.snapshots import Sharding
+
+_NOT_READ = "sharded: a DTensor holds this rank's shard only"
+# Ranks of a mesh. The largest runs that were published had some ten thousands.
+_MAX_RANKS = 1 << 20
+
+Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...]]  # sizes, ranks, coordinate, names
+
+
+class _Unknown(Exception):
+    """The pickle describes a DTensor in a way that is not understood; it is then counted and not compared."""
+
+
+def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> Any:
+    """Rebuild a tensor subclass: a DTensor is its local tensor, any other wraps one ordinary tensor or is not known."""
+    if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
+        try:
+            return _local(args, state)
+        except _Unknown:
+            return refused_place(_NOT_READ)
+    if isinstance(call, StandIn) and isinstance(args, tuple):
+        return call(*args)
+    return refused_place(f"a tensor subclass that is not read: {getattr(kind, 'name', kind)!s:.80}")
+
+
+def _local(args: Any, state: Any) -> TensorPlace:
+    """Return the place of the local tensor, with its sharding. args: class, dtype, whole shape, ..."""
+    parts = _attributes(state)
+    local, spec = parts.get("_local_tensor"), parts.get("_spec")
+    if not isinstance(local, TensorPlace) or local.refused or not isinstance(args, tuple) or len(args) < 3:
+        raise _Unknown
+    mesh, placed = _field(spec, "mesh"), _field(spec, "placements")
+    if not isinstance(mesh, Inert) or not isinstance(placed, (tuple, list)):
+        raise _Unknown
+    if mesh.known is None:  # all tensors of a file share their mesh
+        mesh.known = _mesh(mesh)
+    sizes, ranks, coordinate, names = mesh.known
+    placements = tuple(_placement(one) for one in placed)
+    if len(placements) != len(sizes):
+        raise _Unknown
+    return local.as_part(Sharding(sizes, ranks, placements, _numbers(args[2]), names, coordinate))
+
+
+def _placement(placement: Any) -> str:
+    """Write a placement as torch prints it; that of a masked or otherwise special sum is a sum's."""
+    name = getattr(type(placement), "name", "").rpartition(".")[2]
+    if name == "Replicate":
+        return "R"
+    if name.endswith("Partial"):
+        operation = _field(placement, "reduce_op")
+        return f"P({operation})" if isinstance(operation, str) else "P"
+    dim = _field(placement, "dim")
+    if type(dim) is not int or name not in ("Shard", "_StridedShard"):
+        raise _Unknown
+    return f"S({dim})" if name == "Shard" else f"_S({dim}, {_field(placement, 'split_factor')})"
+
+
+def _mesh(mesh: Inert) -> Mesh:
+    """Return sizes, ranks in C order, this rank's coordinate and the names of a mesh's dimensions."""
+    tensor = _field(mesh, "mesh")
+    if isinstance(tensor, TensorPlace):
+        sizes, ranks = tensor.shape, _numbers(_field(mesh, "_flatten_mesh_list"))
+    else:
+        sizes, ranks = _by_layout(mesh)
+    coordinate = _coordinate(mesh, sizes)
+    names = _field(mesh, "mesh_dim_names", "_mesh_dim_names") or ()
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise _Unknown
+    if math.prod(sizes) != len(ranks) or len(set(ranks)) < len(ranks) or len(names) not in (0, len(sizes)):
+        raise _Unknown
+    return tuple(sizes), ranks, coordinate, tuple(names)
+
+
+def _by_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and ranks of a mesh that is a layout of all ranks; a part of a mesh leaves some of them out."""
+    everyone = _numbers(_field(mesh, "_flatten_rank_map"))
+    axes = _axes(mesh)
+    sizes = tuple(len(axis) for axis in axes)
+    start, root = 0, _field(mesh, "_root_mesh")
+    if isinstance(root, Inert):
+        # Of the equal parts into which the whole mesh falls, this rank's: where it stands, less its steps within.
+        start = _position(root, _axes(root)) - _position(mesh, axes)
+    elif math.prod(sizes) != len(everyone):
+        raise _Unknown
+    at = [start + sum(steps) for steps in product(*axes)]
+    if min(at) < 0 or max(at) >= len(everyone):
+        raise _Unknown
+    return sizes, tuple(everyone[position] for position in at)
+
+
+def _position(mesh: Inert, axes: list[list[int]]) -> int:
+    return sum(axis[i] for axis, i in zip(axes, _coordinate(mesh, tuple(map(len, axes))), strict=True))
+
+
+def _axes(mesh: Inert) -> list[list[int]]:
+    """List the steps that each dimension of a mesh takes through the list of ranks."""
+    layout = _field(mesh, "_layout")
+    flat = _field(layout, "axes")
+    if flat is not None:
+        pairs = [(_field(axis, "shape"), _field(axis, "stride")) for axis in _several(flat)]
+    else:  # until torch 2.12 one layout of several dimensions, each of which may be several itself
+        shape, stride = (_several(_field(layout, name)) for name in ("shape", "stride"))
+        if len(shape) != len(stride):
+            raise _Unknown
+        pairs = list(zip(shape, stride, strict=True))
+    dims = [(_numbers(_several(shape)), _numbers(_several(stride))) for shape, stride in pairs]
+    if any(len(shape) != len(stride) for shape, stride in dims):
+        raise _Unknown
+    if not 0 < math.prod(size for shape, _ in dims for size in shape) <= _MAX_RANKS:
+        raise _Unknown
+    within = [[[i * step for i in range(n)] for n, step in zip(*dim, strict=True)] for dim in dims]
+    return [[sum(steps) for steps in product(*several)] for several in within]
+
+
+def _coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    found = _numbers(_field(mesh, "_coordinate_on_dim"))
+    if len(found) != len(sizes) or any(at >= size for at, size in zip(found, sizes, strict=True)):
+        raise _Unknown
+    return found
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_RANKS:
+        raise _Unknown
+    if not all(type(number) is int and number >= 0 for number in value):
+        raise _Unknown
+    return tuple(value)
+
+
+def _attributes(state: Any) -> dict[Any, Any]:
+    """Return the attributes of an object's state: a dictionary, or one beside a dictionary of its slots."""
+    if isinstance(state, tuple) and len(state) == 2:
+        return _attributes(state[0]) | _attributes(state[1])
+    return state if isinstance(state, dict) else {}
+
+
+def _field(thing: Any, *names: str) -> Any:
+    """Return the first of these attributes that an inert object was given, else None."""
+    for given in thing.given if isinstance(thing, Inert) else ():
+        attributes = _attributes(given)
+        for name in names:
+            if name in attributes:
+                return attributes[name]
+    return None
+
+
+SUBCLASSES: dict[str, Any] = {"torch._tensor._rebuild_from_type_v2": StandIn(_rebuild_from_type)}

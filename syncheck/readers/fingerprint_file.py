@@ -1,0 +1,199 @@
+"""Fingerprint files: JSON that `syncheck fingerprint` writes, with a digest in place of each tensor's bytes.
+
+Written by `syncheck/fingerprint.py`. Nothing in it is believed before it is checked, as with any other file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from typing import Any, TypeGuard
+
+from syncheck.dtypes import DTYPES
+from syncheck.errors import MalformedFile, UnsupportedFormat, brief
+from syncheck.metadata_block import parse
+from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor
+
+FORMAT = "fingerprint"
+KEY = "syncheck_fingerprint"
+VERSION = 1
+NOTE = (
+    "fingerprints tell which tensors differ, not which of their elements; no tolerance applies to a digest, and "
+    "-0.0 beside 0.0 counts as different"
+)
+# Bytes. An entry takes about 250, so this is 400,000 tensors; parsed, it is some 1 GB at most.
+MAX_SIZE = 100_000_000
+_START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
+_DIGEST = re.compile(r"[0-9a-f]{16,128}")
+_MOMENTS = ("min", "max", "mean", "std")
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**63 - 1
+MOST_TEXT = 1_000  # characters of a dtype, a reason, a note
+_MOST_RANKS = 1_000_000
+_AGAIN = "make it again with: syncheck fingerprint"
+
+
+def matches(head: bytes) -> bool:
+    """Whether the first bytes are those of a JSON object whose first key is ours."""
+    return _START.match(head) is not None
+
+
+def read(path: str) -> Snapshot:
+    """Open a fingerprint: its tensors have digests and no bytes.
+
+    Raises MalformedFile for what is no JSON or not as we write it, UnsupportedFormat for a later version.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_SIZE:
+            raise _malformed(path, "file", f"{size} bytes", f"at most {MAX_SIZE}")
+        document = _json(file.read(MAX_SIZE), path)
+    version = document[KEY]
+    if type(version) is not int or version < 1:
+        raise _malformed(path, KEY, brief(version), "a version number")
+    if version > VERSION:
+        raise UnsupportedFormat(
+            path,
+            place=KEY,
+            found=f"version {version}",
+            needed=f"at most {VERSION}",
+            next_step="install a newer syncheck",
+        )
+    algorithm = document.get("algorithm")
+    if not _is_text(algorithm) or not algorithm:
+        raise _malformed(path, "algorithm", brief(algorithm), "a name")
+    tensors = _dict(document, "tensors", path)
+    metadata = None if document.get("metadata") is None else parse(document["metadata"], path)
+    return Snapshot(
+        path,
+        FORMAT,
+        size,
+        {name: _tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
+        {name: _value(path, name, value) for name, value in _dict(document, "values", path).items()},
+        _texts(document, "stubs", path),
+        metadata,
+        (NOTE, *_texts(document, "notes", path)),
+    )
+
+
+def _json(raw: bytes, path: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name stands twice")
+        return result
+
+    def constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        found = json.loads(raw, object_pairs_hook=once, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, "file", f"no JSON: {error!s:.100}", "a whole JSON object") from None
+    if not isinstance(found, dict) or KEY not in found:  # the first bytes said so, unless the file was changed since
+        raise _malformed(path, "file", type(found).__name__, f"a JSON object with the key {KEY}")
+    return found
+
+
+def _dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
+    found = document.get(key)
+    if not isinstance(found, dict):
+        raise _malformed(path, key, brief(found), "an object by name")
+    return found
+
+
+def _texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
+    found = document.get(key)
+    if not isinstance(found, list) or not all(_is_text(text) for text in found):
+        raise _malformed(path, key, brief(found), "a list of texts")
+    return tuple(found)
+
+
+def _value(path: str, name: str, value: Any) -> Any:
+    """Read one value; a float that JSON cannot say is written as {"float": "nan"}."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict) and value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
+        return float(value["float"])
+    raise _malformed(path, f"value '{name}'", brief(value), 'a number, a text, null or {"float": "nan"}')
+
+
+def _tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
+    place = f"tensor '{name}'"
+    if not isinstance(entry, dict):
+        raise _malformed(path, place, brief(entry), "an object")
+    dtype, shape, refused, digest = (entry.get(key) for key in ("dtype", "shape", "refused", "digest"))
+    sizes = _naturals(shape, _MOST_DIMENSIONS)
+    if not _is_text(dtype) or sizes is None or math.prod(sizes) > _MOST_ELEMENTS:
+        raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
+    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    if digest is None and _is_text(refused):
+        return Tensor(name, dtype, sizes, strides, path, 0, refused=refused or "no reason is given")
+    if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        found = f"digest {brief(digest)}, refused {brief(refused)}"
+        raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or why there is none")
+    if dtype not in DTYPES:
+        raise _malformed(path, place, f"dtype {brief(dtype)}", f"one of {', '.join(DTYPES)}")
+    moments = {key: _number(path, place, key, entry.get(key)) for key in _MOMENTS}
+    nonfinite = entry.get("nonfinite")
+    if nonfinite is not None and (type(nonfinite) is not int or not 0 <= nonfinite <= math.prod(sizes)):
+        raise _malformed(path, place, f"nonfinite {brief(nonfinite)}", "a number of elements")
+    return Tensor(
+        name, dtype, sizes, strides, path, 0,
+        sharding=None if entry.get("sharding") is None else _sharding(path, place, entry["sharding"]),
+        digest=Digest(algorithm, digest, nonfinite, **moments),
+    )  # fmt: skip
+
+
+def _number(path: str, place: str, key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    # An integer of JSON has no bound, and a float has one; 1e999 is read as infinity.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise _malformed(path, place, f"{key} {brief(value)}", "a finite number or null")
+    return float(value)
+
+
+def _sharding(path: str, place: str, entry: Any) -> Sharding:
+    wrong = _malformed(path, place, f"sharding {brief(entry)}", "a mesh, its ranks, and a placement by dimension")
+    if not isinstance(entry, dict):
+        raise wrong
+
+    def naturals(key: str, most: int = _MOST_DIMENSIONS) -> tuple[int, ...]:
+        found = _naturals(entry.get(key), most)
+        if found is None:
+            raise wrong
+        return found
+
+    def words(key: str) -> tuple[str, ...]:
+        found = entry.get(key)
+        if not isinstance(found, list) or not all(_is_text(word) and word for word in found):
+            raise wrong
+        return tuple(found)
+
+    mesh, ranks = naturals("mesh"), naturals("ranks", _MOST_RANKS)
+    made = Sharding(mesh, ranks, words("placements"), naturals("shape"), words("names"), naturals("coordinate"))
+    lengths = len(made.placements) == len(mesh) and {len(made.names), len(made.coordinate)} <= {0, len(mesh)}
+    inside = all(at < size for at, size in zip(made.coordinate, mesh, strict=False))
+    if not lengths or not inside or math.prod(mesh) != len(ranks):
+        raise wrong
+    return made
+
+
+def _naturals(value: Any, most: int) -> tuple[int, ...] | None:
+    """Return a list of sizes or ranks; None where it is none."""
+    if not isinstance(value, list) or len(value) > most:
+        return None
+    return tuple(value) if all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in value) else None
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and len(value) <= MOST_TEXT
+
+
+def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path, place=place, found=found, needed=needed, next_step=f"it is cut short or was edited: {_AGAIN}"
+    )

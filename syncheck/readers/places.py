@@ -1,0 +1,61 @@
+"""From what a pickle says of a tensor to where in the file its bytes are, within bounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncheck.errors import MalformedFile
+from syncheck.snapshots import Tensor
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from syncheck.readers.stand_ins import Storage, TensorPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The bytes of a storage in a file: `size` of them from `start` on. label: for errors; crc32: 0 where unknown."""
+
+    label: str
+    start: int
+    size: int
+    crc32: int = 0
+
+
+def tensor_at(
+    name: str,
+    place: TensorPlace,
+    path: str,
+    record_of: Callable[[Storage], Record],
+    *,
+    opened: os.stat_result | None = None,
+    big_endian: bool = False,
+) -> Tensor:
+    """Check that a tensor lies within the record of its storage, and say where in the file it starts."""
+    if place.data is not None and place.dtype is not None:
+        return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, place.big_endian, data=place.data)
+    if place.refused or place.dtype is None or place.storage is None:
+        reason = place.refused or "its storage has no dtype"
+        dtype = place.dtype.name if place.dtype else "unknown"
+        return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=reason)
+    record = record_of(place.storage)
+    last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
+    whole = not place.offset and last + 1 == math.prod(place.shape) == record.size / place.dtype.size
+    end = 0 if 0 in place.shape else (place.offset + last + 1) * place.dtype.size
+    if end > record.size:
+        raise MalformedFile(
+            path,
+            place=record.label,
+            found=f"tensor '{name}' ends at byte {end} of a record of {record.size}",
+            needed=f"{end} bytes for {place.dtype.name} {list(place.shape)}",
+            next_step="the file is cut short or damaged: save or copy the file again",
+        )
+    return Tensor(
+        name, place.dtype.name, place.shape, place.strides, path, record.start + place.offset * place.dtype.size,
+        big_endian, place.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
+        record=(record.crc32, record.start) if record.crc32 else None, sharding=place.sharding,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""Folders with one file for each thing that is saved: weights, optimizer, scheduler, scaler, random states.
+
+transformers' Trainer (`checkpoint-500/`) and Accelerate's `save_state` write them, with the names of
+transformers/trainer.py and accelerate/utils/constants.py. Weights may be one file or shards with an index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.readers.bookkeeping import settled
+from syncheck.readers.files import read_file
+from syncheck.readers.folder_files import Assembly, as_stored, below, names_in, numbered, read_json
+from syncheck.readers.optimizer_names import named_by_order
+from syncheck.readers.weight_index import INDEX, SHARD, read_index
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncheck.snapshots import Snapshot
+
+_WEIGHTS = r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?P<number>_\d+)?\.(?P<ending>safetensors|bin)"
+# What stands beside the weights, and what its names begin with.
+_BESIDE = {
+    r"optimizer(?:_(\d+))?\.(?:pt|bin)": "optimizer",
+    r"(?:lr_)?scheduler(?:_(\d+))?\.(?:pt|bin)": "scheduler",
+    r"scaler\.(?:pt|bin)()": "scaler",
+    r"sampler(?:_(\d+))?\.bin": "sampler",
+    r"dl_state_dict(?:_(\d+))?\.bin": "dataloader",
+    r"custom_checkpoint_(\d+)\.pkl": "custom_checkpoint",
+    r"rng_state(?:_(\d+))?\.pth": "rng_state",
+    r"random_states_(\d+)\.pkl": "random_states",
+}
+# Of these there may be one for each rank or object, so that their number is said even where there is one.
+_NUMBERED = ("custom_checkpoint",)
+_PROGRESS = "trainer_state.json"
+# By these a folder with one known file of weights is told from any folder that has a file of that name.
+_COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_config.json", _PROGRESS})
+
+_WEIGHTS_FILE = re.compile(_WEIGHTS)
+_BESIDE_FILES = {re.compile(pattern): top for pattern, top in _BESIDE.items()}
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Whether there are weights among the files of a folder, as one file of a known name or with an index."""
+    return any(_WEIGHTS_FILE.fullmatch(name) or INDEX.fullmatch(name) for name in names)
+
+
+def is_checkpoint(names: Iterable[str]) -> bool:
+    """Whether these files of one folder are one checkpoint: an index, or weights and what libraries put beside them.
+
+    On other nodes than the first, Trainer saves all but the weights.
+    """
+    names = list(names)
+    if any(INDEX.fullmatch(name) for name in names):
+        return True
+    beside = any(pattern.fullmatch(name) for pattern in _BESIDE_FILES for name in names)
+    if _PROGRESS in names and beside:
+        return True
+    return has_weights(names) and (beside or not _COMPANIONS.isdisjoint(names))
+
+
+def holds(relative: str) -> bool:
+    """Whether a file, by its path below the folder, belongs to such a checkpoint."""
+    patterns = (_WEIGHTS_FILE, SHARD, INDEX, *_BESIDE_FILES)
+    return relative == _PROGRESS or any(pattern.fullmatch(relative) for pattern in patterns)
+
+
+def read(folder: str, format_name: str) -> Snapshot:
+    """Open such a folder: the model's tensors, `optimizer.*`, `scheduler.*` and so on, and how far the run was.
+
+    Raises CheckpointError for a file of it that cannot be read.
+    """
+    names = names_in(folder)
+    whole = Assembly(folder, format_name)
+    in_order = _add_weights(whole, names)
+    for pattern, top in _BESIDE_FILES.items():
+        found = numbered(pattern, names)
+        for match in found:
+            alone = len(found) == 1 and top not in _NUMBERED
+            label = "" if alone else (match[1] or ("" if top == "rng_state" else "0"))
+            whole.add(read_file(os.path.join(folder, match.string)), below(top, label))
+    if in_order:
+        _name_parameters(whole)
+    if _PROGRESS in names:
+        state = read_json(os.path.join(folder, _PROGRESS))
+        progress = {key: state.get(key) for key in ("global_step", "epoch")}
+        whole.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
+    return settled(whole.snapshot())
+
+
+def _add_weights(whole: Assembly, names: list[str]) -> bool:
+    """Add the weights of each model, and note what other files of weights there are.
+
+    Returns whether the tensors are in the model's order: safetensors and indexes are sorted by name.
+    """
+    slots = _weights(names)
+    for slot, name in slots.items():
+        path = os.path.join(whole.folder, name)
+        part = read_index(path) if INDEX.fullmatch(name) else read_file(path)
+        # Accelerate saves several models side by side: model.safetensors, model_1.safetensors.
+        whole.add(part, as_stored if slot == next(iter(slots)) else below(slot, ""))
+    used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
+    weights = {name for name in names if _WEIGHTS_FILE.fullmatch(name) or SHARD.fullmatch(name)}
+    if unused := sorted(weights - used - set(slots.values())):
+        whole.notes.append(f"not read, for {', '.join(slots.values())} holds the model: {', '.join(unused)}")
+    return [bool(_WEIGHTS_FILE.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
+
+
+def _name_parameters(whole: Assembly) -> None:
+    """Give the optimizer's states the names of their parameters, where the order tells them."""
+    groups = {name.split(".")[2] for name in whole.values if name.startswith("optimizer.param_groups.")}
+    found = named_by_order({name: tensor.shape for name, tensor in whole.tensors.items()}, len(groups))
+    full = {name: found.get(name, name) for name in whole.tensors}
+    whole.tensors = {full[name]: replace(tensor, name=full[name]) for name, tensor in whole.tensors.items()}
+
+
+def _weights(names: list[str]) -> dict[str, str]:
+    """Choose the file or index of each model: where both formats lie there, safetensors, as transformers does."""
+    found: dict[str, tuple[int, str]] = {}
+    for name in names:
+        index, one = INDEX.fullmatch(name), _WEIGHTS_FILE.fullmatch(name)
+        match = index or one
+        if match is None:
+            continue
+        slot = match["stem"].removeprefix("pytorch_") + (match["number"] or "" if one else "")
+        # One file before an index, as transformers.PreTrainedModel.from_pretrained looks for them.
+        rank = 2 * (match["ending"] == "bin") + (index is not None)
+        found[slot] = min(found.get(slot, (rank, name)), (rank, name))
+    return {slot: name for slot, (_, name) in sorted(found.items(), key=lambda item: (item[0] != "model", item[0]))}

@@ -1,0 +1,136 @@
+"""Which ranks ought to hold the same bytes of one tensor.
+
+A plain tensor: all ranks; where the metadata places them in a tensor, pipeline or expert parallel mesh, those that
+stand at one place of it. Within such a mesh a plain tensor may be replicated or a part, and nothing in a file tells.
+A DTensor: the ranks of its mesh with the same coordinate on every dimension along which it is divided, whether into
+shards or into parts of a sum. So HSDP is compared along the replicate dimension, and FSDP's shards with nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncheck.records import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from syncheck.snapshots import Sharding, Snapshot, Tensor
+
+    Coordinates = Mapping[int, tuple[tuple[str, int], ...]]
+
+# Names of mesh dimensions along which ranks hold other parameters, as the libraries and their examples call them.
+# Along dp, replicate, shard, fsdp and cp (context) every rank has the same plain tensors.
+MODEL_PARALLEL = frozenset(
+    "tp tensor tensor_parallel model model_parallel mp pp pipe pipeline pipeline_parallel stage ep expert "
+    "expert_parallel etp".split()
+)
+Sets = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The sets of ranks that ought to hold the same bytes, by their first ranks; of ranks that have the tensor.
+
+    expected: the ranks that ought to have it. kind: `DTensor`, `model parallel`, or empty for a plain tensor of all
+    ranks. layout: how the parts lie, in words.
+    """
+
+    sets: Sets
+    expected: tuple[int, ...]
+    kind: str = ""
+    layout: str = ""
+
+    @property
+    def comparable(self) -> Sets:
+        """The sets of two ranks or more."""
+        return tuple(found for found in self.sets if len(found) > 1)
+
+
+def coordinates(snapshots: Mapping[int, Snapshot]) -> Coordinates:
+    """Return where each rank stands in its tensor, pipeline and expert parallel dimensions, by the metadata.
+
+    Empty where no rank has such a dimension.
+    """
+    found = {}
+    for rank, snapshot in snapshots.items():
+        mesh = snapshot.metadata.mesh if snapshot.metadata is not None else {}
+        found[rank] = tuple(sorted((name, at) for name, at in mesh.items() if name.lower() in MODEL_PARALLEL))
+    return found if any(found.values()) else {}
+
+
+def divide(tensors: Mapping[int, Tensor], ranks: tuple[int, ...], places: Coordinates) -> Division:
+    """Sort the ranks that have a tensor into replica groups. ranks: all; places: of `coordinates`."""
+    parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
+    if parts:
+        return _by_mesh(parts, tuple(tensors), ranks)
+    if not places:
+        return Division((tuple(tensors),), ranks)
+    sets = _classes({rank: places[rank] for rank in tensors})
+    present = {places[rank] for rank in tensors}
+    dims = ", ".join(dict.fromkeys(name for place in places.values() for name, _ in place))
+    expected = tuple(rank for rank in ranks if places[rank] in present)
+    return Division(sets, expected, "model parallel", f"parts along {dims}")
+
+
+def is_whole(sharding: Sharding) -> bool:
+    """Whether each rank of the mesh holds the whole tensor; a dimension of one rank divides nothing."""
+    return all(p == "R" or size == 1 for p, size in zip(sharding.placements, sharding.mesh, strict=True))
+
+
+def layout_text(sharding: Sharding) -> str:
+    """Say how a DTensor is laid out: 'shards, R S(0) over 2 x 2 ranks (replicate, shard)'."""
+    what = "partial sums" if any(placement[0] == "P" for placement in sharding.placements) else "shards"
+    names = f" ({', '.join(sharding.names)})" if sharding.names else ""
+    return f"{what}, {' '.join(sharding.placements)} over {' x '.join(map(str, sharding.mesh))} ranks{names}"
+
+
+def _by_mesh(parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...]) -> Division:
+    keys: dict[int, Hashable] = {}
+    for rank in having:
+        sharding = parts.get(rank)
+        place = None if sharding is None else _coordinate(rank, sharding)
+        if sharding is None or place is None:  # of its own: nothing tells whose replica it is
+            keys[rank] = rank
+            continue
+        divided = zip(sharding.placements, place, strict=True)
+        at = tuple(i for placement, i in divided if placement != "R")
+        # Ranks of another mesh may be replicas, as where DDP wraps tensor parallel parts, or parts of another whole.
+        keys[rank] = (sharding.ranks, sharding.mesh, sharding.placements, sharding.shape, at)
+    members = {rank for sharding in parts.values() for rank in sharding.ranks}
+    expected = tuple(rank for rank in ranks if rank in members or rank in having)
+    layouts = dict.fromkeys(layout_text(sharding) for sharding in parts.values())
+    layout = next(iter(layouts)) if len(layouts) == 1 else "laid out in unlike ways"
+    whole = [rank for rank in having if rank not in parts]
+    if whole:
+        layout += f", but whole on {ranks_text(whole)}"
+    return Division(_classes(keys), expected, "DTensor", layout)
+
+
+def _coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
+    """Say where in the mesh a rank stands: by what its file says, else by its rank; None where neither tells."""
+    if sharding.coordinate:
+        return sharding.coordinate
+    if rank not in sharding.ranks:
+        return None
+    at, place = sharding.ranks.index(rank), list[int]()
+    for size in reversed(sharding.mesh):
+        at, i = divmod(at, size)
+        place.insert(0, i)
+    return tuple(place)
+
+
+def _classes(keys: Mapping[int, Hashable]) -> Sets:
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, key in keys.items():
+        found[key].append(rank)
+    return tuple(tuple(members) for members in found.values())
+
+
+def sets_text(sets: Sets) -> str:
+    """Name a few sets of ranks: 'ranks 0, 2 and ranks 1, 3'."""
+    texts = [ranks_text(found) for found in sets[:3]]
+    more = f" and {len(sets) - 3} more" if len(sets) > 3 else ""
+    return " and ".join(texts) + more

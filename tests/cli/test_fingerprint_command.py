@@ -1,0 +1,100 @@
+"""`syncheck fingerprint`: what it writes where, its exit codes, and that `compare` and `show` take what it wrote."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jsonschema
+from checkpoints import changed, network, save_pth
+
+import syncheck as library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoints import Done
+
+    Run = Callable[..., Done]
+    Ranks = Callable[..., list[Path]]
+
+SCHEMA = json.loads((Path(library.__file__).parent / "report" / "schema.json").read_text())
+
+
+def test_checkpoints_to_a_folder_and_back(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """Fingerprints of ranks out of sync, without the ranks, give compare's finding, exit code and a valid document."""
+    for path, state in zip(ranks(), (network(), changed(network(), "running_mean", "running_var")), strict=True):
+        save_pth(path, state)
+    done = cli("fingerprint", "run_rank*.pth", "-o", "kept")
+    assert (done.code, done.err) == (0, "")
+    assert [line.partition(":")[0] for line in done.lines] == [
+        "kept/run_rank0.fingerprint.json",
+        "kept/run_rank1.fingerprint.json",
+    ]
+    for path in tmp_path.glob("*.pth"):
+        path.unlink()
+    done = cli("compare", "kept", "--format", "json")
+    found = json.loads(done.out)
+    jsonschema.validate(found, SCHEMA)
+    assert done.code == 1
+    assert [finding["code"] for finding in found["groups"][0]["findings"]] == ["SYN201"]
+    done = cli("compare", "kept")
+    assert done.lines[-2:] == ["OUT OF SYNC", "14 tensors: 10 identical, 0 close, 4 different, 0 not compared"]
+
+
+def test_one_checkpoint_to_a_file(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """One checkpoint goes to the file named, readable for others as any file, and nothing lies beside it."""
+    ranks()
+    done = cli("fingerprint", "run_rank0.pth", "-o", "one.json", "-q")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "run_rank0.pth", "run_rank1.pth"]
+    assert stat.S_IMODE((tmp_path / "one.json").stat().st_mode) & 0o444 == 0o444
+    assert cli("compare", "one.json", "run_rank1.pth", "--group-by", "n").code == 0
+
+
+def test_beside_a_checkpoint_it_is_its_replica(cli: Run, ranks: Ranks) -> None:
+    """A fingerprint of rank 0 and the file of rank 1 are one group by their names alone."""
+    ranks()
+    assert cli("fingerprint", "run_rank0.pth", "-o", "kept/").code == 0
+    assert cli("fingerprint", "run_rank0.pth", "-o", ".").code == 0
+    done = cli("compare", "run_rank0.fingerprint.json", "run_rank1.pth")
+    assert done.code == 0
+    assert "run, 2 replicas: IN SYNC" in done.out
+    assert "(fingerprint, 14 tensors" in done.out
+
+
+def test_show_lists_a_fingerprint(cli: Run, ranks: Ranks) -> None:
+    """`show` gives a fingerprint's statistics, the same as of the checkpoint."""
+    ranks()
+    cli("fingerprint", "run_rank0.pth", "-o", "one.json")
+    a, b = (json.loads(cli("show", name, "--format", "json").out) for name in ("run_rank0.pth", "one.json"))
+    assert a["tensors"] == b["tensors"]
+    assert (a["format"], b["format"]) == ("torch-zip", "fingerprint")
+
+
+def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """What cannot be read is told and exits 2 while the rest is written; wrong usage writes nothing."""
+    ranks()
+    (tmp_path / "broken.pth").write_bytes(b"PK\x03\x04")
+    done = cli("fingerprint", "run_rank0.pth", "broken.pth", "nowhere.pth", "-o", "kept/")
+    assert done.code == 2
+    assert [line.partition(": zip")[0][:35] for line in done.err.splitlines()] == [
+        "syncheck: error: broken.pth",
+        "syncheck: error: nowhere.pth: no su",
+    ]
+    assert (tmp_path / "kept" / "run_rank0.fingerprint.json").exists()
+    for arguments, said in (
+        (["run_rank0.pth"], "required: -o/--output"),
+        (["*.nothing", "-o", "x"], "no file matches"),
+        (["run_rank0.pth", "-o", "run_rank1.pth"], "a checkpoint lies there"),
+        (["run_rank0.pth", "run_rank1.pth", "-o", "broken.pth"], "need a folder"),
+        (["kept", "-o", "again"], "already"),
+        (["run_rank0.pth", "-o", "broken.pth/x.json"], "cannot write it"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        done = cli("fingerprint", *arguments)
+        assert (done.code, done.err.count("\n")) == (2, 1), done
+        assert said in done.err
+        assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,253 @@
+"""Each option of `compare` and `report` acts when it is typed, acts when [tool.syncheck] sets it, and typing wins."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save, save_pth
+
+from syncheck.blocks import Files
+from syncheck.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from checkpoints import Done
+
+    Run = Callable[..., Done]
+    Main = Callable[..., Done]
+
+BN = ("running_mean", "running_var")
+SMALL = 2.0**-22  # two steps of a float32 near 1
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    """Run a command in this process, in a folder with two ranks whose running statistics differ.
+
+    A table given as `table=` stands in the folder's pyproject.toml.
+    """
+    from checkpoints import Done
+
+    for rank, state in enumerate((network(), changed(network(), *BN))):
+        save(tmp_path / f"run_rank{rank}.pth", state)
+    monkeypatch.chdir(tmp_path)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def go(*arguments: str, table: str = "", command: str = "compare") -> Done:
+        (tmp_path / "pyproject.toml").write_text(f"[tool.syncheck]\n{table}\n")
+        try:
+            code = main([command, *(arguments or ("run_*.pth",))])
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("typed", "table", "back", "codes"),
+    [
+        (["--close"], "close = true", ["--no-close"], (0, 1)),
+        (["--rtol=0", "--atol=2"], "rtol = 0\natol = 2", ["--ulp=1"], (0, 1)),
+        (["--exit-zero"], "exit-zero = true", ["--no-exit-zero"], (0, 1)),
+        (["--allow=SYN201"], "allow = ['SYN201']", ["--allow=SYN203"], (0, 1)),
+        ([], "tolerance.bn_mean = {rtol=0, atol=2}\ntolerance.'*_var' = {rtol=0, atol=2}", ["--ulp=0"], (0, 1)),
+        ([], "tolerance.bn_mean = {rtol=0, atol=2}", ["--rtol=0", "--atol=2"], (1, 0)),
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_what_excuses(
+    run: Main, tmp_path: Path, command: str, typed: list[str], table: str, back: list[str], codes: tuple[int, int]
+) -> None:
+    """Typed and in the file an option gives one exit code; what is typed beside the file's gives the other one."""
+    if "close" in table:
+        save(tmp_path / "run_rank1.pth", changed(network(), *BN, by=SMALL))
+    if typed:
+        assert run("run_*.pth", *typed, command=command).code == codes[0]
+    assert run("run_*.pth", table=table, command=command).code == codes[0]
+    assert run("run_*.pth", *back, table=table, command=command).code == codes[1]
+    without = run("run_*.pth", "--no-config", table=table, command=command)
+    assert (without.code, without.err) == (1, "")
+
+
+def test_the_rule_is_printed_with_what_it_excused(run: Main) -> None:
+    """Text and JSON name the entry that passed a tensor as close."""
+    table = "[tool.syncheck.tolerance]\n'*_mean' = {rtol=0, atol=2}\nbn_var = {rtol=0, atol=3}"
+    done = run("run_*.pth", table=table)
+    assert done.code == 0
+    assert "4 of 4, close: rtol=0 atol=2 (tolerance of *_mean)" in done.out
+    assert "4 of 4, close: rtol=0 atol=3 (tolerance of bn_var)" in done.out
+    tensors = json.loads(run("run_*.pth", "--format", "json", table=table).out)["groups"][0]["tensors"]
+    assert {tensor["reason"] for tensor in tensors} == {
+        "rtol=0 atol=2 (tolerance of *_mean)",
+        "rtol=0 atol=3 (tolerance of bn_var)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--close", "--rtol", "0", "--atol", "0"], "--close is a whole tolerance: it cannot be combined with --rtol"),
+        (["--close", "--ulp", "1"], "--close is a whole tolerance: it cannot be combined with --ulp"),
+        (["--rtol", "0.5"], "--rtol and --atol belong together"),
+        (["--rtol", "2", "--atol", "0"], "--rtol 2 --atol 0: needs 0 <= rtol <= 1"),
+        (["--ulp", "-1"], "--ulp -1: needs a number of at least 0"),
+        (["--allow", "SYN999"], "--allow SYN999: no such finding; needs one of SYN101"),
+        (["--group-by", "("], "--group-by '(': not a regular expression"),
+        (["--reference", "7"], "--reference 7: no replica has this rank or path; there are ranks 0, 1: run_rank0.pth"),
+        (["--reference", "no.pth"], "--reference no.pth: no replica has this rank or path"),
+        (["--jobs", "0"], "argument --jobs: invalid number of threads value: '0'"),
+        (["--jobs", "all"], "argument --jobs: invalid number of threads value: 'all'"),
+    ],
+)
+def test_wrong_usage_is_said_in_the_words_of_the_command_line(run: Main, arguments: list[str], text: str) -> None:
+    """Each is exit 2 and one line, with the option as it is typed, and nothing is compared."""
+    done = run("run_*.pth", *arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert f"error: {text}" in done.err
+
+
+def test_wrong_usage_comes_before_out_of_sync(run: Main) -> None:
+    """A glob without a match stops the whole run with 2, beside files that differ too: the answer would be of less than
+    was asked for. A file that is named and missing is listed, and the others are compared."""
+    done = run("run_*.pth", "nothing*.pth")
+    assert (done.code, done.out) == (2, "")
+    assert "nothing*.pth: no file matches" in done.err
+    done = run("run_*.pth", "nothing.pth")
+    assert (done.code, done.lines[-2]) == (1, "OUT OF SYNC, and 1 files could not be read")
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_reference(run: Main, tmp_path: Path, command: str) -> None:
+    """Findings name the ranks that are not the reference, by rank or path, typed or from the file; typing wins."""
+    save(tmp_path / "run_rank2.pth", network())
+
+    def suspects(*arguments: str, table: str = "") -> list[int]:
+        done = run("run_*.pth", "--format", "json", *arguments, table=table, command=command)
+        assert done.code == 1
+        found: list[int] = json.loads(done.out)["groups"][0]["findings"][0]["ranks"]
+        return found
+
+    assert suspects() == [1]
+    assert suspects("--reference", "1") == [0, 2]
+    assert suspects("--reference", "run_rank1.pth") == [0, 2]
+    assert suspects(table="reference = 1") == [0, 2]
+    assert suspects(table="reference = 'run_rank1.pth'") == [0, 2]
+    assert suspects("--reference", "0", table="reference = 1") == [1]
+    text = run("run_*.pth", "--reference", "1").out
+    assert "differences are described against rank 1, the reference" in text
+
+
+def test_jobs(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of threads reaches those who read, from the file and, before that, from the command line."""
+    asked: list[int | None] = []
+    made = Files.__init__
+
+    def spy(self: Files, limit: int = 8, jobs: int | None = None) -> None:
+        asked.append(jobs)
+        made(self, limit, jobs)
+
+    monkeypatch.setattr(Files, "__init__", spy)
+    for arguments, table in (([], ""), (["--jobs", "3"], ""), ([], "jobs = 2"), (["--jobs", "3"], "jobs = 2")):
+        assert run("run_*.pth", *arguments, table=table).code == 1
+    assert asked == [None, 3, 2, 3]
+
+
+def test_quick(run: Main, tmp_path: Path) -> None:
+    """Damage after saving is seen by reading and not by stored checksums; --no-quick looks in spite of the file."""
+    path = tmp_path / "run_rank0.pth"
+    data = path.read_bytes()
+    (tmp_path / "run_rank1.pth").write_bytes(data)
+    weight = network()["fc.weight"].tobytes()
+    assert data.count(weight) == 1
+    path.write_bytes(data.replace(weight, bytes(len(weight))))
+    for arguments, table, code in (
+        ([], "", 1),
+        (["--quick"], "", 0),
+        ([], "quick = true", 0),
+        (["--no-quick"], "quick = true", 1),
+    ):
+        assert run("run_*.pth", *arguments, table=table).code == code
+
+
+def test_group_by(run: Main, tmp_path: Path) -> None:
+    """Files that no name sorts together are compared when the expression does, typed or from the file."""
+    for name in ("alice", "bob"):
+        save(tmp_path / f"final-{name}.pth", network())
+    files = ("final-alice.pth", "final-bob.pth")
+    apart, together = "final-(alice|bob)", "(final)"
+    assert run(*files, "--group-by", apart).code == 2
+    assert run(*files, table=f"group-by = '{apart}'").code == 2
+    assert run(*files, "--group-by", together, table=f"group-by = '{apart}'").code == 0
+
+
+def test_buffers(run: Main, tmp_path: Path) -> None:
+    """What no name tells to be a buffer is one by --buffers, typed or from the file; typing wins."""
+    for rank in range(2):
+        save_pth(tmp_path / f"plain_rank{rank}.pth", {"w": np.ones(2, np.float32), "memory": np.ones(2, np.float32)})
+    files = ("plain_rank0.pth", "plain_rank1.pth", "--only-buffers")
+    assert run(*files).code == 2
+    assert run(*files, "--buffers", "mem*").code == 0
+    assert run(*files, table="buffers = ['mem*']").code == 0
+    assert run(*files, "--buffers", "nothing", table="buffers = ['mem*']").code == 2
+
+
+def test_format(run: Main) -> None:
+    """The file may ask for JSON on stdout, and --format text takes it back."""
+    assert json.loads(run("run_*.pth", table="format = 'json'").out)["verdict"] == "out_of_sync"
+    assert run("run_*.pth", "--format", "text", table="format = 'json'").lines[-2] == "OUT OF SYNC"
+
+
+def test_output(run: Main, tmp_path: Path) -> None:
+    """The file's outputs are written, those typed instead of them; a wrong ending or folder names where it stands."""
+    assert run("run_*.pth", table="output = ['a.json', 'a.md']").code == 1
+    assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.json", "a.md"]
+    assert run("run_*.pth", "-o", "b.txt", table="output = ['c.json']").code == 1
+    assert (tmp_path / "b.txt").exists()
+    assert not (tmp_path / "c.json").exists()
+    done = run("run_*.pth", table="output = ['a.pdf']")
+    assert (done.code, done.out) == (2, "")
+    assert f"error: {tmp_path}/pyproject.toml: tool.syncheck.output a.pdf: the ending names" in done.err
+    done = run("run_*.pth", table="output = ['no/folder/a.json']")
+    assert done.code == 2
+    assert "tool.syncheck.output no/folder/a.json: cannot write it: No such file" in done.err
+
+
+def test_limit(run: Main) -> None:
+    """The number of rows comes from the file, and before that from -n, 0 for all."""
+    assert "... and 3 more; -n 0 shows all" in run("run_*.pth", table="limit = 1").out
+    assert "... and 2 more; -n 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
+    assert "more; -n 0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
+    assert "more; -n 0 shows all" not in run("run_*.pth", table="limit = 0").out
+    assert "... and 3 more; -n 0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
+
+
+def test_quiet(run: Main) -> None:
+    """A project may be quiet; --no-quiet shows the report, and an error is never silent."""
+    done = run("run_*.pth", table="quiet = true\nulp = 1")
+    assert (done.code, done.out, done.err) == (1, "", "")
+    done = run("run_*.pth", "--no-quiet", table="quiet = true")
+    assert done.lines[-2] == "OUT OF SYNC"
+    assert run("nothing*.pth", table="quiet = true").err.startswith("syncheck: error: nothing*.pth")
+
+
+def test_color(run: Main) -> None:
+    """Colour is as the file says, unless it is typed."""
+    assert "\x1b[" in run("run_*.pth", table="color = 'always'").out
+    assert "\x1b[" not in run("run_*.pth", "--color", "never", table="color = 'always'").out
+
+
+def test_what_changes_the_exit_code_is_said(run: Main, tmp_path: Path) -> None:
+    """On stderr stand the file's options that act on the answer, and of those for printing only the exit code's."""
+    table = "exit-zero = true\nlimit = 3\ncolor = 'never'\nreference = 0\njobs = 2"
+    path = tmp_path / "pyproject.toml"
+    done = run("run_*.pth", table=table)
+    assert (done.code, done.err) == (0, f"syncheck: options from {path}: reference, jobs, exit-zero\n")
+    assert run("run_*.pth", "--no-exit-zero", table=table).err == f"syncheck: options from {path}: reference, jobs\n"

@@ -1,0 +1,190 @@
+"""By how much do replicas differ? Written from the formats' definitions, in Python integers and fractions only.
+
+This is what the differential tests hold `syncheck` against: it shares no code with it, and no numpy. A replica is a
+list of the bit patterns of its elements in C order; complex numbers are two patterns an element.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Bits = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the bits of one number are read. width: in bits. exponent, mantissa: bits of each, 0 for integers.
+
+    special: "ieee" has infinities and NaNs at the highest exponent, "fn" only NaNs and only where all bits are set,
+    "fnuz" one NaN, at the place of -0.0, "scale" an exponent alone: no sign, no zero, and a NaN where all bits are set.
+    """
+
+    width: int
+    exponent: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    special: str = "ieee"
+    signed: bool = False
+    parts: int = 1
+
+
+FORMATS = {
+    "float64": Format(64, 11, 52, 1023),
+    "float32": Format(32, 8, 23, 127),
+    "float16": Format(16, 5, 10, 15),
+    "bfloat16": Format(16, 8, 7, 127),
+    # Micikevicius et al. 2022, FP8 formats for deep learning; fnuz: Noune et al. 2022, 8-bit numerical formats.
+    "float8_e5m2": Format(8, 5, 2, 15),
+    "float8_e4m3fn": Format(8, 4, 3, 7, "fn"),
+    "float8_e4m3fnuz": Format(8, 4, 3, 8, "fnuz"),
+    "float8_e5m2fnuz": Format(8, 5, 2, 16, "fnuz"),
+    "float8_e8m0fnu": Format(8, 8, 0, 127, "scale"),  # OCP Microscaling Formats 1.0, 5.4.1
+    "complex64": Format(32, 8, 23, 127, parts=2),
+    "complex128": Format(64, 11, 52, 1023, parts=2),
+    **{f"int{width}": Format(width, signed=True) for width in (8, 16, 32, 64)},
+    **{f"uint{width}": Format(width) for width in (8, 16, 32, 64)},
+    "bool": Format(8),
+}
+
+
+@lru_cache(maxsize=100_000)
+def value(bits: int, of: Format) -> Fraction | str:
+    """Return the number that a pattern stands for, or "nan", "inf" or "-inf"."""
+    negative = bits >> (of.width - 1)
+    if not of.exponent:
+        return Fraction(bits - (1 << of.width) if of.signed and negative else bits)
+    if of.special == "scale":
+        return "nan" if bits == (1 << of.width) - 1 else Fraction(2) ** (bits - of.bias)
+    magnitude = bits & ((1 << (of.width - 1)) - 1)
+    exponent, mantissa = divmod(magnitude, 1 << of.mantissa)
+    top = (1 << of.exponent) - 1
+    if of.special == "ieee" and exponent == top:
+        return "nan" if mantissa else ("-inf" if negative else "inf")
+    if of.special == "fn" and magnitude == (1 << (of.width - 1)) - 1:
+        return "nan"
+    if of.special == "fnuz" and negative and not magnitude:
+        return "nan"
+    number = Fraction(mantissa) if not exponent else Fraction(mantissa + (1 << of.mantissa))
+    number *= Fraction(2) ** (max(exponent, 1) - of.bias - of.mantissa)
+    return -number if negative else number
+
+
+def steps(bits: int, of: Format) -> int:
+    """Number the finite floats from the lowest to the highest, both zeros at 0."""
+    if of.special == "scale":
+        return bits
+    magnitude = bits & ((1 << (of.width - 1)) - 1)
+    return -magnitude if bits >> (of.width - 1) else magnitude
+
+
+def rounded(number: Fraction) -> float:
+    """Round to the nearest float64; what is beyond its range becomes the largest."""
+    try:
+        return float(number)
+    except OverflowError:
+        return sys.float_info.max
+
+
+@dataclass
+class Numbers:
+    """What a report should say of one tensor; fields as in `syncheck`'s records."""
+
+    clusters: set[frozenset[int]]
+    minority: tuple[int, ...]
+    mismatched: int
+    max_abs: float | int | None
+    max_rel: float | None
+    max_ulp: int | None
+    index: int | None
+    nonfinite: dict[int, int]
+    extent: str | None
+    gaps: list[tuple[Fraction, Fraction, int]]
+    """Of each pair of unequal finite numbers that is measured: gap, greater magnitude, steps between them."""
+    hopeless: bool
+    """Whether a number is not finite on one replica and another number, or of another kind, on the next."""
+
+
+def clusters_of(replicas: Sequence[Bits]) -> list[list[int]]:
+    """Sort replicas by equal bits, the largest set first."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, bits in enumerate(replicas):
+        found.setdefault(tuple(bits), []).append(rank)
+    return sorted(found.values(), key=lambda ranks: -len(ranks))
+
+
+def numbers(replicas: Sequence[Bits], of: Format) -> Numbers:
+    """Compute all numbers of one tensor directly. replicas: by rank, two or more that are not all equal."""
+    sets = clusters_of(replicas)
+    majority = len(sets[0]) > len(sets[1])
+    stand = [replicas[ranks[0]] for ranks in sets]
+    places: dict[int, None] = {}
+    odd: list[int] = []
+    worst: tuple[Fraction, int] | None = None
+    gaps: list[tuple[Fraction, Fraction, int]] = []
+    for at, patterns in enumerate(zip(*stand, strict=True)):
+        if patterns == (patterns[0],) * len(patterns):
+            continue
+        here = [(value(bits, of), steps(bits, of)) for bits in patterns]
+        if len({number for number, _ in here}) == 1:
+            continue
+        places[at // of.parts] = None
+        finite = [(number, step) for number, step in here if isinstance(number, Fraction)]
+        if len(finite) < len(here):
+            odd.append(at // of.parts)
+            continue
+        pairs = [(finite[0], other) for other in finite[1:]] if majority else [(min(finite), max(finite))]
+        for (a, low), (b, high) in pairs:
+            gaps.append((abs(a - b), max(abs(a), abs(b)), abs(high - low)))
+            gap = abs(a - b) if not of.exponent else Fraction(rounded(abs(a - b)))
+            if worst is None or gap > worst[0]:
+                worst = gap, at // of.parts
+    where = sorted(places)
+    return Numbers(
+        clusters={frozenset(ranks) for ranks in sets},
+        minority=tuple(sorted(rank for ranks in sets[1:] for rank in ranks)) if majority else (),
+        mismatched=len(where),
+        max_abs=None if worst is None else int(worst[0]) if not of.exponent else float(worst[0]),
+        max_rel=max((float(gap / scale) for gap, scale, _ in gaps if gap), default=None if worst is None else 0.0),
+        max_ulp=max((ulp for _, _, ulp in gaps), default=None) if of.exponent else None,
+        index=odd[0] if odd else worst[1] if worst else None,
+        nonfinite={rank: _nonfinite(bits, of) for rank, bits in enumerate(replicas)},
+        extent=_extent(where, len(stand[0]) // of.parts),
+        gaps=gaps,
+        hopeless=bool(odd),
+    )
+
+
+def _nonfinite(bits: Bits, of: Format) -> int:
+    odd = {pattern for pattern in set(bits) if isinstance(value(pattern, of), str)}
+    return len({at // of.parts for at, pattern in enumerate(bits) if pattern in odd}) if odd else 0
+
+
+def _extent(where: list[int], numel: int) -> str | None:
+    if not where:
+        return None
+    if len(where) == numel:
+        return "all"
+    if len(where) == 1:
+        return "one"
+    return "contiguous" if where[-1] - where[0] + 1 == len(where) else "scattered"
+
+
+def is_close(found: Numbers, of: Format, rtol: float | None, atol: float | None, ulp: int | None) -> bool | None:
+    """Say whether a tolerance excuses all gaps; None where that hangs on how the limit itself is rounded."""
+    if not of.exponent or found.hopeless:
+        return False
+    verdicts: list[bool | None] = []
+    for gap, scale, step in found.gaps:
+        near: bool | None = ulp is not None and step <= ulp
+        if not near and rtol is not None and atol is not None:
+            limit = Fraction(atol) + Fraction(rtol) * scale
+            near = None if abs(gap - limit) <= limit * Fraction(1, 10**14) else gap <= limit
+        verdicts.append(near)
+    return False if False in verdicts else None if None in verdicts else True

@@ -1,0 +1,61 @@
+"""Folders that Accelerate's `save_state` writes, of two nodes."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from libraries import need, train
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["safetensors", "bin"])
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return the folder with node0/ and node1/, each the state that its node saved."""
+    need("accelerate")
+    folder = tmp_path_factory.mktemp("accelerate")
+    train("accelerate_ranks.py", folder, request.param)
+    return folder
+
+
+def test_nodes_are_replicas(trained: Path) -> None:
+    """Each node's folder is one snapshot: model, optimizer, schedule, random states; DDP's lag is all that differs."""
+    report = syncheck.compare(trained)
+    (group,) = report.groups
+    assert [(r.format, r.rank, r.path.rpartition("/")[2]) for r in group.replicas] == [
+        ("accelerate", 0, "node0"),
+        ("accelerate", 1, "node1"),
+    ]
+    assert {finding.code for finding in group.findings} == {"SYN201"}
+    kinds = {kind: counts.tensors for kind, counts in group.kinds.items()}
+    assert (kinds["parameter"], kinds["bn_mean"], kinds["optimizer"], kinds["optimizer_step"]) == (6, 1, 12, 6)
+    assert group.kinds["rng"].not_compared == kinds["rng"] > 0
+    snapshot = syncheck.read(str(trained / "node0"))
+    files = [file for file in (trained / "node0").iterdir() if file.suffix != ".txt"]
+    assert snapshot.bytes == sum(file.stat().st_size for file in files)
+    assert "scheduler.last_epoch" in snapshot.values
+
+
+def test_a_planted_change_is_found(trained: Path, tmp_path: Path) -> None:
+    """A moment of the optimizer that differs in a copy of the folder is named, and nothing else."""
+    import torch
+
+    for name in ("left", "right"):
+        shutil.copytree(trained / "node0", tmp_path / name)
+    state = torch.load(tmp_path / "right" / "optimizer.bin", weights_only=True)
+    state["state"][3]["exp_avg"][5] += 1
+    torch.save(state, tmp_path / "right" / "optimizer.bin")
+    report = syncheck.compare(tmp_path / "left", tmp_path / "right")
+    (group,) = report.groups
+    (diff,) = [diff for diff in group.tensors if diff.out_of_sync]
+    # By name only where the weights' file has the model's order: safetensors is sorted by name.
+    parameter = "1.bias" if (trained / "node0" / "pytorch_model.bin").exists() else "3"
+    assert (diff.name, diff.index) == (f"optimizer.{parameter}.exp_avg", (5,))
+    assert report.exit_code == 1

@@ -1,0 +1,24 @@
+"""`reference=` of a comparison of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import syncheck
+from syncheck.testing import compare
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_ranks_of_a_process_group(syncheck_rank: Rank) -> None:
+    """On real ranks each has the same answer, against the rank that was named; an unknown one is an error on all."""
+    held = {"w": np.full(2, (0, 3, 4)[syncheck_rank.rank], np.float32)}
+    (group,) = compare(held, reference=1).groups
+    assert (group.tensors[0].max_abs, group.tensors[0].minority) == (3.0, (0, 2))
+    with pytest.raises(syncheck.UsageError, match="reference=7: no replica has this rank or path"):
+        compare(held, reference=7)

@@ -1,0 +1,191 @@
+"""Folders that torch.distributed.checkpoint wrote: read without torch, bit for bit what torch loads from them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dcp_folders import assemble, contents, expected, load, save, trained  # noqa: E402
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
+
+import syncheck  # noqa: E402
+from syncheck import readers  # noqa: E402
+from syncheck.errors import RefusedFile  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from checkpoints import Done
+
+
+def checkpoint(seed: int = 0, **options: Any) -> dict[str, Any]:
+    """What a training run saves: a model and an optimizer under the names of torch's own functions."""
+    model, optimizer = trained(seed)
+    states, steps = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    return {"model": states, "optim": steps, "step": 7, "epoch": 1}
+
+
+def test_reads_what_torch_loads(tmp_path: Path) -> None:
+    """Every tensor of every dtype and layout has the bits that dcp.load gives; values and names are there too."""
+    state: dict[str, Any] = {
+        "half": torch.randn(3, 5).half(),
+        "brain": torch.randn(7).bfloat16(),
+        "tiny": torch.randn(6).to(torch.float8_e4m3fn),
+        "complex": torch.randn(2, 2, dtype=torch.complex64),
+        "count": torch.tensor(12),
+        "mask": torch.tensor([True, False]),
+        "turned": torch.randn(4, 3).t(),
+        "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "part": torch.randn(10)[3:6],
+        "empty": torch.ones(0, 3),
+        "list": [torch.ones(2), torch.zeros(3)],
+        "settings": {"name": "run", "sizes": (1, 2)},
+    }
+    folder = save(tmp_path / "step1", state)
+    blank = {key: torch.zeros_like(t) for key, t in state.items() if isinstance(t, torch.Tensor)}
+    loaded = load(folder, blank | {"list": [torch.zeros(2), torch.ones(3)]})
+    first, second = loaded.pop("list")
+    assert contents(folder) == expected(loaded | {"list.0": first, "list.1": second})
+    values = readers.read(str(folder)).values
+    assert values == {"settings.name": "run", "settings.sizes.0": 1, "settings.sizes.1": 2}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_names_are_those_of_a_torch_save_file(tmp_path: Path, flat: bool) -> None:
+    """A folder and a torch.save file of one state are identical, down to the optimizer's settings.
+
+    flat: saved with flatten_optimizer_state_dict, as torchtitan does.
+    """
+    torch.save(checkpoint(), tmp_path / "one.pth")
+    folder = save(tmp_path / "two", checkpoint(flatten_optimizer_state_dict=flat))
+    report = syncheck.compare(tmp_path / "one.pth", folder)
+    assert report.verdict == "in_sync"
+    assert report.counts.identical == report.counts.tensors == 9 + 3 * 6
+    assert report.groups[0].values == ()
+    values = readers.read(str(folder)).values
+    assert (values["step"], values["epoch"], values["optimizer.param_groups.0.lr"]) == (7, 1, 0.01)
+
+
+def test_integer_ids_of_an_optimizer_become_names(tmp_path: Path) -> None:
+    """Optimizer.state_dict() has integer ids, which saving turns into texts: they are resolved all the same."""
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    snapshot = readers.read(str(save(tmp_path / "folder", state)))
+    assert "optimizer.3.weight.exp_avg" in snapshot.tensors
+    torch.save(state, tmp_path / "file.pth")
+    assert contents(snapshot) == contents(tmp_path / "file.pth")
+
+
+def test_an_optimizer_without_state_keeps_its_name(tmp_path: Path) -> None:
+    """Plain SGD has settings only; an empty dict leaves no trace in the folder, but the settings are found."""
+    model, _ = trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    values = readers.read(str(save(tmp_path / "folder", state))).values
+    assert values["optimizer.param_groups.0.lr"] == 0.5
+
+
+def test_metadata_block_is_found(tmp_path: Path) -> None:
+    """The block of syncheck.metadata() is one in a folder as it is in a file."""
+    model, _ = trained()
+    block = syncheck.metadata(run="night", step=3, rank=0, world_size=4, model=model)
+    snapshot = readers.read(str(save(tmp_path / "folder", {"model": model.state_dict(), "syncheck": block})))
+    assert snapshot.metadata is not None
+    assert (snapshot.metadata.run, snapshot.metadata.step, snapshot.metadata.world_size) == ("night", 3, 4)
+    assert set(snapshot.metadata.buffers or ()) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def test_objects_that_hold_tensors_are_opened(tmp_path: Path) -> None:
+    """Tensors in a tuple or another object that was pickled whole are compared like any other."""
+    state = {"pair": (torch.ones(3), OrderedDict(inner=torch.arange(4))), "w": torch.ones(2)}
+    found = contents(save(tmp_path / "folder", state))
+    assert found == expected({"pair.0": torch.ones(3), "pair.1.inner": torch.arange(4), "w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
+def test_what_lies_beside_the_chunks_belongs_to_them(tmp_path: Path, name: str) -> None:
+    """The file in which Lightning (meta.pt) and Megatron-Core (common.pt) keep the step is part of the checkpoint."""
+    folder = save(tmp_path / "folder", {"w": torch.ones(2)})
+    torch.save({"iteration": 12, "rng_state": torch.zeros(3)}, folder / name)
+    snapshot = readers.read(str(folder))
+    assert (set(snapshot.tensors), snapshot.values) == ({"w", "rng_state"}, {"iteration": 12})
+    report = syncheck.compare(tmp_path)
+    assert [group.replicas[0].path for group in report.groups] == [str(folder)]
+
+
+def test_two_folders_are_replicas(tmp_path: Path, cli: Callable[..., Done]) -> None:
+    """Two equal folders are in sync, and the answer says what such a folder cannot show."""
+    one = save(tmp_path / "a", checkpoint())
+    shutil.copytree(one, tmp_path / "b")
+    done = cli("compare", one, tmp_path / "b")
+    assert done.code == 0, done.out + done.err
+    assert "IN SYNC" in done.out
+    assert done.out.count("holds one copy of each replicated tensor") == 1
+
+
+def test_one_flipped_bit_in_a_chunk_is_found(tmp_path: Path) -> None:
+    """A bit that flips in a .distcp file is found, at its element, and nothing else differs."""
+    one = save(tmp_path / "a", checkpoint())
+    shutil.copytree(one, tmp_path / "b")
+    tensor = readers.read(str(one)).tensors["3.weight"]
+    file = tmp_path / "b" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[tensor.offset + 4 * (2 * 48 + 11)] ^= 1
+    file.write_bytes(data)
+    report = syncheck.compare(one, tmp_path / "b")
+    assert report.verdict == "out_of_sync"
+    (diff,) = report.groups[0].tensors
+    assert (diff.name, diff.status, diff.mismatched, diff.index) == ("3.weight", "different", 1, (2, 11))
+
+
+def test_a_state_in_chunks_equals_one_in_a_file(tmp_path: Path) -> None:
+    """Chunks by row, by column and in a grid are put together; a flip in one is found at its place in the whole."""
+    a, b = torch.randn(5, 4), torch.randn(6, 6, 2)
+    torch.save({"a": a, "b": b}, tmp_path / "whole.pth")
+    chunks: dict[str, Any] = {
+        "a": (a, [((0, 0), (5, 3)), ((0, 3), (5, 1))]),
+        "b": (b, [((i, j, 0), (3, 2, 2)) for i in (0, 3) for j in (0, 2, 4)]),
+    }
+    folder = assemble(tmp_path / "chunks", chunks)
+    assert torch.equal(load(folder, {"b": torch.zeros(6, 6, 2)})["b"], b)  # torch takes the folder for one of its own
+    assert contents(folder) == expected({"a": a, "b": b})
+    assert syncheck.compare(tmp_path / "whole.pth", folder).verdict == "in_sync"
+    b[4, 3, 1] += 1
+    report = syncheck.compare(tmp_path / "whole.pth", assemble(tmp_path / "other", chunks))
+    (diff,) = report.groups[0].tensors
+    assert (diff.name, diff.index, diff.mismatched) == ("b", (4, 3, 1), 1)
+
+
+def test_an_object_in_a_folder_that_runs_code_is_refused(tmp_path: Path) -> None:
+    """A pickled object that calls a system function refuses the whole folder, and nothing is run."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            import os
+
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    folder = save(tmp_path / "folder", {"w": torch.ones(2), "callback": Bomb()})
+    with pytest.raises(RefusedFile, match=r"__0_0.distcp, 'callback': .*mkdir"):
+        readers.read(str(folder))
+    assert not (tmp_path / "made").exists()
+
+
+def test_objects_of_unknown_classes_are_listed(tmp_path: Path) -> None:
+    """An object of the user's own class is not compared and is said to be not, its tensors are compared."""
+    state = {"w": torch.ones(2), "rate": _Rate(torch.ones(3))}
+    snapshot = readers.read(str(save(tmp_path / "folder", copy.copy(state))))
+    assert any(stub.endswith("_Rate") for stub in snapshot.stubs)
+    assert expected({"w": torch.ones(2), "rate.tensor": torch.ones(3)}) == contents(snapshot)
+
+
+class _Rate:
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor

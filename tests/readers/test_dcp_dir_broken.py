@@ -1,0 +1,242 @@
+"""Folders of torch.distributed.checkpoint that are broken or hostile: each has one line that says what and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import random
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dcp_folders import assemble, contents, metadata, write_metadata  # noqa: E402
+
+from syncheck import api, readers  # noqa: E402
+from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from checkpoints import Done
+
+HALVES = [((0, 0), (2, 4)), ((2, 0), (2, 4))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a tensor `w` of 4 x 4 in two chunks, by row, and a whole one, `v`."""
+    return assemble(
+        tmp_path / "run", {"w": (torch.arange(16.0).reshape(4, 4), HALVES), "v": (torch.ones(3), [((0,), (3,))])}
+    )
+
+
+def error(folder: Path, kind: type[CheckpointError] = MalformedFile) -> str:
+    """The line with which reading a folder fails."""
+    with pytest.raises(kind) as caught:
+        readers.read(str(folder))
+    assert caught.value.path.startswith(str(folder))
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def change(folder: Path, edit: Callable[[Any], None]) -> None:
+    """Edit `.metadata` by torch's own classes."""
+    content = metadata(folder)
+    edit(content)
+    write_metadata(folder, content)
+
+
+def test_missing_chunk_file(folder: Path, cli: Callable[..., Done]) -> None:
+    """A rank's file that was not copied is named, with a tensor in it; comparing exits with 2."""
+    (folder / "__1_0.distcp").unlink()
+    text = error(folder)
+    assert "__1_0.distcp, 'w' at [2, 0]: no such file or directory" in text
+    assert "save or copy the folder again" in text.lower()
+    done = cli("compare", folder)
+    assert done.code == 2
+    assert "__1_0.distcp" in done.out + done.err
+
+
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_truncated_chunk_file(folder: Path, left: int) -> None:
+    """A chunk that the file ends before is named with the byte at which it would end."""
+    left %= _length(folder)
+    os.truncate(folder / "__1_0.distcp", left)
+    assert f"'w' at [2, 0]: ends at byte {_length(folder)}; needed at most {left}" in error(folder)
+
+
+def _length(folder: Path) -> int:
+    places = metadata(folder).storage_data
+    return max(info.offset + info.length for info in places.values() if info.relative_path == "__1_0.distcp")
+
+
+def test_file_that_is_cut_while_it_is_compared(tmp_path: Path) -> None:
+    """A folder whose file changes between opening and reading is unreadable as a whole; the others are compared."""
+    state = {"w": (torch.arange(16.0).reshape(4, 4), HALVES)}
+    others = [assemble(tmp_path / name, state) for name in ("a", "b", "c")]
+    found = api.find(*others)
+    os.truncate(others[1] / "__1_0.distcp", 1000)
+    report = api.judge(found)
+    assert len(report.unreadable) == 1
+    assert str(others[1]) in report.unreadable[0].path
+    assert [replica.path for replica in report.groups[0].replicas] == [str(others[0]), str(others[2])]
+
+
+def test_save_that_did_not_finish(folder: Path) -> None:
+    """Chunks without `.metadata`, which is written last, are no checkpoint, and the folder is said to be cut short."""
+    (folder / ".metadata").unlink()
+    assert "no .metadata; needed that file, which is written last" in error(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nothing of the kind", b"\x80\x04N."])
+def test_metadata_that_is_none(folder: Path, content: bytes) -> None:
+    """`.metadata` that is empty, cut short or something else is named."""
+    (folder / ".metadata").write_bytes(content)
+    assert ".metadata: " in error(folder)
+
+
+@pytest.mark.parametrize(
+    ("spans", "wrong"),
+    [
+        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], "no chunks hold element [3, 0]"),
+        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "2 chunks hold element [2, 0]"),
+        ([((0, 0), (2, 4)), ((2, 0), (2, 5))], "the chunk of size [2, 5] at [2, 0] reaches out of it"),
+        ([((0, 0), (2, 4)), ((2,), (2,))], "a chunk of size (2,) at (2,)"),
+        ([((0, 0), (1, 4)), ((1, 0), (3, 4))], "no record says where its chunk at [1, 0] lies"),
+        ([], "no chunks hold element [0, 0]"),
+    ],
+)
+def test_chunks_that_do_not_cover_the_tensor(tmp_path: Path, spans: Any, wrong: str) -> None:
+    """A gap, an overlap, or a chunk out of bounds in the metadata is an error that names the element or the chunk."""
+    tensor = torch.arange(16.0).reshape(4, 4)
+    text = error(assemble(tmp_path / "run", {"w": (tensor, HALVES)}, listed={"w": spans}))
+    assert f".metadata, 'w': {wrong}" in text
+
+
+def test_chunk_of_another_size_or_dtype_than_recorded(tmp_path: Path) -> None:
+    """The record of a chunk must hold what the metadata says, in shape and in dtype."""
+    tensor = torch.arange(16.0).reshape(4, 4)
+    swapped = [((0, 0), (1, 4)), ((1, 0), (1, 4)), ((2, 0), (2, 4))]
+    folder = assemble(tmp_path / "a", {"w": (tensor, [*HALVES, ((1, 0), (1, 4))])}, listed={"w": swapped})
+    assert "the record holds float32 [2, 4]; needed float32 [1, 4]" in error(folder)
+    folder = assemble(tmp_path / "b", {"w": (tensor, HALVES)})
+    change(folder, lambda content: setattr(content.state_dict_metadata["w"].properties, "dtype", torch.float64))
+    assert "the record holds float32 [2, 4]; needed float64 [2, 4]" in error(folder)
+
+
+@pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/etc/passwd", "", "a//b", "a\0b", "."])
+def test_chunk_outside_the_folder(folder: Path, place: str) -> None:
+    """A place that leads out of the folder is refused and not opened."""
+
+    def edit(content: Any) -> None:
+        for info in content.storage_data.values():
+            info.relative_path = place
+
+    change(folder, edit)
+    assert "needed a file in the folder" in error(folder)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, 10**30), (2**62, 2**62), (0, -5), (True, 10), ("0", 10)])
+def test_places_that_are_no_numbers_of_bytes(folder: Path, offset: Any, length: Any) -> None:
+    """Offsets and lengths that no file can have are an error before anything is read or allocated."""
+
+    def edit(content: Any) -> None:
+        for info in content.storage_data.values():
+            info.offset, info.length = offset, length
+
+    change(folder, edit)
+    assert "'w'" in error(folder) or "'v'" in error(folder)
+
+
+def test_chunks_that_were_compressed_are_said_to_be(folder: Path) -> None:
+    """Chunks that an extension transformed, such as by zstd, are not read, and the extension is named."""
+    if "transform_descriptors" not in {f.name for f in dataclasses.fields(_an_info(folder))}:
+        pytest.skip("this torch has no extensions")
+
+    def edit(content: Any) -> None:
+        for info in content.storage_data.values():
+            info.transform_descriptors = ["stream.zstd"]
+
+    change(folder, edit)
+    assert "stream.zstd" in error(folder, UnsupportedFormat)
+
+
+def _an_info(folder: Path) -> Any:
+    return next(iter(metadata(folder).storage_data.values()))
+
+
+def test_metadata_that_runs_code_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A `.metadata` that calls a system function is refused, and nothing is run."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (folder / ".metadata").write_bytes(pickle.dumps({"storage_data": Bomb()}))
+    assert "runs code" in error(folder, RefusedFile)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "paths", [{"w": ("v",), "v": ("v",)}, {"w": ("v", "w"), "v": ("v",)}, {"w": ()}, {"w": "w"}, {"w": ("a",) * 300}]
+)
+def test_keys_that_lead_through_one_another(folder: Path, paths: Any) -> None:
+    """Keys of the state dict that two tensors share, or that are none, are an error."""
+    change(folder, lambda content: setattr(content, "planner_data", paths))
+    assert "keys" in error(folder)
+
+
+def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
+    """A planner that recorded no keys leaves the flat names, and these are taken."""
+    change(folder, lambda content: setattr(content, "planner_data", None))
+    assert set(readers.read(str(folder)).tensors) == {"w", "v"}
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_opened(folder: Path) -> None:
+    """A pipe, which would block whoever opens it, is refused."""
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
+    assert "needed a file" in error(folder)
+
+
+def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[..., Done]) -> None:
+    """Bytes of a planner of the user's own are counted as not compared, and the rest is read."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    (folder / "own.distcp").write_bytes(b"my own format")
+
+    def edit(content: Any) -> None:
+        content.state_dict_metadata["note"] = BytesStorageMetadata()
+        content.storage_data[MetadataIndex("note")] = _StorageInfo("own.distcp", 0, 13)
+
+    change(folder, edit)
+    assert set(readers.read(str(folder)).tensors) == {"w", "v"}
+    shutil.copytree(folder, folder.with_name("copy"))
+    assert "not compared (1): note" in cli("compare", folder, folder.with_name("copy")).out
+
+
+def test_damage_anywhere_is_an_error_or_nothing(folder: Path) -> None:
+    """With bytes changed, lost or added anywhere, a folder is read or refused with one line; nothing else happens."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(300):
+        file = folder / draw.choice([".metadata", "__0_0.distcp", "__1_0.distcp"])
+        good = file.read_bytes()
+        damaged = bytearray(good)
+        for _ in range(draw.randint(1, 3)):
+            at, length = draw.randrange(len(damaged)), draw.randrange(9)
+            damaged[at : at + draw.choice([length, 1])] = draw.randbytes(draw.choice([length, 1]))
+        file.write_bytes(damaged)
+        try:
+            contents(folder)
+            lines.append(0)
+        except CheckpointError as refused:
+            lines.append(len(str(refused).splitlines()))
+        file.write_bytes(good)
+    assert set(lines) == {0, 1}

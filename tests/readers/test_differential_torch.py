@@ -1,0 +1,217 @@
+"""What our reader finds in a file is what torch.load finds, bit for bit and name by name, whatever was saved."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import reject
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    EXAMPLES,
+    SLOW,
+    for_all,
+    found_in,
+    from_bytes,
+    is_leaf,
+    loaded,
+    noise,
+    tensors,
+    trees,
+    walk,
+)
+
+import syncheck
+
+torch = pytest.importorskip("torch")
+VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic)
+# torch itself does not swap the bytes of dtypes that it saves as untyped storages.
+SWAPPED = [name for name in DTYPES if "8_" not in name and name not in ("uint16", "uint32", "uint64")]
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are one, NaN included; numpy's scalars are read as Python's."""
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    return bool(a == b) and str(a) == str(b)
+
+
+def assert_same(path: Path, tree: Any) -> None:
+    """Assert that our reader finds the tensors and values of a tree, by name, in order and bit for bit."""
+    parts = list(walk(tree))
+    snapshot = syncheck.read(str(path))
+    wanted = [(name, loaded(leaf)) for name, leaf in parts if is_leaf(leaf)]
+    assert_paired(wanted, list(found_in(path).items()), lambda a, b: a == b)
+    values = [(name, leaf) for name, leaf in parts if isinstance(leaf, VALUES)]
+    assert_paired(values, list(snapshot.values.items()), same_value)
+
+
+def assert_paired(wanted: list[tuple[str, Any]], found: list[tuple[str, Any]], same: Any) -> None:
+    """Assert that names and contents are those; of several things at one name all but the first bear a mark."""
+    assert len(found) == len(wanted), (wanted, found)
+    taken = set()
+    for (base, a), (name, b) in zip(wanted, found, strict=True):
+        assert name.startswith(f"{base}#") if base in taken else name == base, (base, name)
+        assert same(a, b), (name, a, b)
+        taken.add(name)
+
+
+def check_tree(tree: Any) -> None:
+    """Save a tree, load it with torch, and hold our reader against what was loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rank0.pth")
+        torch.save(tree, path)
+        assert_same(path, torch.load(path, weights_only=False))
+
+
+@EXAMPLES
+def test_any_tensor(examples: int) -> None:
+    """A tensor of any dtype, shape, strides, offset, pending conjugation and any bits is read as torch reads it."""
+    for_all(tensors().map(lambda tensor: {"t": tensor}), check_tree, examples)
+
+
+@pytest.mark.parametrize("view", ["conj", "permuted", "row"])
+def test_tensors_without_elements(tmp_path: Path, view: str) -> None:
+    """A tensor without elements is read, and compared, whatever its strides and pending operations."""
+    empty = torch.zeros(2, 0, 3, dtype=torch.complex64)
+    tensor = {"conj": empty.conj(), "permuted": empty.permute(2, 1, 0), "row": empty[1:, :, 2]}[view]
+    check_tree({"t": tensor})
+    for rank in range(2):
+        torch.save({"t": tensor, "w": torch.ones(2)}, tmp_path / f"rank{rank}.pth")
+    assert syncheck.compare(tmp_path).counts.identical == 2
+
+
+@EXAMPLES
+def test_any_tree(examples: int) -> None:
+    """Nested containers, shared storages, Parameters, arrays, scalars and odd keys: every tensor, and its name."""
+    for_all(trees(), check_tree, examples)
+
+
+def check_legacy(tree: Any) -> None:
+    """Do as `check_tree` in the format of before torch 1.6."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rank0.pth")
+        torch.save(tree, path, _use_new_zipfile_serialization=False)
+        try:
+            tree = torch.load(path, weights_only=False)
+        except AttributeError:  # torch writes dtypes without a typed storage into this format and cannot read them
+            reject()
+        assert_same(path, tree)
+
+
+@EXAMPLES
+def test_any_tree_of_the_legacy_format(examples: int) -> None:
+    """The same holds of files of before torch 1.6, which torch still writes when asked to."""
+    for_all(st.one_of(tensors().map(lambda tensor: {"t": tensor}), trees()), check_legacy, examples)
+
+
+@st.composite
+def large(draw: Any) -> Any:
+    """Return a tensor of several blocks that does not lie in C order."""
+    name = draw(st.sampled_from(DTYPES))
+    shape = draw(st.sampled_from([(700, 1100), (3, 5, 90_000), (1_500_000,), (40_000, 33), (2, 700_000)]))
+    # A short pattern, repeated over a prime number of bytes: no block is equal to the next.
+    size = torch.empty(0, dtype=getattr(torch, name)).element_size()
+    data = noise(draw(st.integers(0, 99)), name, 1009)
+    tensor = from_bytes((data * (math.prod(shape) * size // len(data) + 1))[: math.prod(shape) * size], name, shape)
+    dims = list(range(len(shape)))
+    views = [tensor.permute(dims[::-1]), tensor[1:], tensor[..., ::3], tensor[..., 5:], tensor[:1].expand(shape)]
+    view = draw(st.sampled_from(views))
+    return {"t": view.conj() if view.is_complex() else view}
+
+
+@pytest.mark.parametrize("examples", [4, pytest.param(80, marks=SLOW)])
+def test_any_large_tensor(examples: int) -> None:
+    """A tensor of several blocks, with strides, is put together in C order."""
+    for_all(large(), check_tree, examples)
+
+
+LAYERS = [
+    lambda n: torch.nn.Linear(n, 3),
+    lambda n: torch.nn.Conv2d(2, n, 3, bias=False),
+    torch.nn.BatchNorm2d,
+    torch.nn.LayerNorm,
+    lambda n: torch.nn.Embedding(n, 2),
+    lambda n: torch.nn.LSTM(2, n),
+]
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    lambda p: torch.optim.SGD(p, 0.1),
+    lambda p: torch.optim.AdamW(p, amsgrad=True),
+    lambda p: torch.optim.Adagrad(p),
+    lambda p: torch.optim.RMSprop(p, centered=True),
+]
+
+
+@st.composite
+def trainings(draw: Any) -> Any:
+    """Return a model, its optimizer after some steps, and the checkpoint that a script would save of them."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    chosen = draw(st.lists(st.tuples(st.sampled_from(LAYERS), st.integers(1, 5)), min_size=1, max_size=4))
+    model = torch.nn.Sequential(*(make(n) for make, n in chosen)).to(draw(st.sampled_from([None, torch.bfloat16])))
+    optimizer = draw(st.sampled_from(OPTIMIZERS))(model.parameters())
+    for _ in range(draw(st.integers(0, 2))):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    key = draw(st.sampled_from(["model", "state_dict", "net", "encoder"]))
+    extras = {
+        "lr_scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]).state_dict(),
+        "scaler": {"scale": 65536.0, "_growth_tracker": 3},
+        "ema": model.state_dict(),
+        "rng": [torch.get_rng_state(), np.random.get_state()],
+        "best": np.float32(0.5),
+        "epoch": 3,
+    }
+    kept = draw(st.lists(st.sampled_from(sorted(extras)), unique=True))
+    saved = {key: model.state_dict(), "optimizer": optimizer.state_dict()} | {name: extras[name] for name in kept}
+    return model, optimizer, "" if key != "encoder" else "encoder.", saved
+
+
+def check_training(case: Any) -> None:
+    """Hold the names and bytes of a training checkpoint against the model and the optimizer themselves."""
+    model, optimizer, prefix, saved = case
+    wanted = {f"{prefix}{name}": loaded(tensor) for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for state, content_of in optimizer.state.get(parameter, {}).items():
+            if isinstance(content_of, torch.Tensor):
+                wanted[f"optimizer.{prefix}{name}.{state}"] = loaded(content_of)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rank0.pth")
+        torch.save(saved, path)
+        snapshot = syncheck.read(str(path))
+        found = found_in(path)
+    aside = {name for name in found if name.startswith(("ema.", "rng."))}
+    assert {name: found[name] for name in found if name not in aside} == wanted
+    assert len(aside) == ("ema" in saved) * len(model.state_dict()) + ("rng" in saved) * 2
+    assert snapshot.values.get("epoch") == saved.get("epoch")
+    assert snapshot.values["optimizer.param_groups.0.lr"] == saved["optimizer"]["param_groups"][0]["lr"]
+
+
+@EXAMPLES
+def test_any_training(examples: int) -> None:
+    """Optimizer states bear their parameters' names, and scheduler, scaler, EMA and random state lose nothing."""
+    for_all(trainings(), check_training, examples)
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_files_of_a_big_endian_machine(tmp_path: Path, name: str) -> None:
+    """Records that a big-endian machine wrote are read as torch reads them."""
+    torch.save({"t": from_bytes(noise(3, name, 24), name).reshape(-1, 3).t()}, tmp_path / "little.pth")
+    size = torch.empty(0, dtype=getattr(torch, name)).element_size() // (2 if name.startswith("complex") else 1)
+    with zipfile.ZipFile(tmp_path / "little.pth") as old, zipfile.ZipFile(tmp_path / "big.pth", "w") as new:
+        for record in old.namelist():
+            data = old.read(record)
+            if record.endswith("byteorder"):
+                data = b"big"
+            elif "/data/" in record:
+                data = b"".join(data[at : at + size][::-1] for at in range(0, len(data), size))
+            new.writestr(record.replace("little/", "big/"), data)
+    assert_same(tmp_path / "big.pth", torch.load(tmp_path / "big.pth"))
+    assert_same(tmp_path / "big.pth", torch.load(tmp_path / "little.pth"))

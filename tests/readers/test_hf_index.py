@@ -1,0 +1,232 @@
+"""Hugging Face folders: weights in shards with an index, what lies beside them, and each way to break them."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save
+
+import syncheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def write(folder: Path, state: dict[str, Any], files: int = 3, ending: str = "safetensors") -> Path:
+    """Write a state dict in shards with an index; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = "model" if ending == "safetensors" else "pytorch_model"
+    weight_map = {}
+    for i in range(files):
+        name = f"{stem}-{i + 1:05}-of-{files:05}.{ending}"
+        part = {tensor: state[tensor] for tensor in list(state)[i::files]}
+        save(folder / name, part)
+        weight_map |= dict.fromkeys(part, name)
+    write_index(folder, weight_map, f"{stem}.{ending}.index.json")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def write_index(folder: Path, weight_map: Any, name: str = "model.safetensors.index.json") -> None:
+    """Write an index."""
+    (folder / name).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return what the index says."""
+    found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return found
+
+
+def optimizer(step: int = 7) -> dict[str, Any]:
+    """Return an optimizer's state of two parameters."""
+    state = {i: {"step": np.array(step, np.float32), "exp_avg": np.full(4, i, np.float32)} for i in range(2)}
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_a_folder_is_one_snapshot(tmp_path: Path, ending: str) -> None:
+    """Each tensor comes from the file that the index names; the folder is one replica, its files are none."""
+    folder = write(tmp_path / "m", network(), ending=ending)
+    snapshot = syncheck.read(str(folder))
+    assert (snapshot.path, snapshot.format) == (str(folder), "huggingface")
+    assert snapshot.tensors.keys() == network().keys()
+    assert len({tensor.path for tensor in snapshot.tensors.values()}) == 3
+    assert snapshot.bytes == sum(file.stat().st_size for file in folder.iterdir() if file.name != "config.json")
+    report = syncheck.compare(tmp_path)
+    assert [[r.path for r in group.replicas] for group in report.groups] == [[str(folder)]]
+    assert (report.skipped, report.exit_code) == (1, 2)  # config.json
+
+
+@pytest.mark.parametrize("files", [1, 2, 5])
+def test_the_number_of_files_does_not_matter(tmp_path: Path, files: int) -> None:
+    """Two folders are paired by tensors, in however many files; what differs is found."""
+    left, right = write(tmp_path / "a", network(), 3), write(tmp_path / "b", network(), files)
+    assert syncheck.compare(left, right).verdict == "in_sync"
+    write(right, changed(network(), "fc.bias"), files)
+    (group,) = syncheck.compare(left, right).groups
+    assert [diff.name for diff in group.tensors] == ["fc.bias"]
+
+
+def test_a_folder_against_a_file(tmp_path: Path) -> None:
+    """A folder and a plain file of the same model are replicas when both are named."""
+    folder, file = write(tmp_path / "a", network()), save(tmp_path / "b.pth", network())
+    report = syncheck.compare(folder, file)
+    assert (report.verdict, report.groups[0].counts.identical) == ("in_sync", len(network()))
+
+
+def test_ranks_of_folders(tmp_path: Path) -> None:
+    """Folders rank0, rank1, ... below the one given are the ranks of one group, written with a slash or without."""
+    for rank in (0, 1, 10):
+        write(tmp_path / f"rank{rank}", network())
+    for given in ([tmp_path], [f"{tmp_path}/rank{rank}/" for rank in (10, 1, 0)]):
+        (group,) = syncheck.compare(*given).groups
+        assert [replica.rank for replica in group.replicas] == [0, 1, 10]
+
+
+def _missing_file(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def _missing_tensor(folder: Path) -> None:
+    write_index(folder, weight_map(folder) | {"ghost": "model-00001-of-00003.safetensors"})
+
+
+def _extra_tensor(folder: Path) -> None:
+    where = weight_map(folder)
+    del where["fc.bias"]
+    write_index(folder, where)
+
+
+def _other_file(folder: Path) -> None:
+    write_index(folder, weight_map(folder) | {"layer0.conv.weight": "model-00002-of-00003.safetensors"})
+
+
+def _outside(name: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        save(folder.parent / "model.safetensors", {"fc.bias": network()["fc.bias"]})
+        write_index(folder, {"fc.bias": name.format(folder.parent)})
+
+    return plant
+
+
+def _broken_shard(folder: Path) -> None:
+    shard = folder / "model-00003-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-5])
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    ("plant", "text"),
+    [
+        (_missing_file, "tensor 'layer0.bn.weight': the file model-00002-of-00003.safetensors is missing"),
+        (_missing_tensor, "tensor 'ghost': it is not in model-00001-of-00003.safetensors"),
+        (_extra_tensor, "tensor 'fc.bias': it is in model-00002-of-00003.safetensors, but the index does not name it"),
+        (_other_file, "but the index gives it to model-00002-of-00003.safetensors"),
+        (_outside("{}/model.safetensors"), "needed a file in the folder of the index"),
+        (_outside("../model.safetensors"), "needed a file in the folder of the index"),
+        (_outside("x/../../model.safetensors"), "needed a file in the folder of the index"),
+        (_outside(""), "needed a file in the folder of the index"),
+        (_broken_shard, "model-00003-of-00003.safetensors: data: "),
+        (lambda folder: write_index(folder, ["a"]), "weight_map: ['a']; needed a file name for each tensor"),
+        (lambda folder: write_index(folder, {"a": 3}), "weight_map: {'a': 3}; needed a file name for each tensor"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "no JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "no JSON"),
+        (_pipe, "model.safetensors.index.json: no regular file"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "list; needed a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_broken_folder_is_unreadable(tmp_path: Path, plant: Callable[[Path], Any], text: str) -> None:
+    """What is wrong is said in one line, with the tensor and the file; nothing outside the folder is read."""
+    good, bad = write(tmp_path / "good", network()), write(tmp_path / "bad", network())
+    plant(bad)
+    report = syncheck.compare(good, bad)
+    (unreadable,) = report.unreadable
+    assert unreadable.path == str(bad)
+    assert text in unreadable.reason
+    assert "\n" not in unreadable.reason
+    assert report.exit_code == 2
+
+
+def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    """Optimizer, schedule, random states and the step of a Trainer's folder are in the snapshot; settings are not."""
+    folder = tmp_path / "run" / "checkpoint-500"
+    save(folder / "model.safetensors", network())
+    save(folder / "optimizer.pt", optimizer())
+    save(folder / "scheduler.pt", {"last_epoch": 500})
+    for rank in (0, 1):
+        words = (3, tuple(range(rank, 625)), None)
+        save(folder / f"rng_state_{rank}.pth", {"python": words, "cpu": np.zeros(8, np.int64)})
+    save(folder / "training_args.bin", {"output_dir": "x"})
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 500, "epoch": 1.5, "log_history": []}))
+    snapshot = syncheck.read(str(folder))
+    assert {"fc.weight", "optimizer.0.exp_avg", "rng_state.0.cpu", "rng_state.1.cpu"} <= snapshot.tensors.keys()
+    values = {"global_step": 500, "epoch": 1.5, "scheduler.last_epoch": 500, "optimizer.param_groups.0.lr": 0.1}
+    assert values.items() <= snapshot.values.items()
+    assert len(snapshot.values) < 12  # not the words of Python's generator
+    report = syncheck.compare(tmp_path)
+    assert (len(report.groups), report.skipped) == (1, 1)
+
+
+def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
+    """On other nodes than the first, Trainer saves all but the weights: they are missing, and said to be."""
+    for node in range(2):
+        folder = tmp_path / f"node{node}" / "checkpoint-5"
+        save(folder / "optimizer.pt", optimizer())
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": 5}))
+    save(tmp_path / "node0" / "checkpoint-5" / "model.safetensors", network())
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(replica.rank, replica.format) for replica in group.replicas] == [(0, "huggingface"), (1, "huggingface")]
+    assert [(finding.code, finding.ranks) for finding in group.findings] == [("SYN101", (0, 1))]
+
+
+def test_safetensors_come_first(tmp_path: Path) -> None:
+    """Where a folder holds both formats, safetensors is read, as transformers does; the rest is said to be unread."""
+    folder = write(tmp_path / "a", network())
+    save(folder / "pytorch_model.bin", changed(network(), "fc.bias"))
+    save(folder / "model-00001-of-00009.safetensors", network())  # of an earlier save
+    report = syncheck.compare(folder, write(tmp_path / "b", network()))
+    assert report.verdict == "in_sync"
+    unread = "model-00001-of-00009.safetensors, pytorch_model.bin"
+    text = f"not read, for model.safetensors.index.json holds the model: {unread}"
+    assert any(text in note for note in report.groups[0].notes)
+
+
+def test_files_that_are_no_part_stay_their_own(tmp_path: Path) -> None:
+    """A rank file beside a model's folder content is a checkpoint of its own, and never passed over."""
+    folder = write(tmp_path / "m", network())
+    for rank in range(2):
+        save(folder / f"probe_rank{rank}.pth", changed(network(), "fc.bias") if rank else network())
+    report = syncheck.compare(tmp_path)
+    assert sorted(len(group.replicas) for group in report.groups) == [1, 2]
+    assert report.exit_code == 1
+
+
+def test_a_folder_with_one_plain_file_is_an_ordinary_folder(tmp_path: Path) -> None:
+    """A file called model.safetensors does not make a Hugging Face folder of any folder."""
+    save(tmp_path / "rank0" / "model.safetensors", network())
+    save(tmp_path / "rank1" / "model.safetensors", network())
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(replica.format, replica.rank) for replica in group.replicas] == [("safetensors", 0), ("safetensors", 1)]
+
+
+def test_a_file_that_breaks_while_it_is_read_breaks_its_folder(tmp_path: Path) -> None:
+    """A shard that is replaced between listing and comparing takes its folder out, and the others are compared."""
+    from syncheck import api
+
+    folders = [write(tmp_path / f"rank{rank}", network()) for rank in range(3)]
+    found = api.find(*folders)
+    shard = folders[1] / "model-00001-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:40])
+    report = api.judge(found)
+    assert [replica.rank for replica in report.groups[0].replicas] == [0, 2]
+    assert [unreadable.path for unreadable in report.unreadable] == [str(shard)]

@@ -1,0 +1,129 @@
+"""What torch.save writes beside plain tensors: storages, described tensors, dtypes of few, against torch itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checkpoints import Call, Global, save_pth, save_safetensors
+from dcp_folders import contents
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VALUES = torch.tensor([1.5, -2.0, 0.25])
+
+
+def saved(path: Path, tree: Any) -> Path:
+    """Save with torch."""
+    torch.save(tree, path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_storages_are_tensors_of_one_dimension(tmp_path: Path) -> None:
+    """A storage has the elements of its dtype, bytes where it is untyped, also beside a tensor that uses it."""
+    # Of one storage torch saves one kind of view only.
+    tree = {"typed": VALUES.storage(), "view": VALUES[1:], "untyped": VALUES.clone().untyped_storage()}
+    tree["none"] = torch.FloatStorage()
+    raw = VALUES.numpy().tobytes()
+    assert contents(saved(tmp_path / "f.pth", tree)) == {
+        "typed": ("float32", (3,), raw),
+        "untyped": ("uint8", (12,), raw),
+        "view": ("float32", (2,), raw[4:]),
+        "none": ("float32", (0,), b""),
+    }
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_storage_that_differs_is_out_of_sync(tmp_path: Path, legacy: bool) -> None:
+    """Files that differ in a bare storage alone are not in sync, in both of torch's formats."""
+    for rank in range(2):
+        tree = {"w": torch.ones(2), "s": (VALUES + rank).untyped_storage()}
+        torch.save(tree, tmp_path / f"rank{rank}.pth", _use_new_zipfile_serialization=not legacy)
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.name, diff.status) == ("s", "different")
+
+
+def test_a_storage_of_an_unknown_class_is_counted(tmp_path: Path) -> None:
+    """How many bytes its elements have is not known, so it is counted as not compared, with the reason."""
+    from checkpoints import _Stored
+
+    path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "s": _Stored("0", "OddStorage", 2)})
+    assert syncheck.read(str(path)).tensors["s"].refused == "a storage of a class that is not known"
+
+
+def test_what_only_describes_a_tensor_is_no_unknown_object(tmp_path: Path) -> None:
+    """Tensors with attributes, buffers, devices, layouts and dtypes are known: no report says they were left out."""
+    noted = torch.ones(2)
+    noted.note = "x"  # type: ignore[attr-defined]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.note = "x"  # type: ignore[attr-defined]
+    tree = {"noted": noted, "parameter": parameter, "buffer": torch.nn.Buffer(torch.ones(4))}
+    more = {"on": torch.device("cuda:1"), "cpu": torch.device("cpu"), "layout": torch.strided}
+    more |= {"scheme": torch.per_tensor_affine, "dtype": torch.float32, "half": torch.complex32}
+    found = syncheck.read(str(saved(tmp_path / "f.pth", tree | more)))
+    assert found.stubs == ()
+    assert {name: tensor.shape for name, tensor in found.tensors.items()} == {
+        "noted": (2,),
+        "parameter": (3,),
+        "buffer": (4,),
+    }
+    assert not [tensor for tensor in found.tensors.values() if tensor.refused]
+    described = {name: str(more[name]) for name in ("on", "cpu", "layout", "scheme")}
+    assert found.values == described
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e8m0fnu"])
+def test_arrays_of_ml_dtypes_are_read(tmp_path: Path, name: str) -> None:
+    """An array of a dtype that numpy lacks is compared like a tensor of it."""
+    array = np.array([1, 2, 4], getattr(ml_dtypes, name))
+    path = saved(tmp_path / "f.pth", {"a": array})
+    assert contents(path) == {"a": (name, (3,), array.tobytes())}
+    assert syncheck.read(str(path)).stubs == ()
+
+
+def test_arrays_of_other_classes_are_refused_by_name(tmp_path: Path) -> None:
+    """An array of a dtype that is not read is counted, with the name of its dtype and its shape."""
+    path = saved(tmp_path / "f.pth", {"a": np.ones((2, 3), ml_dtypes.int4)})
+    tensor = syncheck.read(str(path)).tensors["a"]
+    assert (tensor.refused, tensor.shape) == ("a numpy array of dtype ml_dtypes.int4", (2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_dtypes_that_are_not_read_have_a_name_and_a_shape(tmp_path: Path) -> None:
+    """A tensor of complex32 is counted with both, and a shape that differs between ranks is found."""
+    for rank in range(2):
+        saved(tmp_path / f"rank{rank}.pth", {"c": torch.zeros(2, 3 + rank, dtype=torch.complex32)})
+    tensor = syncheck.read(str(tmp_path / "rank0.pth")).tensors["c"]
+    assert (tensor.refused, tensor.shape) == ("dtype complex32 is not read", (2, 3))
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.reason, diff.detail) == ("shape", "[2, 3] on rank 0, [2, 4] on rank 1")
+
+
+def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:
+    """A dtype that nobody had heard of when this was written does not hide the tensor's shape."""
+    from checkpoints import _Stored
+
+    arguments = (_Stored("0", "ByteStorage", 8), 0, (2, 4), (4, 1), False, {}, Global("torch", "float2_odd"))
+    call = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+    tensor = syncheck.read(str(save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "t": call}))).tensors["t"]
+    assert (tensor.refused, tensor.shape) == ("its dtype is not known", (2, 4))
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_scales_of_microscaling_formats_are_measured(tmp_path: Path, ending: str) -> None:
+    """Of float8_e8m0fnu, powers of two without a sign, gaps and steps are those of its values."""
+    for rank, scales in enumerate(([1.0, 0.5, 2.0**127, 2.0**-127], [1.0, 4.0, 2.0**126, 2.0**-127])):
+        array = np.array(scales, ml_dtypes.float8_e8m0fnu)
+        if ending == "safetensors":
+            save_safetensors(tmp_path / f"rank{rank}.safetensors", {"s": array})
+        else:
+            torch.save({"s": array}, tmp_path / f"rank{rank}.pth")
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.dtype, diff.mismatched, diff.max_abs, diff.max_ulp) == ("float8_e8m0fnu", 2, 2.0**126, 3)

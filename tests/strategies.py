@@ -1,0 +1,263 @@
+"""What hypothesis builds for the differential tests: numbers, tensors that lie in every way, and trees of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from exact import FORMATS, Format
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+
+import syncheck
+from syncheck.blocks import Files, ranges
+
+torch = pytest.importorskip("torch")
+library = pytest.importorskip("safetensors.torch")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from syncheck.snapshots import Tensor
+
+    State = dict[str, Any]
+
+# hypothesis keeps notes on disk even without its database; the clone is no place for them.
+set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
+
+# How many cases: few by default, hundreds among the slow tests.
+SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
+EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(500, marks=SLOW)])
+# A number here: that many, and others in each run. For a search of mistakes.
+SEARCH = int(os.environ.get("SYNCHECK_EXAMPLES", "0"))
+
+DTYPES = [name for name in FORMATS if hasattr(torch, name)]
+
+
+def is_saved(name: str) -> bool:
+    """Whether the safetensors library has a code for a dtype: none for complex128, of late for the fnuz ones."""
+    try:
+        library.save({"t": torch.zeros(1, dtype=torch.uint8).repeat(16).view(getattr(torch, name))})
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
+SAFETENSORS = [name for name in DTYPES if is_saved(name)]
+
+
+def for_all(strategy: Any, check: Callable[[Any], None], examples: int) -> None:
+    """Call `check` with that many cases, the same in each run; what fails is made small."""
+
+    @settings(
+        max_examples=SEARCH or examples,
+        derandomize=not SEARCH,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def one(case: Any) -> None:
+        check(case)
+
+    one()
+
+
+def patterns(of: Format, name: str) -> Any:
+    """Return a strategy of the bits of one number: those at which formats turn, then any."""
+    if name == "bool":
+        return st.integers(0, 1)
+    top, sign = (1 << of.width) - 1, 1 << (of.width - 1)
+    turns = {0, 1, 2, sign, sign | 1, sign - 1, top, top - 1}
+    if of.special == "scale":
+        turns |= {of.bias - 1, of.bias, of.bias + 1}
+    elif of.exponent:
+        one, infinity = of.bias << of.mantissa, ((1 << of.exponent) - 1) << of.mantissa
+        turns |= {one, one + 1, one - 1, sign | one, infinity, infinity - 1, infinity + 1, sign | infinity}
+        turns |= {1 << of.mantissa, infinity | 1 << (of.mantissa - 1), sign | (infinity - 1)}
+    elif of.width == 64:
+        turns |= {2**53, 2**53 + 1, 2**62}
+    return st.one_of(st.sampled_from(sorted(turns)), st.integers(0, top))
+
+
+def packed(bits: list[int], of: Format) -> bytes:
+    """Return patterns as little-endian bytes."""
+    made = array({8: "B", 16: "H", 32: "I", 64: "Q"}[of.width], bits)
+    if sys.byteorder == "big":
+        made.byteswap()
+    return made.tobytes()
+
+
+def from_bytes(data: bytes, name: str, shape: tuple[int, ...] | None = None) -> Any:
+    """Return a contiguous torch tensor of these bytes."""
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    flat = raw.view(getattr(torch, name))
+    return flat if shape is None else flat.reshape(shape)
+
+
+def dense(tensor: Any) -> bytes:
+    """Return a torch tensor's bytes in C order, as torch has them."""
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def content(tensor: Tensor) -> bytes:
+    """Return a tensor's bytes in C order, as our reader gives them."""
+    with Files() as files:
+        return b"".join(bytes(files.read(tensor, start, count, slot=0)) for start, count in ranges([tensor]))
+
+
+def found_in(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of a checkpoint's tensors by name, as our reader gives them; none is refused."""
+    read = syncheck.read(str(path)).tensors
+    assert not [tensor.refused for tensor in read.values() if tensor.refused]
+    return {name: (tensor.dtype, tensor.shape, content(tensor)) for name, tensor in read.items()}
+
+
+def loaded(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Return dtype, shape and bytes of a tensor or array as the library that wrote it has them."""
+    if isinstance(leaf, torch.Tensor):
+        return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), dense(leaf)
+    return leaf.dtype.name, leaf.shape, leaf.astype(leaf.dtype.newbyteorder("<")).tobytes()
+
+
+def noise(seed: int, name: str, count: int) -> bytes:
+    """Return the bytes of `count` elements: any bits, and often those at which a format turns."""
+    of, source = FORMATS[name], random.Random(seed)
+    sign = 1 << (of.width - 1)
+    turns = [0, 1, sign, sign - 1, 2 * sign - 1, ((1 << of.exponent) - 1) << of.mantissa if of.exponent else sign]
+    bits = [source.choice(turns) if source.random() < 0.2 else source.getrandbits(of.width) for _ in range(count)]
+    return packed([bit & 1 for bit in bits] if name == "bool" else bits, of)
+
+
+sizes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@st.composite
+def tensors(draw: Any, storages: list[Any] | None = None) -> Any:
+    """Return a tensor of any dtype, shape and strides, on a storage of its own or one of `storages`."""
+    shape = draw(sizes)
+    shared = draw(st.sampled_from(storages)) if storages and draw(st.booleans()) else None
+    if draw(st.booleans()):  # contiguous, in some order of the dimensions
+        order = draw(st.permutations(range(len(shape))))
+        strides = [0] * len(shape)
+        step = 1
+        for dim in order:
+            strides[dim] = step
+            step *= max(shape[dim], 1)
+    else:  # anything: gaps, overlaps, expanded dimensions
+        strides = draw(st.lists(st.integers(0, 5), min_size=len(shape), max_size=len(shape)))
+    offset = draw(st.integers(0, 3))
+    needed = 0 if 0 in shape else offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if shared is not None and shared.numel() >= max(needed, offset):
+        base = shared
+    else:
+        name = draw(st.sampled_from(DTYPES))
+        count = max(needed, offset) + draw(st.integers(0, 2))
+        base = from_bytes(noise(draw(st.integers(0, 999)), name, count * FORMATS[name].parts), name)
+        if storages is not None:
+            storages.append(base)
+    # torch refuses to save views of one storage as complex and as real numbers.
+    alone = base.clone().as_strided(shape, strides, offset)
+    tensor = base.as_strided(shape, strides, offset)
+    if tensor.is_complex():
+        tensor = draw(st.sampled_from([tensor, tensor.conj(), alone.conj().imag, alone.real]))
+    if draw(st.integers(0, 4)) == 0:
+        tensor = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+    return tensor
+
+
+NUMPY = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8 c8 c16 b1 >f4 >i8 >c16 >f2".split()
+
+
+@st.composite
+def arrays(draw: Any) -> Any:
+    """Return a numpy array of any dtype that torch has too, in C or Fortran order, sliced, or of the other endian."""
+    shape, code = draw(sizes), np.dtype(draw(st.sampled_from(NUMPY)))
+    count = int(np.prod(shape, dtype=int))
+    data = noise(draw(st.integers(0, 999)), "bool" if code.kind == "b" else "uint8", count * code.itemsize)
+    made: Any = np.frombuffer(data, code).reshape(shape)
+    turned = draw(st.sampled_from([lambda a: a, np.asfortranarray, lambda a: a[::-1] if a.ndim else a, np.transpose]))
+    return turned(made)
+
+
+leaves = st.one_of(
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=4),
+    st.none(),
+    st.binary(max_size=4),
+    st.builds(np.float64, st.floats()),
+    st.builds(np.int64, st.integers(-(2**63), 2**63 - 1)),
+    st.builds(np.bool_, st.booleans()),
+)
+# Keys that end names of containers are left out of names; dots, numbers and tuples may stand in keys.
+keys = st.one_of(
+    st.sampled_from(["model", "state_dict", "a", "b", "fc.weight", "layer1", "net", "a.b", "running_mean", "ema"]),
+    st.text("ab.1\u00e9 ", min_size=1, max_size=3),
+    st.integers(-2, 12),
+    st.tuples(st.integers(0, 1), st.just("k")),
+    st.booleans(),
+    st.none(),
+)
+
+
+@st.composite
+def trees(draw: Any) -> Any:
+    """Return nested containers of tensors, arrays and values, as torch.save takes them; parts may be shared."""
+    storages: list[Any] = []
+    made: list[Any] = []
+
+    def build(depth: int) -> Any:
+        if made and draw(st.integers(0, 9)) == 0:
+            return draw(st.sampled_from(made))
+        kind = draw(st.sampled_from("tttttnv" if depth == 0 else "dddottnvlp"))
+        if kind == "t":
+            node = draw(tensors(storages))
+        elif kind == "n":
+            node = draw(arrays())
+        elif kind == "v":
+            return draw(leaves)
+        else:
+            parts = [build(depth - 1) for _ in range(draw(st.integers(0, 4)))]
+            if kind in "lp":
+                node = parts if kind == "l" else tuple(parts)
+            else:
+                named = zip(draw(st.lists(keys, min_size=len(parts), max_size=len(parts))), parts, strict=True)
+                node = dict(named) if kind == "d" else OrderedDict(named)
+        made.append(node)
+        return node
+
+    return {draw(keys): build(2) for _ in range(draw(st.integers(1, 4)))}
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a part of a tree holds numbers that a checkpoint compares as a tensor."""
+    return isinstance(node, (torch.Tensor, np.ndarray))
+
+
+CONTAINERS = set("model state_dict model_state_dict model_state module net network weights params app".split())
+
+
+def walk(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Name what lies in a tree that torch loaded: keys joined by dots, without the key of a model's state dict."""
+    parts = [(str(key), child) for key, child in node.items()] if isinstance(node, dict) else None
+    if isinstance(node, (list, tuple)):
+        parts = [(str(i), child) for i, child in enumerate(node)]
+    if parts is None:
+        yield name or "tensor", node
+        return
+    if isinstance(node, dict) and any(map(is_leaf, node.values())) and name.split(".")[-1] in CONTAINERS:
+        name = ".".join(name.split(".")[:-1])
+    for key, child in parts:
+        yield from walk(child, f"{name}.{key}" if name else key)

@@ -1,0 +1,112 @@
+"""[tool.syncheck] of pyproject.toml: what makes no sense is one line that says where, what was found and needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from syncheck import config
+from syncheck.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder that is the top of a repository, so that nothing above it is looked at."""
+    (tmp_path / ".git").mkdir()
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    """Write a pyproject.toml whose table [tool.syncheck] has these lines."""
+    path = folder / "pyproject.toml"
+    path.write_text(f"[tool.syncheck]\n{text}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        ("alow = ['SYN201']", ["tool.syncheck.alow: no such key", "allow", "group-by"]),
+        ("group_by = 'x'", ["tool.syncheck.group_by: no such key"]),
+        ("only = 'params'", ["tool.syncheck.only = 'params'; needs a list of strings"]),
+        ("allow = [201]", ["tool.syncheck.allow = [201]; needs a list of strings"]),
+        ("checkpoints = 'ckpts'", ["tool.syncheck.checkpoints = 'ckpts'; needs a list of strings"]),
+        ("rtol = '1e-3'\natol = 0", ["tool.syncheck.rtol = '1e-3'; needs a number"]),
+        ("atol = true\nrtol = 0", ["tool.syncheck.atol = True; needs a number"]),
+        ("ulp = 1.5", ["tool.syncheck.ulp = 1.5; needs a whole number"]),
+        ("ulp = false", ["tool.syncheck.ulp = False; needs a whole number"]),
+        ("group-by = ['x']", ["tool.syncheck.group-by = ['x']; needs a string"]),
+        ("[tool.syncheck.allow]\ncode = 1", ["tool.syncheck.allow = {'code': 1}; needs a list of strings"]),
+        ("allow = ['SYN999']", ["tool.syncheck.allow = 'SYN999': no such finding", "SYN201"]),
+        ("only = ['weights']", ["tool.syncheck.only = 'weights': needs", "params"]),
+        ("rtol = 0.1", ["tool.syncheck.rtol and tool.syncheck.atol belong together"]),
+        ("rtol = 2\natol = 0", ["tool.syncheck.rtol = 2 tool.syncheck.atol = 0: needs 0 <= rtol <= 1"]),
+        ("rtol = nan\natol = 0", ["tool.syncheck.rtol = nan"]),
+        (f"rtol = 0\natol = 1{'0' * 400}", ["tool.syncheck.rtol = 0 tool.syncheck.atol = inf"]),
+        ("ulp = -1", ["tool.syncheck.ulp = -1: needs"]),
+        ("close = true\nulp = 1", ["tool.syncheck.close is a whole tolerance", "tool.syncheck.ulp"]),
+        ("group-by = '('", ["tool.syncheck.group-by = '(': not a regular expression"]),
+        ("jobs = 0", ["tool.syncheck.jobs = 0: needs a number of at least 1"]),
+        ("jobs = 'all'", ["tool.syncheck.jobs = 'all'; needs a whole number"]),
+        ("reference = [0]", ["tool.syncheck.reference = [0]; needs a path or a rank"]),
+        ("reference = true", ["tool.syncheck.reference = True; needs a path or a rank"]),
+        ("quick = 1", ["tool.syncheck.quick = 1; needs true or false"]),
+        ("close = 'yes'", ["tool.syncheck.close = 'yes'; needs true or false"]),
+        ("tolerance = 1e-3", ["tool.syncheck.tolerance = 0.001; needs a table by kind or glob of names"]),
+        ("exit-zero = 1", ["tool.syncheck.exit-zero = 1; needs true or false"]),
+        ("format = 'yaml'", ["tool.syncheck.format = 'yaml'; needs one of text, json"]),
+        ("format = 3", ["tool.syncheck.format = 3; needs one of text, json"]),
+        ("color = true", ["tool.syncheck.color = True; needs one of auto, always, never"]),
+        ("output = 'x.json'", ["tool.syncheck.output = 'x.json'; needs a list of strings"]),
+        ("limit = -1", ["tool.syncheck.limit = -1; needs a number of rows, 0 for all"]),
+        ("limit = 1.0", ["tool.syncheck.limit = 1.0; needs a number of rows"]),
+        ("limit = true", ["tool.syncheck.limit = True; needs a number of rows"]),
+        ("allow = [\n[tool.x]", ["not TOML", "at line"]),
+        ("x = " + "[" * 9000, ["not TOML"]),
+        ("allow = ['\x1b[31m']", ["not TOML"]),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(project: Path, lines: str, texts: list[str]) -> None:
+    """Each wrong key or value names file, key, found and needed in one line, with no option of the command line."""
+    path = write(project, lines)
+    with pytest.raises(UsageError) as caught:
+        config.load(project)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert all(text in message for text in texts), message
+    assert "\n" not in message
+    assert "--" not in message
+
+
+def test_table_that_is_no_table(project: Path) -> None:
+    """`tool.syncheck` with a plain value is refused by name."""
+    (project / "pyproject.toml").write_text("tool.syncheck = 3\n")
+    with pytest.raises(UsageError, match=r"tool\.syncheck = 3; needs a table"):
+        config.load(project)
+
+
+def test_bytes_that_are_no_text(project: Path) -> None:
+    """A file that mentions us and is not UTF-8 is an error, one that does not is not ours to judge."""
+    path = project / "pyproject.toml"
+    path.write_bytes(b"# \xff\n[tool.other]\n[")
+    assert config.load(project) == config.Config()
+    path.write_bytes(b"# \xff\n[tool.syncheck]\n")
+    with pytest.raises(UsageError, match="not TOML"):
+        config.load(project)
+
+
+def test_file_that_may_not_be_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is there and cannot be read may hold options: an error, for the verdict could be another."""
+    path = write(project, "ulp = 3")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(UsageError, match="cannot read it: Permission denied") as caught:
+        config.load(project)
+    assert str(caught.value).startswith(str(path))

@@ -1,0 +1,256 @@
+"""The verdict and every number of it equal those computed directly, in Python integers and fractions.
+
+Two to four replicas are made of the same tensors with planted changes, written by torch and by safetensors, in any
+strides. What a report says of each tensor is held against `exact`, which shares no code with `syncheck`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
+from hypothesis import strategies as st
+from strategies import DTYPES, EXAMPLES, SAFETENSORS, SLOW, for_all, from_bytes, library, packed, patterns, torch
+
+import syncheck
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One tensor on all replicas. bits: by rank, None where it is missing; layouts: how each rank stores it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bits: list[list[int] | None]
+    layouts: list[str]
+
+    @property
+    def of(self) -> Format:
+        """How the bits are read."""
+        return FORMATS[self.dtype]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors by name, the file format of each rank, and options."""
+
+    tensors: dict[str, Planted]
+    endings: list[str]
+    tolerance: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = ["plain", "reversed", "gaps", "offset", "conj"]
+
+
+@st.composite
+def planted(draw: Any, ranks: int, dtypes: list[str]) -> Planted:
+    """Return a tensor of which each replica holds one of up to three versions that differ in some elements."""
+    dtype = draw(st.sampled_from(dtypes))
+    of, shape = FORMATS[dtype], draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
+    count = torch.Size(shape).numel() * of.parts
+    any_bits = patterns(of, dtype)
+    base = draw(st.lists(any_bits, min_size=count, max_size=count))
+    versions = [base]
+    for _ in range(draw(st.integers(1, 2))):
+        version = list(draw(st.sampled_from(versions)))
+        if count:
+            first = draw(st.integers(0, count - 1))
+            last = draw(st.sampled_from([first, min(first + 3, count - 1), count - 1]))
+            for at in range(first, last + 1, draw(st.integers(1, 3))):
+                # Any number, a neighbour, or a number of the other sign.
+                changes = [version[at] ^ 1, version[at] ^ (0 if dtype == "bool" else 1 << (of.width - 1))]
+                version[at] = draw(st.one_of(any_bits, st.sampled_from(changes)))
+        versions.append(version)
+    bits = draw(st.lists(st.sampled_from(versions), min_size=ranks, max_size=ranks))
+    if draw(st.integers(0, 9)) == 0:
+        bits[draw(st.integers(0, ranks - 1))] = None
+    layouts = draw(st.lists(st.sampled_from(LAYOUTS), min_size=ranks, max_size=ranks))
+    return Planted(dtype, shape, bits, layouts)
+
+
+@st.composite
+def cases(draw: Any, tolerances: Any = None) -> Case:
+    """Return two to four replicas."""
+    endings = draw(st.lists(st.sampled_from([".pth", ".pth", ".safetensors"]), min_size=2, max_size=4))
+    dtypes = SAFETENSORS if ".safetensors" in endings else DTYPES
+    names = draw(st.lists(st.sampled_from(["w", "fc.bias", "bn.running_mean"]), min_size=1, unique=True))
+    tensors = {name: draw(planted(len(endings), dtypes)) for name in names}
+    return Case(tensors, endings, {} if tolerances is None else draw(tolerances))
+
+
+def laid(tensor: Any, layout: str) -> Any:
+    """Return a tensor of the same bits that lies otherwise in memory, and so in its file."""
+    if layout == "reversed":
+        dims = list(range(tensor.ndim))[::-1]
+        return tensor.permute(dims).clone(memory_format=torch.contiguous_format).permute(dims)
+    if layout == "gaps" and tensor.ndim:
+        return torch.stack([tensor, tensor], -1)[..., 1]
+    if layout == "offset":
+        flat = tensor.reshape(-1)
+        return torch.cat([flat, flat])[flat.numel() :].reshape(tensor.shape)
+    if layout == "conj" and tensor.is_complex():
+        return torch.view_as_complex(torch.stack([tensor.real, tensor.imag.neg()], -1)).conj()
+    return tensor
+
+
+def write(folder: Path, case: Case, order: list[int]) -> None:
+    """Write the replicas, the one of rank order[i] as rank i."""
+    for position, rank in enumerate(order):
+        state = {}
+        for name, tensor in case.tensors.items():
+            bits = tensor.bits[rank]
+            if bits is not None:
+                state[name] = from_bytes(packed(bits, tensor.of), tensor.dtype, tensor.shape)
+                if case.endings[rank] == ".pth":
+                    state[name] = laid(state[name], tensor.layouts[rank])
+        path = folder / f"rank{position}{case.endings[rank]}"
+        if case.endings[rank] == ".pth":
+            torch.save(state, path)
+        else:
+            library.save_file(state, path)
+
+
+def judged(case: Case, order: list[int]) -> syncheck.Report:
+    """Write the replicas and compare them."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), case, order)
+        return syncheck.compare(folder, options=syncheck.Options(**case.tolerance))
+
+
+def expected(tensor: Planted, tolerance: dict[str, Any]) -> tuple[str, Numbers | None]:
+    """Return the right status of one tensor, "" where it hangs on rounding, and its numbers if it is not identical."""
+    there = [bits for bits in tensor.bits if bits is not None]
+    if len(clusters_of(there)) < 2:
+        return ("identical" if len(there) == len(tensor.bits) else "not_compared"), None
+    found = numbers(there, tensor.of)
+    close = is_close(found, tensor.of, **{"rtol": None, "atol": None, "ulp": None} | tolerance)
+    status = "equal" if not found.mismatched else "" if close is None else "close" if close else "different"
+    return ("not_compared" if status in ("equal", "close") else status) if None in tensor.bits else status, found
+
+
+def assert_numbers(diff: syncheck.TensorDiff, tensor: Planted, found: Numbers) -> None:
+    """Assert that what a report says of a tensor is what was computed directly."""
+    ranks = [rank for rank, bits in enumerate(tensor.bits) if bits is not None]
+    assert {frozenset(ranks.index(rank) for rank in same) for same in diff.clusters} == found.clusters
+    assert [len(same) for same in diff.clusters] == sorted((len(same) for same in diff.clusters), reverse=True)
+    if found.minority or None not in tensor.bits:
+        assert diff.minority == tuple(ranks[i] for i in found.minority)
+    assert (diff.mismatched, diff.numel) == (found.mismatched, torch.Size(tensor.shape).numel())
+    assert diff.max_abs == found.max_abs
+    assert type(diff.max_abs) is type(found.max_abs)
+    rounding = 4e-16 if tensor.of.exponent else 0  # of a gap and of its share, each to the nearest float64
+    assert diff.max_rel == (found.max_rel and pytest.approx(found.max_rel, rel=rounding + 4e-16, abs=0))
+    assert diff.max_ulp == found.max_ulp
+    assert dict(diff.nonfinite) == {ranks[i]: count for i, count in found.nonfinite.items()}
+    assert diff.extent == found.extent
+    index = None
+    if found.index is not None:
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(found.index), tensor.shape))
+    assert diff.index == index
+
+
+def check(case: Case) -> None:
+    """Hold a report, and the one after the files were swapped, against the direct computation."""
+    ranks = list(range(len(case.endings)))
+    report = judged(case, ranks)
+    (group,) = report.groups
+    assert not report.unreadable
+    diffs = {diff.name: diff for diff in group.tensors}
+    out_of_sync = False
+    for name, tensor in case.tensors.items():
+        if not any(bits is not None for bits in tensor.bits):
+            continue
+        status, found = expected(tensor, case.tolerance)
+        assert status in ("", diffs[name].status if name in diffs else "identical"), name
+        if found is not None:
+            assert_numbers(diffs[name], tensor, found)
+        missing = None in tensor.bits
+        assert missing == (name in diffs and diffs[name].reason == "missing")
+        out_of_sync |= missing or (name in diffs and diffs[name].status == "different")
+    assert out_of_sync == (report.exit_code == 1)
+    assert_symmetric(case, diffs, ranks[::-1])
+
+
+def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: list[int]) -> None:
+    """Assert that with the files in another order all stays the same but the labels."""
+    (group,) = judged(case, order).groups
+    swapped = {diff.name: diff for diff in group.tensors}
+    assert swapped.keys() == diffs.keys()
+    for name, diff in diffs.items():
+        other = swapped[name]
+        for of in ("status", "reason", "mismatched", "numel", "max_abs", "max_rel", "max_ulp", "index", "extent"):
+            assert getattr(other, of) == getattr(diff, of), (name, of)
+        clusters = {tuple(sorted(order[rank] for rank in same)) for same in other.clusters}
+        assert clusters == set(diff.clusters)
+        assert sorted(order[rank] for rank in other.minority) == list(diff.minority)
+        assert {order[rank]: count for rank, count in other.nonfinite.items()} == dict(diff.nonfinite)
+
+
+TOLERANCES = st.one_of(
+    st.builds(
+        lambda rtol, atol: {"rtol": rtol, "atol": atol}, st.floats(0, 1), st.sampled_from([0.0, 1e-30, 1.0, 1e6])
+    ),
+    st.builds(lambda ulp: {"ulp": ulp}, st.sampled_from([0, 1, 2, 5, 2**20, 2**62])),
+    st.builds(lambda rtol, ulp: {"rtol": rtol, "atol": 0.0, "ulp": ulp}, st.floats(0, 1), st.integers(0, 9)),
+)
+
+
+@EXAMPLES
+def test_numbers_of_any_replicas(examples: int) -> None:
+    """Status, clusters, minority, counts, gaps, index, extent and exit code are exact, whichever file comes first."""
+    for_all(cases(), check, examples)
+
+
+@EXAMPLES
+def test_any_tolerance(examples: int) -> None:
+    """A tensor is close if and only if the direct computation finds every gap within the tolerance."""
+    for_all(cases(TOLERANCES), check, examples)
+
+
+def test_the_direct_computation_reads_numbers_as_torch_does() -> None:
+    """What the reports are held against reads each pattern of the small formats as torch reads it."""
+    for dtype in DTYPES:
+        of = FORMATS[dtype]
+        if of.width > 16 or dtype == "bool":
+            continue
+        bits = list(range(0, 1 << of.width, 1 if of.width == 8 else 37))
+        mine = [float(value(pattern, of)) for pattern in bits]
+        torchs = from_bytes(packed(bits, of), dtype).to(torch.float64).tolist()
+        assert list(map(repr, mine)) == [repr(number + 0.0) for number in torchs], dtype
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float32", "int64", "bfloat16"])
+def test_others_that_differ_at_different_places(dtype: str) -> None:
+    """Where one of the others agrees with the majority at zero, 0/0 does not swallow the relative gap of the next."""
+    bits = [[0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    check(Case({"w": Planted(dtype, (3,), list(bits), ["plain"] * 4)}, [".pth"] * 4))
+
+
+@st.composite
+def long_ones(draw: Any) -> Case:
+    """Return two or three replicas of a tensor of several blocks, with few changes anywhere in it."""
+    dtype = draw(st.sampled_from(["float32", "int64", "complex64", "float64"]))
+    of = FORMATS[dtype]
+    count = draw(st.sampled_from([1_200_000, (1 << 20) + 8, 1 << 21])) // (of.width // 8)  # bytes; a block is 1 MiB
+    base = [(at * 37 + 11) & 0x3F for at in range(count)]
+    ranks = draw(st.integers(2, 3))
+    bits = []
+    for _ in range(ranks):
+        version = list(base)
+        for at in draw(st.lists(st.integers(0, count - 1), max_size=3)):
+            run = min(draw(st.integers(1, 3)), count - at)
+            version[at : at + run] = draw(st.lists(patterns(of, dtype), min_size=run, max_size=run))
+        bits.append(version)
+    layouts = draw(st.lists(st.sampled_from(LAYOUTS), min_size=ranks, max_size=ranks))
+    shape = draw(st.sampled_from([(count // of.parts,), (1, count // of.parts)]))
+    return Case({"w": Planted(dtype, shape, bits, layouts)}, [".pth"] * ranks)
+
+
+@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=SLOW)])
+def test_any_tensor_of_several_blocks(examples: int) -> None:
+    """The same numbers come out where the differences lie blocks apart."""
+    for_all(long_ones(), check, examples)

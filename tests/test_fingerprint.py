@@ -1,0 +1,214 @@
+"""Fingerprints: what is kept of a checkpoint, and that it says what the checkpoint says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import network, save_pth, save_safetensors
+
+from syncheck import readers
+from syncheck.errors import MalformedFile, UsageError
+from syncheck.fingerprint import fingerprint, places, write
+from syncheck.metadata_block import KEY, metadata
+from syncheck.snapshots import Sharding, Snapshot, Tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ARRAYS: dict[str, Any] = {
+    "float64": np.linspace(-3, 5, 24).reshape(2, 3, 4),
+    "float32": np.array([1.5, np.nan, -np.inf, 4.25], np.float32),
+    "float16": np.array([[1.0, -2.0]], np.float16),
+    "bfloat16": np.array([0.5, 3.0], ml_dtypes.bfloat16),
+    "float8": np.array([0.5, 448.0], ml_dtypes.float8_e4m3fn),
+    "complex64": np.array([1 + 2j, 3 - 4j], np.complex64),
+    "int64": np.array([-(2**62), 7], np.int64),
+    "uint64": np.array([2**64 - 1], np.uint64),
+    "bool": np.array([True, False, True]),
+    "scalar": np.array(12, np.int64),
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+def read_back(snapshot: Snapshot, path: Path) -> Snapshot:
+    """Write a snapshot's fingerprint and open it again."""
+    write(str(path), fingerprint(snapshot))
+    return readers.read(str(path))
+
+
+def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
+    """Every dtype and shape has the digest that hashlib gives for its little-endian bytes in C order."""
+    found = read_back(readers.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
+    assert found.format == "fingerprint"
+    assert found.tensors.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        tensor = found.tensors[name]
+        assert tensor.digest is not None
+        assert tensor.digest.algorithm == "blake2b-128"
+        assert tensor.digest.value == hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest(), name
+        assert tensor.shape == array.shape
+
+
+def test_moments_are_of_the_finite_elements(tmp_path: Path) -> None:
+    """Min, max, mean and std are numpy's in float64 over the finite elements; complex and empty tensors have none."""
+    found = read_back(readers.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
+    for name, array in ARRAYS.items():
+        digest = found.tensors[name].digest
+        assert digest is not None
+        given = (digest.min, digest.max, digest.mean, digest.std)
+        if name in ("complex64", "empty"):
+            assert given == (None,) * 4
+            continue
+        wide = array.astype(np.float64)
+        finite = wide[np.isfinite(wide)]
+        assert given == pytest.approx((finite.min(), finite.max(), finite.mean(), finite.std()), rel=1e-12), name
+        assert digest.nonfinite == array.size - finite.size
+
+
+def test_moments_of_many_blocks(tmp_path: Path) -> None:
+    """A tensor of several blocks has the digest and the moments of the whole, NaNs counted in every block."""
+    array = np.random.default_rng(0).standard_normal(700_001).astype(np.float32)
+    array[[0, 300_000, 700_000]] = np.nan
+    found = read_back(
+        readers.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": array}))), tmp_path / "a.json"
+    )
+    digest = found.tensors["w"].digest
+    assert digest is not None
+    assert digest.value == hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+    finite = array[np.isfinite(array)].astype(np.float64)
+    assert digest.nonfinite == 3
+    assert (digest.mean, digest.std) == pytest.approx((finite.mean(), finite.std()), rel=1e-9)
+
+
+def test_values_and_metadata_survive(tmp_path: Path) -> None:
+    """Step, epoch, param_groups, the scaler's state and the metadata block read back equal; other values are left."""
+    block = metadata(
+        run="ddp", rank=1, world_size=4, step=12, run_id="r", buffers_synced=False, mesh={"dp": 1},
+        config={"sync_bn": False, "lr": 0.1}, host="node",
+    )  # fmt: skip
+    group = {"lr": math.inf, "betas": (0.9, 0.999), "foreach": None, "maximize": False, "params": [0]}
+    tree = {
+        KEY: block | {"buffers": []},
+        "model": network(),
+        "optimizer": {"state": {0: {"step": 3}}, "param_groups": [group]},
+        "scaler": {"scale": 65536.0, "_growth_tracker": 3},
+        "epoch": 3,
+        "comment": "not kept",
+    }
+    before = readers.read(str(save_pth(tmp_path / "a.pth", tree)))
+    after = read_back(before, tmp_path / "a.json")
+    assert after.metadata == before.metadata
+    assert after.metadata is not None
+    assert after.metadata.buffers == ()
+    kept = {name: value for name, value in before.values.items() if name != "comment"}
+    assert dict(after.values) == kept | {"step": 12}
+    assert after.values["optimizer.param_groups.0.lr"] == math.inf
+
+
+def test_hostile_metadata_is_not_written(tmp_path: Path) -> None:
+    """What an untrusted block holds beside plain values is left out of the file, NaN and huge integers too."""
+    config = {"lr": 0.1, "deep": {"a": 1}, "nan": math.nan, "huge": 10**5000, 3: 4}
+    block = metadata(run="r", rank=0, world_size=2) | {"config": config}
+    after = read_back(readers.read(str(save_pth(tmp_path / "a.pth", {KEY: block, "w": np.ones(2)}))), tmp_path / "f")
+    assert after.metadata is not None
+    assert dict(after.metadata.config) == {"lr": 0.1}
+
+
+def test_refused_tensors_and_shards_stay_what_they_are(tmp_path: Path) -> None:
+    """A tensor that could not be read keeps the reason, a shard its place in the mesh."""
+    sharding = Sharding((2, 2), (0, 1, 2, 3), ("R", "S(0)"), (8, 3), ("replicate", "shard"), (1, 0))
+    shard = Tensor("w", "float32", (4, 3), (3, 1), "x", 0, data=bytes(48), sharding=sharding)
+    refused = Tensor("q", "unknown", (), (), "x", 0, refused="a quantized tensor")
+    after = read_back(Snapshot("x", "torch-zip", 48, {"w": shard, "q": refused}), tmp_path / "f.json")
+    assert after.tensors["w"].sharding == sharding
+    assert after.tensors["q"].refused == "a quantized tensor"
+    assert after.tensors["q"].digest is None
+
+
+def test_one_content_one_text(tmp_path: Path) -> None:
+    """The same checkpoint gives the same file, in pure ASCII, with one line a tensor and none of the path's folders."""
+    path = save_pth(tmp_path / "secret-folder" / "a.pth", {"caf\u00e9": np.ones(2), "b": np.ones(3)})
+    text = fingerprint(readers.read(str(path)))
+    assert text == fingerprint(readers.read(str(path)))
+    assert text.isascii()
+    assert "secret-folder" not in text
+    assert len([line for line in text.splitlines() if '"digest"' in line]) == 2
+    assert json.loads(text)["source"] == {"name": "a.pth", "format": "torch-zip", "bytes": path.stat().st_size}
+
+
+def test_a_fingerprint_is_small(tmp_path: Path) -> None:
+    """It takes at most 300 bytes a tensor, whatever the tensors' sizes."""
+    state = {f"layer{i}.weight": np.full((64, 64), i / 7, np.float32) for i in range(50)}
+    path = save_pth(tmp_path / "a.pth", state)
+    assert len(fingerprint(readers.read(str(path)))) < 50 * 300 < path.stat().st_size / 50
+
+
+def test_a_file_that_changes_is_no_fingerprint(tmp_path: Path) -> None:
+    """A checkpoint that is written anew between opening and reading is an error, not a digest of something else."""
+    path = save_pth(tmp_path / "a.pth", network())
+    opened = readers.read(str(path))
+    save_pth(path, network(1, layers=3))
+    with pytest.raises(MalformedFile, match="changed since it was opened"):
+        fingerprint(opened)
+
+
+def test_names_keep_rank_and_step(tmp_path: Path) -> None:
+    """Several checkpoints go to a folder under their own names, below the folders in which they differ."""
+    paths = [save_pth(tmp_path / f"run/node{i}/rank_{i}.pth", {"w": np.ones(2)}) for i in range(2)]
+    got = places([readers.read(str(path)) for path in paths], "out")
+    assert [place for _, place in got] == ["out/node0/rank_0.fingerprint.json", "out/node1/rank_1.fingerprint.json"]
+    one = readers.read(str(paths[0]))
+    assert [place for _, place in places([one], "x.json")] == ["x.json"]
+    assert [place for _, place in places([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
+    assert [place for _, place in places([one], str(tmp_path))] == [str(tmp_path / "rank_0.fingerprint.json")]
+
+
+def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
+    """Two checkpoints of one name, a file in place of the folder, and a checkpoint in the way are errors."""
+    a = readers.read(str(save_pth(tmp_path / "a.pth", {"w": np.ones(2)})))
+    b = readers.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2)})))
+    with pytest.raises(UsageError, match="both would be written to"):
+        places([a, b], "out")
+    with pytest.raises(UsageError, match="need a folder"):
+        places([a, b], a.path)
+    with pytest.raises(UsageError, match="a checkpoint lies there"):
+        places([a], b.path)
+    with pytest.raises(UsageError, match="already"):
+        places([read_back(a, tmp_path / "f.json")], "out")
+
+
+def test_the_old_file_stays_where_the_new_one_cannot_be_written(tmp_path: Path) -> None:
+    """A fingerprint that cannot be written is one line, and leaves nothing half written."""
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UsageError, match="cannot write it"):
+        write(str(tmp_path / "file" / "a.json"), "new")
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_how_a_tensor_lies_in_its_file_does_not_matter(tmp_path: Path) -> None:
+    """Transposed, viewed, expanded and conjugated tensors of torch have the digests of their contiguous copies."""
+    torch = pytest.importorskip("torch")
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "transposed": base.T,
+        "view": base[1:3, ::2],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    }
+    torch.save(state, tmp_path / "a.pth")
+    torch.save(
+        {name: t.contiguous().resolve_conj().resolve_neg().clone() for name, t in state.items()}, tmp_path / "b.pth"
+    )
+    a, b = (read_back(readers.read(str(tmp_path / f"{name}.pth")), tmp_path / f"{name}.json") for name in "ab")
+    assert a.tensors.keys() == state.keys()
+    for name in state:
+        assert a.tensors[name].digest == b.tensors[name].digest, name

@@ -1,0 +1,210 @@
+"""Comparing fingerprints with each other and with checkpoints: what can be told, and what cannot."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth, save_safetensors
+
+from syncheck import readers
+from syncheck.api import Options, compare
+from syncheck.fingerprint import fingerprint, write
+from syncheck.report import html, json_document, markdown, plain, text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.records import Report, TensorDiff
+
+BN = ("running_mean", "running_var")
+
+
+def replicas(folder: Path, states: list[Any], fingerprints: set[int] | None = None) -> list[str]:
+    """Write one replica a state; those of these ranks, all by default, as fingerprints only."""
+    paths = []
+    for rank, state in enumerate(states):
+        path = save_pth(folder / f"run_rank{rank}.pth", state)
+        if fingerprints is None or rank in fingerprints:
+            made = folder / f"run_rank{rank}.fingerprint.json"
+            write(str(made), fingerprint(readers.read(str(path))))
+            path.unlink()
+            path = made
+        paths.append(str(path))
+    return paths
+
+
+def only(report: Report) -> TensorDiff:
+    """Return the one tensor of the one group that is not identical."""
+    (group,) = report.groups
+    (diff,) = group.tensors
+    return diff
+
+
+@pytest.mark.parametrize("fingerprints", [{0, 1, 2}, {0}, {1, 2}, set()], ids=str)
+def test_they_stand_in_for_checkpoints(tmp_path: Path, fingerprints: set[int]) -> None:
+    """Fingerprints, checkpoints and any mixture of them have one verdict, one grouping and the same odd rank."""
+    same = replicas(tmp_path / "same", [network()] * 3, fingerprints)
+    assert compare(*same).verdict == "in_sync"
+    apart = compare(*replicas(tmp_path / "apart", [network(), changed(network(), "fc.bias"), network()], fingerprints))
+    diff = only(apart)
+    assert apart.verdict == "out_of_sync"
+    assert (diff.name, diff.status, diff.clusters, diff.minority) == ("fc.bias", "different", ((0, 2), (1,)), (1,))
+    assert apart.groups[0].counts.identical == 13
+    assert apart.groups[0].findings[0].ranks == (1,)
+
+
+def test_every_difference_of_bytes_is_found(tmp_path: Path) -> None:
+    """One flipped bit, anywhere in a tensor of many blocks, changes the verdict; and no other tensor is blamed."""
+    state = {"big": np.zeros(600_000, np.float32), "small": np.ones(3, np.float32)}
+    for at in (0, 262_144, 599_999):
+        flipped = {name: array.copy() for name, array in state.items()}
+        flipped["big"].view(np.uint32)[at] ^= 1
+        diff = only(compare(*replicas(tmp_path / str(at), [state, flipped], {0})))
+        assert (diff.name, diff.status) == ("big", "different")
+
+
+def test_the_format_of_the_checkpoint_does_not_matter(tmp_path: Path) -> None:
+    """A fingerprint of a torch file agrees with the safetensors file of equal contents."""
+    paths = replicas(tmp_path, [network()])
+    other = save_safetensors(tmp_path / "run_rank1.safetensors", network())
+    report = compare(paths[0], str(other))
+    assert (report.verdict, report.counts.identical) == ("in_sync", 14)
+
+
+def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
+    """Elements and gaps are None, not 0; the moments stand side by side, and give a lower bound of the gap."""
+    state = network()
+    report = compare(*replicas(tmp_path, [state, changed(state, "fc.weight", by=0.5)]))
+    diff = only(report)
+    assert (diff.mismatched, diff.max_abs, diff.max_rel, diff.max_ulp, diff.index, diff.extent) == (None,) * 6
+    assert diff.reason == "digest"
+    assert diff.detail is not None
+    assert diff.detail.startswith("at least 0.5 apart; min ")
+    assert f"max {state['fc.weight'].max():.4g} | {state['fc.weight'].max() + 0.5:.4g}" in diff.detail
+    assert any(note.startswith("fingerprints tell which tensors differ") for note in report.groups[0].notes)
+    assert "by how much is not known" in report.groups[0].findings[0].evidence
+
+
+def test_moments_that_agree_are_said_to(tmp_path: Path) -> None:
+    """Values that changed places differ by digest though all moments agree, and no gap is claimed."""
+    report = compare(*replicas(tmp_path, [{"w": np.array([1.0, 2.0])}, {"w": np.array([2.0, 1.0])}]))
+    assert only(report).detail == "the digests differ, but min, max, mean and std do not"
+
+
+def test_a_nan_on_one_rank_is_counted(tmp_path: Path) -> None:
+    """The nonfinite count of each rank is known, and no bound of a gap is claimed beside it."""
+    state = {"w": np.ones(4)}
+    sick = {"w": np.array([1.0, np.nan, np.inf, 1.0])}
+    diff = only(compare(*replicas(tmp_path, [state, state, sick], {0, 2})))
+    assert dict(diff.nonfinite) == {0: 0, 1: 0, 2: 2}
+    assert diff.detail == "nonfinite 0 | 2"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (([np.int64(12), np.int64(9)]), (1, 3, 0.25)),
+        (([np.float32(2.0), np.float32(4.0), np.float32(2.0)]), (1, 2.0, 0.5)),
+        (([np.int64(2**60), np.int64(2**60 + 1)]), (None, None, None)),
+        (([np.float64(0.0), np.float64(-0.0)]), (None, None, None)),
+        (([np.float64(1.0), np.float64(np.nan)]), (None, None, None)),
+    ],
+    ids=str,
+)
+def test_a_single_element_is_known(tmp_path: Path, values: list[Any], expected: tuple[Any, ...]) -> None:
+    """Of a counter the moments are the value: its gap is exact, and left open where a float64 cannot hold it."""
+    diff = only(compare(*replicas(tmp_path, [{"w": np.ones(2), "n": np.array(value)} for value in values])))
+    assert (diff.mismatched, diff.max_abs, diff.max_rel) == expected
+    assert diff.status == "different"
+
+
+def test_a_batch_count_is_known(tmp_path: Path) -> None:
+    """SYN203 says from fingerprints by how many batches the ranks are apart."""
+    apart = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
+    (finding,) = compare(*replicas(tmp_path, [network(), apart])).groups[0].findings
+    assert finding.code == "SYN203"
+    assert "by up to 2 batches" in finding.evidence
+
+
+def test_shape_dtype_and_missing_are_told(tmp_path: Path) -> None:
+    """What differs beside bytes is told as of checkpoints; a digest of equal bytes and another shape is no match."""
+    a = {"s": np.zeros(6, np.float32), "d": np.zeros(2, np.float32), "m": np.zeros(1)}
+    b = {"s": np.zeros((2, 3), np.float32), "d": np.zeros(1, np.float64)}
+    report = compare(*replicas(tmp_path, [a, b | {"w": np.zeros(1)}], {0}))
+    assert {diff.name: diff.reason for diff in report.groups[0].tensors} == {
+        "s": "shape",
+        "d": "shape",
+        "m": "missing",
+        "w": "missing",
+    }
+    assert report.verdict == "out_of_sync"
+
+
+def test_values_are_compared(tmp_path: Path) -> None:
+    """A step that differs is found in fingerprints; a value that a fingerprint does not keep is no difference."""
+    state = {"w": np.ones(2), "epoch": 1, "comment": "only in the file"}
+    assert compare(*replicas(tmp_path / "a", [state, state], {0})).verdict == "in_sync"
+    report = compare(*replicas(tmp_path / "b", [state, state | {"epoch": 2}]))
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN106"]
+
+
+def test_other_algorithms_are_never_compared(tmp_path: Path) -> None:
+    """Equal or not, digests of two algorithms prove nothing: nothing is compared, and the answer is exit code 2."""
+    paths = replicas(tmp_path, [network(), network()])
+    document = json.loads((tmp_path / "run_rank1.fingerprint.json").read_text())
+    (tmp_path / "run_rank1.fingerprint.json").write_text(json.dumps(document | {"algorithm": "xxh3-128"}))
+    report = compare(*paths)
+    assert (report.exit_code, report.counts.not_compared) == (2, 14)
+    diff = report.groups[0].tensors[0]
+    assert (diff.status, diff.reason) == ("not_compared", "digest")
+    assert diff.detail is not None
+    assert "blake2b-128, xxh3-128" in diff.detail
+
+
+def test_two_of_a_later_algorithm_are_compared(tmp_path: Path) -> None:
+    """Digests of an algorithm that is not ours are compared with one another, and with no checkpoint."""
+    paths = replicas(tmp_path, [network(), changed(network(), "fc.bias")])
+    for path in paths:
+        with open(path, encoding="ascii") as file:
+            document = json.load(file)
+        write(path, json.dumps(document | {"algorithm": "xxh3-128"}))
+    assert only(compare(*paths)).clusters == ((0,), (1,))
+    save_pth(tmp_path / "run_rank2.pth", network())
+    assert compare(paths[0], str(tmp_path / "run_rank2.pth")).exit_code == 2
+
+
+def test_a_tolerance_does_not_excuse_a_digest(tmp_path: Path) -> None:
+    """With a tolerance, what is unequal still counts as different, and the report says that none applies."""
+    near = changed(network(), "fc.bias", by=1e-7)
+    paths = replicas(tmp_path, [network(), near])
+    report = compare(*paths, options=Options(rtol=0.1, atol=0.1))
+    assert report.verdict == "out_of_sync"
+    assert "no tolerance applies to a digest" in "; ".join(report.groups[0].notes)
+
+
+def test_every_report_draws_what_is_not_known(tmp_path: Path) -> None:
+    """Text, HTML, markdown and JSON say that a tensor differs by digest, and print no number that nobody knows."""
+    state = changed(network(), *BN)
+    report = compare(*replicas(tmp_path, [network(), state, changed(state, "fc.weight")], {0, 1}))
+    for drawn in (
+        plain.render(text.comparison(report, 0)),
+        plain.render(text.overview(report, 0)),
+        html.render(report, "1"),
+        markdown.render(report),
+    ):
+        assert "by digest: " in drawn
+        assert "0 of " not in drawn
+        assert "None" not in drawn
+    tensors = json.loads(json_document.render(report, "1"))["groups"][0]["tensors"]
+    assert {tensor["mismatched"] for tensor in tensors} == {None}
+    assert report.drift == ()
+
+
+def test_a_sharded_optimizer_stays_sharded(tmp_path: Path) -> None:
+    """A group without a common tensor is no more in sync by fingerprints than by checkpoints."""
+    report = compare(*replicas(tmp_path, [{"a": np.ones(2)}, {"b": np.ones(2)}]))
+    assert report.verdict == "out_of_sync"
+    assert {diff.reason for diff in report.groups[0].tensors} == {"missing"}

@@ -1,0 +1,215 @@
+"""Which ranks are replicas of one tensor: along the replicate dimension, in one pipeline stage, never across shards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import save_pth
+from dtensors import dtensor, mesh_of_2_6, save_ranks
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.records import Group, Report
+
+ROWS = np.arange(24, dtype=np.float32).reshape(8, 3)
+BN = {rank: np.ones(3, np.float32) for rank in range(6)}
+
+
+def hsdp(rank: int, shards: int = 2) -> Any:
+    """Return the rows that a rank of a mesh (replicate, shard) holds."""
+    return np.split(ROWS, shards)[rank % shards]
+
+
+def codes(group: Group) -> list[str]:
+    """Return the codes of a group's findings."""
+    return [finding.code for finding in group.findings]
+
+
+def off(array: Any, index: tuple[int, int], by: float = 1.0) -> Any:
+    """Return a copy with one element changed."""
+    changed = array.copy()
+    changed[index] += by
+    return changed
+
+
+def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
+    """Four ranks that hold two copies of two shards are in sync, and the finding says who was compared with whom."""
+    save_ranks(tmp_path, {rank: hsdp(rank) for rank in range(4)}, ["R", "S(0)"], (2, 2))
+    report = syncheck.compare(tmp_path)
+    (group,) = report.groups
+    assert (report.exit_code, group.counts.identical, codes(group)) == (0, 1, ["SYN104"])
+    assert group.findings[0].evidence == (
+        "1 DTensor (shards, R S(0) over 2 x 2 ranks) compared within ranks 0, 2 and ranks 1, 3"
+    )
+
+
+def test_a_difference_between_the_copies_of_a_shard_names_their_ranks(tmp_path: Path) -> None:
+    """Where rank 3's shard is off, its group of ranks 1 and 3 differs, and ranks 0 and 2 are no suspects."""
+    parts = {rank: hsdp(rank) for rank in range(4)} | {3: off(hsdp(3), (2, 1), 0.5)}
+    save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2))
+    report = syncheck.compare(tmp_path)
+    (group,) = report.groups
+    (diff,) = group.tensors
+    assert (report.exit_code, diff.status, diff.max_abs, diff.index, diff.shape) == (
+        1,
+        "different",
+        0.5,
+        (2, 1),
+        (4, 3),
+    )
+    assert (diff.replica_groups, diff.clusters, diff.minority) == (((0, 2), (1, 3)), ((1,), (3,)), ())
+    (finding,) = (finding for finding in group.findings if finding.fails)
+    assert finding.ranks == (1, 3)
+    assert "compared within the replica groups of ranks 0, 2 and of ranks 1, 3, suspect ranks 1, 3" in finding.evidence
+
+
+def test_minorities_are_found_inside_each_group(tmp_path: Path) -> None:
+    """Of three copies of two shards, the odd rank of each group is named, and the numbers are of the worse group."""
+    parts = {rank: hsdp(rank) for rank in range(6)}
+    parts |= {2: off(hsdp(2), (0, 0), 0.25), 5: off(hsdp(5), (1, 1), 4.0)}
+    save_ranks(tmp_path, parts, ["R", "S(0)"], (3, 2))
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert diff.replica_groups == ((0, 2, 4), (1, 3, 5))
+    assert diff.clusters == ((0, 4), (2,), (1, 3), (5,))
+    assert (diff.minority, diff.max_abs, diff.mismatched, diff.numel) == ((2, 5), 4.0, 1, 12)
+    assert set(diff.nonfinite) == set(range(6))
+
+
+def test_the_files_coordinate_counts_and_not_their_names(tmp_path: Path) -> None:
+    """Files that were renamed are still sorted by where in the mesh they say that they stand."""
+    for name, rank in zip("abcd", (2, 1, 0, 3), strict=True):
+        place = mesh_of_2_6([[0, 1], [2, 3]], divmod(rank, 2))
+        save_pth(tmp_path / f"{name}.pth", {"w": dtensor(hsdp(rank), ["R", "S(0)"], place)})
+    (group,) = syncheck.compare(tmp_path, options=syncheck.Options(group_by="")).groups
+    assert (group.verdict, group.counts.identical) == ("in_sync", 1)
+
+
+def test_pure_shards_are_nothing_to_compare(tmp_path: Path) -> None:
+    """FSDP's shards alone give exit code 2 and say why; beside replicated buffers they are counted as sharded."""
+    save_ranks(tmp_path / "alone", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,))
+    report = syncheck.compare(tmp_path / "alone")
+    (group,) = report.groups
+    assert (report.exit_code, group.tensors[0].reason) == (2, "sharded")
+    assert "no tensor compared: every rank holds its own shards" in group.notes
+    assert group.tensors[0].detail == "shards, S(0) over 2 ranks: no two of these ranks hold the same part"
+    save_ranks(tmp_path / "both", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,), mean=BN)
+    report = syncheck.compare(tmp_path / "both")
+    assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (0, 1, 1)
+    assert not any("no tensor compared" in note for note in report.groups[0].notes)
+
+
+def test_a_replicated_dtensor_is_compared_over_all(tmp_path: Path) -> None:
+    """A DTensor that is whole on every rank is as a plain tensor: one bit off on one of three is that rank's."""
+    parts = {0: ROWS, 1: ROWS, 2: off(ROWS, (7, 2))}
+    save_ranks(tmp_path, parts, ["R"], (3,))
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.clusters, diff.minority) == (((0, 1), (2,)), (2,))
+
+
+def test_a_dimension_of_one_rank_divides_nothing(tmp_path: Path) -> None:
+    """A shard along a dimension of one rank is the whole tensor: ranks along the other dimension are compared."""
+    save_ranks(tmp_path, {0: ROWS, 1: off(ROWS, (0, 0))}, ["R", "S(0)"], (2, 1))
+    assert syncheck.compare(tmp_path).exit_code == 1
+
+
+def test_parts_of_a_sum_are_not_compared(tmp_path: Path) -> None:
+    """Partial sums differ by design; ranks that hold the same part of the sum are compared."""
+    save_ranks(tmp_path / "sum", {0: ROWS, 1: 2 * ROWS}, ["P(sum)"], (2,))
+    report = syncheck.compare(tmp_path / "sum")
+    assert report.exit_code == 2
+    assert report.groups[0].tensors[0].detail == (
+        "partial sums, P(sum) over 2 ranks: no two of these ranks hold the same part"
+    )
+    parts = {0: ROWS, 1: 2 * ROWS, 2: ROWS, 3: off(2 * ROWS, (1, 1))}
+    save_ranks(tmp_path / "both", parts, ["R", "P(sum)"], (2, 2))
+    (diff,) = syncheck.compare(tmp_path / "both").groups[0].tensors
+    assert diff.clusters == ((1,), (3,))
+
+
+def test_ranks_without_a_partner_are_not_compared(tmp_path: Path) -> None:
+    """Of ranks 0 and 1 of a 2 x 2 mesh neither is the other's replica; with rank 2 beside them, 0 and 2 are."""
+    files = save_ranks(tmp_path, {rank: hsdp(rank) for rank in range(4)}, ["R", "S(0)"], (2, 2))
+    assert syncheck.compare(*files[:2]).exit_code == 2
+    report = syncheck.compare(*files[:3])
+    assert (report.exit_code, report.counts.identical) == (0, 1)
+
+
+def test_a_shard_that_a_rank_lacks_is_missing(tmp_path: Path) -> None:
+    """A rank of the mesh whose file has no such tensor is SYN101, whatever its replicas hold."""
+    parts = {rank: hsdp(rank) for rank in range(4)}
+    save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2), mean=BN)
+    save_pth(tmp_path / "m_rank3.pth", {"mean": BN[3]})
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(f.code, f.ranks) for f in group.findings if f.fails] == [("SYN101", (3,))]
+
+
+def test_whole_shapes_that_differ_are_a_mismatch(tmp_path: Path) -> None:
+    """Shards of tensors of unlike whole shapes are SYN102, though no two of the ranks are replicas."""
+    for rank, rows in ((0, 8), (1, 10)):
+        place = mesh_of_2_6([0, 1], [rank])
+        save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(hsdp(rank), ["S(0)"], place, (rows, 3))})
+    (group,) = syncheck.compare(tmp_path).groups
+    assert codes(group)[0] == "SYN102"
+    assert group.tensors[0].detail == "[8, 3] on rank 0, [10, 3] on rank 1"
+
+
+def test_copies_of_a_shard_of_unlike_shapes_are_a_mismatch(tmp_path: Path) -> None:
+    """Copies of one shard that have other shapes, which torch would not write, are SYN102 within their group."""
+    parts = {rank: hsdp(rank) for rank in range(4)} | {2: ROWS[:3]}
+    save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2))
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(f.code, f.ranks) for f in group.findings if f.fails] == [("SYN102", (0, 2))]
+    assert group.tensors[0].detail == "[4, 3] on rank 0, [3, 3] on rank 2"
+
+
+def test_a_layout_that_differs_between_ranks_is_told(tmp_path: Path) -> None:
+    """Where one rank holds the whole and another a shard, nothing is compared, and both are named."""
+    save_pth(tmp_path / "m_rank0.pth", {"w": dtensor(hsdp(0), ["S(0)"], mesh_of_2_6([0, 1], [0]))})
+    save_pth(tmp_path / "m_rank1.pth", {"w": ROWS})
+    report = syncheck.compare(tmp_path)
+    assert report.exit_code == 2
+    assert "but whole on rank 1" in str(report.groups[0].tensors[0].detail)
+
+
+def model_parallel(folder: Path, tensors: dict[int, dict[str, Any]], meshes: dict[int, dict[str, int]]) -> Report:
+    """Compare ranks' files of plain tensors, whose metadata says where in the mesh they stand."""
+    for rank, content in tensors.items():
+        block = syncheck.metadata(run="mp", run_id="1", rank=rank, world_size=len(tensors), mesh=meshes[rank])
+        save_pth(folder / f"mp_rank{rank}.pth", {"model": content, "syncheck": block})
+    return syncheck.compare(folder)
+
+
+PIPELINE = {rank: {"dp": rank % 2, "pp": rank // 2} for rank in range(4)}
+
+
+def test_pipeline_stages_hold_other_tensors(tmp_path: Path) -> None:
+    """Stages that hold unlike layers lack nothing; within a stage the replicas are compared."""
+    content = {rank: {f"layers.{rank // 2}.weight": ROWS} for rank in range(4)}
+    report = model_parallel(tmp_path, content, PIPELINE)
+    assert (report.exit_code, report.counts.identical, codes(report.groups[0])) == (0, 2, ["SYN104"])
+    content[3] = {"layers.1.weight": off(ROWS, (3, 0))}
+    (diff,) = model_parallel(tmp_path, content, PIPELINE).groups[0].tensors
+    assert (diff.name, diff.clusters) == ("layers.1.weight", ((2,), (3,)))
+
+
+def test_a_tensor_that_one_of_a_stage_lacks_is_missing(tmp_path: Path) -> None:
+    """A rank without a layer of its own stage is SYN101, and the other stage's ranks are not accused."""
+    content = {rank: {f"layers.{rank // 2}.weight": ROWS, "norm": ROWS[0]} for rank in range(4)}
+    content[1] = {"norm": ROWS[0]}
+    (group,) = model_parallel(tmp_path, content, PIPELINE).groups
+    (finding,) = (finding for finding in group.findings if finding.fails)
+    assert (finding.code, finding.evidence) == ("SYN101", "1 tensor not on rank 1: layers.0.weight")
+    assert set(finding.ranks) <= {0, 1}
+
+
+@pytest.mark.parametrize(("name", "code"), [("tp", 0), ("expert", 0), ("cp", 1), ("dp", 1), ("shard", 1)])
+def test_plain_tensors_are_parts_along_some_dimensions_only(tmp_path: Path, name: str, code: int) -> None:
+    """Along a tensor or expert parallel dimension plain tensors may be parts; along others they are replicas."""
+    content = {rank: {"w": ROWS + (rank % 2)} for rank in range(4)}
+    meshes = {rank: {"data": rank // 2, name: rank % 2} for rank in range(4)}
+    assert model_parallel(tmp_path, content, meshes).exit_code == code

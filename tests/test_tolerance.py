@@ -1,0 +1,217 @@
+"""Which tolerance applies to which tensor, and that the table of `close` is torch's."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save, save_safetensors
+
+import syncheck
+from syncheck import api, kinds
+from syncheck.dtypes import DTYPES
+from syncheck.errors import OptionError, UsageError, Words
+from syncheck.testing import compare
+from syncheck.tolerance import CLOSE, Tolerance, tolerances
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.records import Report, TensorDiff
+
+TOML = Words("tool.syncheck.", " = ")
+
+
+def compared(folder: Path, *states: dict[str, Any], **options: Any) -> Report:
+    """Compare checkpoints that are ranks of one run."""
+    for i, state in enumerate(states):
+        save(folder / f"rank{i}.pth", state)
+    return syncheck.compare(folder, options=syncheck.Options(**options))
+
+
+def diffs(report: Report) -> dict[str, TensorDiff]:
+    """Return what is not identical in the only group, by name."""
+    (group,) = report.groups
+    return {diff.name: diff for diff in group.tensors}
+
+
+def test_the_table_is_that_of_torch() -> None:
+    """Our rows are those of the installed torch, for each dtype of ours; where torch has none, it wants equality."""
+    torch = pytest.importorskip("torch")
+    from torch.testing import _comparison
+
+    for name, row in CLOSE.items():
+        assert _comparison.default_tolerances(getattr(torch, name)) == row, name
+    for name in DTYPES.keys() - CLOSE.keys():
+        if hasattr(torch, name):
+            assert _comparison.default_tolerances(getattr(torch, name)) == (0.0, 0.0), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "near", "far"),
+    [("float16", 1e-3, 4e-3), ("float32", 1.2e-6, 3e-5), ("float64", 1.5e-7, 3e-7), ("complex64", 1.2e-6, 3e-5)],
+)
+def test_close_is_by_dtype(tmp_path: Path, dtype: str, near: float, far: float) -> None:
+    """A gap that torch passes for one dtype it does not pass for a finer one; the report names the numbers."""
+    one = np.ones(4, dtype)
+    for gap, status in ((near, "close"), (far, "different")):
+        for i, array in enumerate((one, (one + np.asarray(gap, dtype)).astype(dtype))):
+            save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": array})
+        diff = diffs(syncheck.compare(tmp_path, options=syncheck.Options(close=True)))["w"]
+        assert diff.status == status
+        rtol, atol = CLOSE[dtype]
+        assert diff.reason == (f"rtol={rtol:g} atol={atol:g} (close)" if status == "close" else None)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int64", "uint8", "bool"])
+def test_close_wants_equality_where_torch_has_no_row(dtype: str) -> None:
+    """float8 and integers have no row in torch's table, and then nothing but equality passes, as in torch."""
+    assert tolerances(close=True).of("w", "parameter", dtype).exact
+
+
+def test_close_is_symmetric_where_torch_is_not(tmp_path: Path) -> None:
+    """The gap is measured against the larger side: swapping two files never changes the verdict."""
+    torch = pytest.importorskip("torch")
+    # Just beyond rtol times the smaller side, and within rtol times the larger.
+    a = 1000.0
+    b = a + 1e-5 + 1.3e-6 * a * (1 + 6e-7)
+    a64, b64 = torch.tensor([a, b], dtype=torch.float64).reshape(2, 1)
+    passes = [torch.isclose(x, y, rtol=1.3e-6, atol=1e-5).item() for x, y in ((a64, b64), (b64, a64))]
+    assert passes == [True, False]
+    options = {"rtol": 1.3e-6, "atol": 1e-5}
+    for first, second in ((a, b), (b, a)):
+        states = [{"w": np.array([value], np.float64)} for value in (first, second)]
+        assert compared(tmp_path, *states, **options).verdict == "in_sync"
+
+
+def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
+    """Names come before kinds, the first glob that matches counts, and the general tolerance is for the rest."""
+    second = changed(network(), "running_mean", "running_var", "fc.weight", "fc.bias", by=1e-3)
+    table = {
+        "layer1.*": "bitwise",
+        "layer1.bn.running_mean": {"rtol": 0, "atol": 1},  # too late: the glob above has it
+        "fc.w*": {"rtol": 0, "atol": 0.5},
+        "bn_mean": {"rtol": 0, "atol": 0.01},
+        "bn_var": "close",
+    }
+    found = diffs(compared(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
+    told = {name: (diff.status, diff.reason) for name, diff in found.items()}
+    assert told == {
+        "layer0.bn.running_mean": ("close", "rtol=0 atol=0.01 (tolerance of bn_mean)"),
+        "layer0.bn.running_var": ("different", None),
+        "layer1.bn.running_mean": ("different", None),
+        "layer1.bn.running_var": ("different", None),
+        "fc.weight": ("close", "rtol=0 atol=0.5 (tolerance of fc.w*)"),
+        "fc.bias": ("close", "rtol=0 atol=0.1"),
+    }
+
+
+def test_the_order_of_globs_decides() -> None:
+    """Of two globs that match, the first in the table counts, not the longer one."""
+    table: dict[str, Any] = {"*.weight": {"ulp": 1}, "fc.weight": {"ulp": 2}}
+    assert tolerances(table=table).of("fc.weight", "parameter", "float32").ulp == 1
+    turned = dict(reversed(table.items()))
+    assert tolerances(table=turned).of("fc.weight", "parameter", "float32").ulp == 2
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_every_kind_may_stand_in_the_table(kind: str) -> None:
+    """Each kind that a report names is a key, and applies to that kind only."""
+    found = tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
+    assert found.of("some.name", kind, "float32") == Tolerance(ulp=3, rule=f"tolerance of {kind}")
+    assert all(found.of("some.name", other, "float32").exact for other in kinds.KINDS if other != kind)
+
+
+def test_an_idle_glob_is_noted(tmp_path: Path) -> None:
+    """A glob that no tensor matches is noted, with the kinds, for it may be a misspelled one; others are not."""
+    report = compared(tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"})
+    (note,) = [note for note in report.groups[0].notes if "tolerances of names" in note]
+    assert note.startswith("tolerances of names that no tensor of any group has: bn_means; kinds are parameter, buffer")
+    assert not any("tolerances of" in note for note in compared(tmp_path, network(), network()).groups[0].notes)
+
+
+def test_a_glob_of_another_group_is_not_idle(tmp_path: Path) -> None:
+    """A glob that matches in one run is not noted, also where a run of other names is judged by itself."""
+    for rank in range(2):
+        save(tmp_path / f"a_rank{rank}.pth", network())
+        save(tmp_path / f"b_rank{rank}.pth", {"head.weight": np.ones(2, np.float32)})
+    options = syncheck.Options(tolerance={"head.*": "close"})
+    found = api.find(tmp_path, options=options)
+    for part in (found, replace(found, groups=found.groups[:1]), replace(found, groups=found.groups[1:])):
+        notes = [note for group in api.judge(part, options).groups for note in group.notes]
+        assert not any("tolerances of" in note for note in notes)
+
+
+def test_things_in_memory_have_tolerances_too() -> None:
+    """The table applies to things in memory as to files, idle globs included."""
+    things = [{"w": np.array([value], np.float32), "v": np.ones(1, np.float32)} for value in (1.0, 1.5)]
+    (group,) = compare(*things, tolerance={"w": {"rtol": 0, "atol": 0.5}, "x.*": "close"}).groups
+    assert [diff.reason for diff in group.tensors] == ["rtol=0 atol=0.5 (tolerance of w)"]
+    assert "tolerances of names that no tensor of any group has: x.*" in group.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"close": True, "rtol": 0.1, "atol": 0.1},
+            "close is a whole tolerance: it cannot be combined with rtol and at",
+        ),
+        ({"close": True, "ulp": 0}, "close is a whole tolerance: it cannot be combined with ulp"),
+        ({"close": 1}, "close=1: needs True or False"),
+        ({"tolerance": "close"}, "tolerance='close': needs a dict"),
+        ({"tolerance": {3: "close"}}, "tolerance={3: 'close'}: needs a dict"),
+        ({"tolerance": {"fc.*": "near"}}, 'tolerance["fc.*"]=\'near\': needs "close", "bitwise", or rtol and atol'),
+        ({"tolerance": {"fc.*": {}}}, 'tolerance["fc.*"]={}: needs'),
+        ({"tolerance": {"fc.*": {"ulps": 1}}}, "tolerance[\"fc.*\"]={'ulps': 1}: needs"),
+        ({"tolerance": {"fc.*": {"ulp": 1.5}}}, "tolerance[\"fc.*\"]={'ulp': 1.5}: needs"),
+        ({"tolerance": {"fc.*": {"ulp": True}}}, "tolerance[\"fc.*\"]={'ulp': True}: needs"),
+        ({"tolerance": {"fc.*": {"ulp": -1}}}, "ulp=-1: needs a number of at least 0"),
+        ({"tolerance": {"fc.*": {"rtol": 1e-3}}}, "rtol and atol belong together"),
+        ({"tolerance": {"fc.*": {"rtol": 2, "atol": 0}}}, "needs 0 <= rtol <= 1"),
+        ({"tolerance": {"fc.*": {"rtol": 0, "atol": 10**400}}}, "a finite atol"),
+        (
+            {"tolerance": {"layer4": {"conv": {"ulp": 1}}}},
+            'a name with dots needs quotes, as in "layer4.*"',
+        ),
+    ],
+)
+def test_what_makes_no_sense(options: dict[str, Any], text: str) -> None:
+    """A contradiction or a wrong entry of the table is one error that names the entry and what is needed."""
+    with pytest.raises(OptionError) as caught:
+        syncheck.Options(**options)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_speak_the_words_of_who_took_the_option() -> None:
+    """One error is said in the words of Python, the command line and the file, and can be sent between processes."""
+    for options, python, line, file in (
+        ({"group_by": "("}, "group_by='('", "--group-by '('", "tool.syncheck.group-by = '('"),
+        ({"jobs": 0}, "jobs=0", "--jobs 0", "tool.syncheck.jobs = 0"),
+        ({"rtol": 0.5}, "rtol and atol", "--rtol and --atol", "tool.syncheck.rtol and tool.syncheck.atol"),
+        ({"tolerance": {"a.*": 1}}, 'tolerance["a.*"]=1', "", 'tool.syncheck.tolerance."a.*" = 1'),
+    ):
+        with pytest.raises(OptionError) as caught:
+            syncheck.Options(**options)  # type: ignore[arg-type]
+        error = caught.value
+        assert str(error).startswith(python)
+        assert error.spelled(Words("--", " ")).startswith(line)
+        assert error.spelled(TOML).startswith(file)
+        sent = pickle.loads(pickle.dumps(error))
+        assert (type(sent), str(sent)) == (UsageError, str(error))
+
+
+def test_a_given_tolerance_replaces_all_others() -> None:
+    """What a call says of the tolerance takes the place of whatever the options said, and not a part of it."""
+    from syncheck.api import changed as with_others
+
+    options = syncheck.Options(rtol=0.1, atol=0.1, tolerance={"fc.*": "close"}, allow=("SYN201",))
+    assert with_others(options, ulp=2) == syncheck.Options(ulp=2, allow=("SYN201",))
+    assert with_others(options, close=False) == syncheck.Options(allow=("SYN201",))
+    assert with_others(options, allow=(), close=None) == syncheck.Options(
+        rtol=0.1, atol=0.1, tolerance={"fc.*": "close"}
+    )

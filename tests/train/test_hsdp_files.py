@@ -1,0 +1,45 @@
+"""Files of a real HSDP run: the copies of each shard are compared, and a difference in one is told with its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from scenarios import NEEDS_FSDP, SMALL, run
+
+import syncheck
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+    from train.launch import RankContext
+
+
+@NEEDS_FSDP
+@pytest.mark.slow
+@pytest.mark.syncheck(ranks=4)
+def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Two copies on four ranks agree in all tensors; a bit that flips in rank 3's shard accuses ranks 1 and 3 only."""
+    settings = replace(SMALL, method="hsdp", sync_bn=True, out=syncheck_rank.shared)
+    run(ctx, settings)
+    (group,) = syncheck.compare(settings.out).groups
+    assert (group.verdict, group.tensors, group.counts.not_compared) == ("in_sync", (), 0)
+    (finding,) = group.findings
+    assert (finding.code, finding.fails) == ("SYN104", False)
+    assert (
+        "DTensors (shards, R S(0) over 2 x 2 ranks (replicate, shard)) compared within ranks 0, 2" in finding.evidence
+    )
+
+    damaged = settings.out / f"damaged{ctx.rank}"
+    damaged.mkdir()
+    for rank in range(4):
+        data = bytearray((settings.out / f"hsdp-syncbn_rank{rank}.pth").read_bytes())
+        if rank == 3:
+            tensor = syncheck.read(str(settings.out / "hsdp-syncbn_rank3.pth")).tensors["fc.weight"]
+            data[tensor.offset + 2] ^= 1 << 6
+        (damaged / f"hsdp-syncbn_rank{rank}.pth").write_bytes(data)
+    (group,) = syncheck.compare(damaged).groups
+    (diff,) = group.tensors
+    assert (group.verdict, diff.name, diff.mismatched) == ("out_of_sync", "fc.weight", 1)
+    assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), ((1,), (3,)))
+    assert [finding.ranks for finding in group.findings if finding.fails] == [(1, 3)]
