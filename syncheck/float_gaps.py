@@ -104,8 +104,6 @@ def _steps(row: DType, low: Array, high: Array) -> Array:
         low, high = low.astype(row.dtype()), high.astype(row.dtype())
     if row.name == "float8_e8m0fnu":  # powers of two without a sign: the bits are in order
         return np.subtract(high.view(np.uint8), low.view(np.uint8))
-    if row.name == "float8_e8m0fnu":  # powers of two, without sign or zero: their bits are in order
-        return np.subtract(high.view(np.uint8), low.view(np.uint8))
     below, above = ordered(low), ordered(high)
     steps: Array = np.subtract(above, below, out=above).view(f"uint{above.dtype.itemsize * 8}")
     return np.right_shift(steps, np.uint32(16), out=steps) if row.name == "bfloat16" else steps
