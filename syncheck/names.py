@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
 # Keys under which trainers keep the model's state dict; they are no part of a tensor's name.
 MODEL_CONTAINERS = frozenset(
@@ -37,6 +37,14 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     for short in plain.values():
         taken[short] = taken.get(short, 0) + 1
     return {name: short if taken[short] == 1 else name for name, short in plain.items()}
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return a name that is not taken: the name itself, else `name#2`, `name#3` and so on."""
+    free, i = name, 2
+    while free in taken:
+        free, i = f"{name}#{i}", i + 1
+    return free
 
 
 def bn_sibling(name: str, of: str) -> str:

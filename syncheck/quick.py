@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 NOTE = (
     "compared by the checksums stored in the files, which no tolerance applies to; no tensor was read, so damage done "
-    "after saving is not seen, and which elements differ is not known"
+    "after saving is not seen, and which elements differ is known without --quick only"
 )
-_UNKNOWN = "the stored checksums differ; which elements do is not known without reading them"
+_UNKNOWN = "the stored checksums differ"
 
 
 def by_checksum(tensors: Sequence[Tensor]) -> Told:
@@ -40,7 +40,7 @@ def by_checksum(tensors: Sequence[Tensor]) -> Told:
         if len(places) == 1:
             return Told((everyone,))
         return _not_told("a view of a storage that differs: whether the view does is not known without reading it")
-    return _not_told("not every file has a checksum of it (torch.save stores them; safetensors and others have none)")
+    return _not_told("not every file stores one of it")
 
 
 def _not_told(why: str) -> Told:

@@ -81,9 +81,9 @@ def is_whole(sharding: Sharding) -> bool:
 
 
 def layout_text(sharding: Sharding) -> str:
-    """Say how a DTensor is laid out: 'shards, R S(0) over 2 x 2 ranks (replicate, shard)'."""
+    """Say how a DTensor is laid out: 'shards, R S(0) over 2 x 2 ranks (mesh replicate, shard)'."""
     what = "partial sums" if any(placement[0] == "P" for placement in sharding.placements) else "shards"
-    names = f" ({', '.join(sharding.names)})" if sharding.names else ""
+    names = f" (mesh {', '.join(sharding.names)})" if sharding.names else ""
     return f"{what}, {' '.join(sharding.placements)} over {' x '.join(map(str, sharding.mesh))} ranks{names}"
 
 

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 import syncheck
-from syncheck.readers import FOLDERS, READERS
+from syncheck.readers import READERS
+from syncheck.readers.folders import FOLDERS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py")])
 FIXTURES = ROOT / "fixtures"
 SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
+FOR_SOME_FILES = tuple(
+    f"syncheck.{name}" for name in ("readers.folders", "readers.dcp_dir", "digests", "quick", "gaps")
+)
 
 # Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too.
 LEAVES = {"errors", "dtypes"}
@@ -134,6 +138,7 @@ def test_public_names_resolve() -> None:
         ("import syncheck", SPEND_NOTHING),
         ("import syncheck.cli.parser; syncheck.cli.parser.build()", SPEND_NOTHING),
         ("from syncheck.cli import main; main(['compare', 'in_sync'])", SPEND_NOTHING),
+        ("import syncheck; syncheck.compare('in_sync/*/*.pth')", (*SPEND_NOTHING, *FOR_SOME_FILES)),
         ("from syncheck.cli import main; main(['compare', 'desync/bn_local_stats'])", ("torch", "rich", "ml_dtypes")),
         ("from syncheck.cli import main; main(['report', 'desync', '--format', 'json'])", ("torch", "rich")),
     ],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jsonschema
 import numpy as np
 import pytest
 from checkpoints import save_pth
 from dtensors import dtensor, mesh_of_2_6, save_ranks
 
 import syncheck
+from syncheck.report import json_document
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from syncheck.records import Group, Report
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -46,6 +48,10 @@ def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
     assert group.findings[0].evidence == (
         "1 DTensor (shards, R S(0) over 2 x 2 ranks) compared within ranks 0, 2 and ranks 1, 3"
     )
+    found = json.loads(json_document.render(report, "0"))
+    jsonschema.validate(found, json.loads((Path(syncheck.__file__).parent / "report" / "schema.json").read_text()))
+    layout = {"kind": "DTensor", "layout": "shards, R S(0) over 2 x 2 ranks", "tensors": 1, "compared": 1}
+    assert found["groups"][0]["shards"] == [layout | {"replica_groups": [[0, 2], [1, 3]]}]
 
 
 def test_a_difference_between_the_copies_of_a_shard_names_their_ranks(tmp_path: Path) -> None:

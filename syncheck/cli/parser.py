@@ -77,7 +77,7 @@ def build() -> argparse.ArgumentParser:
     )
     _comparing(report)
     show = command("show", commands.show, "list what is in a checkpoint: name, kind, dtype, shape, bytes, statistics")
-    show.add_argument("path", metavar="PATH", help="a checkpoint file")
+    show.add_argument("path", metavar="PATH", help="a checkpoint: a file, or a folder that is one")
     show.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
     _color(show)
     fingerprint = command(

@@ -29,7 +29,7 @@ SEVERITY: Severity = "error"
 CAUSE = "The ranks did not build or save the same model: some tensors are in some files only."
 FIX = (
     "Build the model from one configuration on all ranks before wrapping it, save the same state dict "
-    "everywhere, and load with strict=True."
+    'everywhere, and load with strict=True. Where a file is meant to hold the model only: --exclude "optimizer.*".'
 )
 
 

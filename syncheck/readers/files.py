@@ -57,7 +57,7 @@ def read_file(path: str) -> Snapshot:
         path,
         place="first bytes",
         found=repr(head[:12]),
-        needed="a torch.save zip (PK\\x03\\x04) or a safetensors header",
+        needed="a file of torch.save or safetensors, or a fingerprint",
     )
 
 
@@ -70,7 +70,8 @@ def _head(path: str) -> bytes:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
             what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            raise UnreadableFile(path, found=what, needed="a file")
+            needed = "a file, or a folder that is one checkpoint" if stat.S_ISDIR(mode) else "a file"
+            raise UnreadableFile(path, found=what, needed=needed)
         with open(path, "rb") as file:
             return file.read(_HEAD)
     except OSError as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.names import free_name
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -57,12 +58,18 @@ class Assembly:
     notes: list[str] = field(default_factory=list)
 
     def add(self, part: Snapshot, rename: Callable[[str], str] = as_stored) -> None:
-        """Add what a file holds. Of two tensors that end at one name both are kept, the second as `name#2`."""
+        """Add what a file holds. Of two tensors that end at one name both are kept, the second as `name#2`.
+
+        So are two values, unless they are equal: every shard of safetensors says `format = 'pt'`.
+        """
         for name, tensor in part.tensors.items():
-            free = _free(rename(name), self.tensors)
+            free = free_name(rename(name), self.tensors)
             self.tensors[free] = tensor if free == tensor.name else replace(tensor, name=free)
         for name, value in part.values.items():
-            self.values[_free(rename(name), self.values)] = value
+            full = rename(name)
+            known = self.values.get(full)
+            if full not in self.values or type(known) is not type(value) or known != value:
+                self.values[free_name(full, self.values)] = value
         self.stubs |= set(part.stubs)
         self.bytes += part.bytes
         self.metadata = self.metadata or part.metadata
@@ -73,13 +80,6 @@ class Assembly:
         stubs = tuple(sorted(self.stubs))
         notes = tuple(self.notes)
         return Snapshot(self.folder, self.format, self.bytes, self.tensors, self.values, stubs, self.metadata, notes)
-
-
-def _free(name: str, taken: dict[str, Any]) -> str:
-    free, i = name, 2
-    while free in taken:
-        free, i = f"{name}#{i}", i + 1
-    return free
 
 
 def read_json(path: str) -> dict[str, Any]:

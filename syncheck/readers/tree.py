@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
-from syncheck.names import MODEL_CONTAINERS
+from syncheck.names import MODEL_CONTAINERS, free_name
 from syncheck.readers.optimizer_names import parameter_names
 from syncheck.readers.stand_ins import Inert, Storage, TensorPlace
 
@@ -115,11 +115,7 @@ def _without_container(name: str, node: Any) -> str:
 
 def _free(name: str, taken: dict[str, Any]) -> str:
     """Keep both of two tensors that end at one name, as in {'model': sd, 'state_dict': sd}."""
-    first = free = name or "tensor"
-    i = 2
-    while free in taken:
-        free, i = f"{first}#{i}", i + 1
-    return free
+    return free_name(name or "tensor", taken)
 
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:

@@ -28,17 +28,24 @@ _MOST_TENSORS = 60
 def drift(report: Report) -> list[str]:
     """Return the drift of each run's statistics by tensor and, where there are several steps, over the steps."""
     runs = by_run(report.groups)
-    last = {run: groups[-1] for run, groups in runs.items()}
+    last = {run: groups[-1] for run, groups in runs.items() if _has_statistics(groups[-1])}
     drawn = []
-    if any(_gaps(group) for group in last.values()):
+    if any(gap >= 0 for group in last.values() for gap in _gaps(group).values()):
         drawn.append(_by_tensor(last))
     if any(len({p.step for p in report.drift if p.run == run}) > 1 for run in runs):
         drawn.append(_over_steps(report))
     return drawn
 
 
+def _has_statistics(group: Group) -> bool:
+    """Whether running statistics were compared. A run without them, or with shards of them, has no place at 0."""
+    return any(counts.compared for kind, counts in group.kinds.items() if kind in BN_STATISTICS)
+
+
 def _gaps(group: Group) -> dict[str, float]:
-    return {d.name: float(d.max_abs) for d in group.tensors if d.kind in BN_STATISTICS and d.max_abs is not None}
+    """Return the gap of each statistic that is not identical: NaN, which is not drawn, where it is not known."""
+    apart = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
+    return {diff.name: math.nan if diff.max_abs is None else float(diff.max_abs) for diff in apart}
 
 
 def _by_tensor(last: dict[str, Group]) -> str:
@@ -48,7 +55,8 @@ def _by_tensor(last: dict[str, Group]) -> str:
     figure, axes = _figure(9, 1.2 + 0.22 * len(names))
     for i, (run, found) in enumerate(gaps.items()):
         values = [found.get(name, 0.0) for name in names]
-        axes.plot(values, range(len(names)), "o", color=_COLORS[i % len(_COLORS)], label=_plain(run), alpha=0.85)
+        label = f"{_plain(run)} (gaps not known)" if all(map(math.isnan, values)) else _plain(run)
+        axes.plot(values, range(len(names)), "o", color=_COLORS[i % len(_COLORS)], label=label, alpha=0.85)
     axes.set_yticks(range(len(names)), [_plain(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     # Log for the drifts, linear around 0.0 so that a closed gap has its place.

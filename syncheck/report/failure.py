@@ -22,7 +22,8 @@ MOST_FINDINGS = 8
 MOST_UNREADABLE = 5
 _NAME, _SENTENCE = 120, 600  # characters
 _OPTION = re.compile(
-    r"(?<![\w-])--(only|include|exclude|buffers|rtol|atol|ulp|allow|group-by)\b(?: (SYN\d+|REGEX|GLOB))?"
+    r"(?<![\w-])--(only|include|exclude|buffers|rtol|atol|ulp|close|allow|group-by|reference|jobs|quick)\b"
+    r"(?: (SYN\d+|REGEX|GLOB|\"[^\"]*\"))?"
 )
 
 
@@ -96,8 +97,9 @@ def _cut(text: str, most: int = _NAME) -> str:
 
 def _cut_group(group: Group, limit: int) -> Group:
     """Return a group with names and sentences of bounded length."""
-    worst = words.worst_first([diff for diff in group.tensors if diff.reason != "rng"])
+    worst = words.listed(group, shards=not limit)
     shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
+    rest += [diff for diff in group.tensors if limit and diff.reason == "sharded"]
     return replace(
         group,
         name=_cut(group.name),

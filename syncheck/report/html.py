@@ -129,7 +129,7 @@ def _group(group: Group) -> list[str]:
         ),
         *(_finding(finding) for finding in group.findings),
     ]
-    shown = words.worst_first(group.tensors)
+    shown = words.listed(group)
     if shown:
         columns = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
         rows = [(d.name, d.kind, words.clusters_text(d), *words.gap_cells(d)) for d in shown[:MOST_ROWS]]

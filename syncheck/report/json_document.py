@@ -47,6 +47,8 @@ def _group(group: Group) -> dict[str, Any]:
         "kinds": {kind: asdict(counts) for kind, counts in group.kinds.items()},
         "left_out": group.left_out,
         "tensors": [_tensor(diff) for diff in group.tensors],
+        "shards": [asdict(shards) for shards in group.shards],
+        "ties": [asdict(tie) for tie in group.ties],
         "values": [_value(diff) for diff in group.values],
         "findings": [asdict(finding) for finding in group.findings],
         "notes": list(group.notes),

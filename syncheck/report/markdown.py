@@ -152,8 +152,7 @@ def _finding(finding: Finding) -> str:
 
 
 def _table(group: Group) -> str | None:
-    # Random number states are expected to differ; they are counted and not listed.
-    found = words.worst_first([diff for diff in group.tensors if diff.reason != "rng"])
+    found = words.listed(group)
     if not found:
         return None
     lines = [

@@ -6,6 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # Wider than any line: coloured output that goes to a pipe is not wrapped.
 _UNWRAPPED = 100_000
+# A column whose cells are never broken.
+_WHOLE = "verdict"
 
 
 def render(parts: Iterable[Part], width: int | None, color: bool) -> str:
@@ -37,8 +40,22 @@ def render(parts: Iterable[Part], width: int | None, color: bool) -> str:
         legacy_windows=False,
     )
     for part in parts:
-        console.print(drawn(part, ruled=width is not None))
+        made = drawn(part, ruled=width is not None)
+        narrow = width is not None and isinstance(part, Grid) and _WHOLE in part.columns
+        console.print(made, width=_asked(console, made) if narrow else None)
     return "\n".join(line if color else line.rstrip() for line in out.getvalue().split("\n"))
+
+
+def _asked(console: Console, made: RenderableType) -> int:
+    """Return the width to ask for so that a table fits: rich makes room first and then gives columns their least width.
+
+    What then stands out on the right would be cut.
+    """
+    for asked in range(console.width, console.width // 2, -1):
+        text = "".join(segment.text for segment in console.render(made, console.options.update(width=asked)))
+        if max(map(cell_len, text.split("\n"))) <= console.width:
+            return asked
+    return console.width
 
 
 def drawn(part: Part, ruled: bool = True) -> RenderableType:
@@ -64,7 +81,7 @@ def _table(grid: Grid, ruled: bool) -> Table:
     )
     for place, column in enumerate(grid.columns):
         # A header of one word is never broken, nor is a verdict.
-        widest = max((len(row[place].text) for row in grid.rows), default=0) if column == "verdict" else len(column)
+        widest = max((len(row[place].text) for row in grid.rows), default=0) if column == _WHOLE else len(column)
         made.add_column(
             column,
             overflow="fold",

@@ -10,7 +10,7 @@ from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, l
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
-    from syncheck.records import Finding, Group, Report, TensorDiff
+    from syncheck.records import Finding, Group, Report
 
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
 SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
@@ -104,17 +104,23 @@ def _finding(finding: Finding) -> list[Part]:
 
 
 def _tensors(group: Group, limit: int) -> list[Part]:
-    # Random number states are expected to differ; they are counted and not listed.
-    shown: list[TensorDiff] = words.worst_first([diff for diff in group.tensors if diff.reason != "rng"])
-    if not shown:
-        return []
-    numbers = ("max abs", "max rel", "max ulp")
-    grid = Grid(("tensor", "kind", "ranks", "differing", *numbers), right=numbers, indent=2)
-    for diff in shown[: limit or None]:
-        grid.add(diff.name, diff.kind, words.clusters_text(diff), *words.gap_cells(diff))
-    more = len(shown) - limit
-    rest = [line(f"... and {more} more; -n 0 shows all", "dim", 2)] if limit and more > 0 else []
-    return [grid, *rest, BLANK]
+    worst = words.listed(group, shards=not limit)  # SYN104 tells of them in one sentence
+    sharded = sum(diff.reason == "sharded" for diff in group.tensors) if limit else 0
+    parts: list[Part] = []
+    if worst:
+        rows = [(diff, words.gap_cells(diff)) for diff in worst[: limit or None]]
+        # By digests, and of what is missing, no gap is known: the words may then have the room.
+        known = any(cell not in ("", "-") for _, (_, *gaps) in rows for cell in gaps)
+        numbers = ("max abs", "max rel", "max ulp") if known else ()
+        grid = Grid(("tensor", "kind", "ranks", "differing", *numbers), right=numbers, indent=2)
+        for diff, (differing, *gaps) in rows:
+            grid.add(diff.name, diff.kind, words.clusters_text(diff), differing, *gaps[: len(numbers)])
+        parts.append(grid)
+    more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
+    more += [f"{sharded} sharded"] if sharded else []
+    if more:
+        parts.append(line(f"... and {' and '.join(more)}; -n 0 shows all", "dim", 2))
+    return [*parts, BLANK] if parts else []
 
 
 def _matrix(last: list[Group]) -> Grid:

@@ -161,6 +161,15 @@ def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
     return sorted(diffs, key=key)
 
 
+def listed(group: Group, *, shards: bool = True) -> list[TensorDiff]:
+    """Return the tensors that a report lists, worst first. shards: those too of which no rank has a copy.
+
+    Random number states are expected to differ: they are counted and not listed.
+    """
+    left_out = ("rng",) if shards else ("rng", "sharded")
+    return worst_first([diff for diff in group.tensors if diff.reason not in left_out])
+
+
 def suspects(finding: Finding) -> str:
     """Name the ranks of a finding: 'ranks 0-1'."""
     return f"rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"

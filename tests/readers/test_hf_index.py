@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save
+from checkpoints import changed, network, save, save_safetensors
 
 import syncheck
 
@@ -71,6 +71,22 @@ def test_the_number_of_files_does_not_matter(tmp_path: Path, files: int) -> None
     write(right, changed(network(), "fc.bias"), files)
     (group,) = syncheck.compare(left, right).groups
     assert [diff.name for diff in group.tensors] == ["fc.bias"]
+
+
+def test_what_every_file_says_is_one_value(tmp_path: Path) -> None:
+    """Each shard of safetensors has format = 'pt': one value of the folder, whatever the number of its files."""
+    found = []
+    for files in (1, 3):
+        folder = write(tmp_path / str(files), {}, files=0)
+        state = network()
+        parts = {f"model-{i}.safetensors": dict(list(state.items())[i::files]) for i in range(files)}
+        for name, part in parts.items():
+            save_safetensors(folder / name, part, {"format": "pt", "part": name})
+        write_index(folder, {tensor: name for name, part in parts.items() for tensor in part})
+        found.append(syncheck.read(str(folder)).values)
+    assert found[0] == {"format": "pt", "part": "model-0.safetensors"}
+    others = {f"part#{i}": f"model-{i - 1}.safetensors" for i in (2, 3)}
+    assert found[1] == found[0] | others
 
 
 def test_a_folder_against_a_file(tmp_path: Path) -> None:

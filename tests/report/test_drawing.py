@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 import syncheck
 from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff
-from syncheck.report import html, json_document, plain, terminal, text
+from syncheck.report import charts, html, json_document, plain, terminal, text
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 HOSTILE = "a\x1b[31m<script>alert(1)</script>[bold]&\n$x$" + "n" * 150
@@ -99,6 +100,54 @@ def test_page_needs_no_network_and_no_script(report: Report) -> None:
     assert "SYN201" in drawn
     assert "SYN202" in drawn
     assert "SyncBatchNorm closed the gap" in drawn
+
+
+def test_a_gap_that_is_not_known_is_not_drawn_as_none(report: Report) -> None:
+    """A run compared by digests has no dot at 0, which would say that its ranks are equal to the last bit."""
+    (drifted,) = [group for group in report.groups if any(diff.kind == "bn_mean" for diff in group.tensors)][:1]
+    untold = tuple(replace(diff, max_abs=None, mismatched=None, reason="digest") for diff in drifted.tensors)
+    digests = replace(drifted, run="by-digest", tensors=untold)
+
+    def dots(*groups: Group) -> int:
+        by_tensor, *_ = charts.drift(Report("out_of_sync", groups))
+        return Page(by_tensor).tags.count("use")
+
+    assert "by-digest (gaps not known)" in charts.drift(Report("out_of_sync", (drifted, digests)))[0]
+    same = replace(drifted, run="same", tensors=())
+    names = len([diff for diff in drifted.tensors if diff.kind in ("bn_mean", "bn_var")])
+    assert dots(drifted, same) - dots(drifted, digests) == names
+    assert charts.drift(Report("out_of_sync", (digests,))) == []
+
+
+def test_a_verdict_is_never_cut(report: Report) -> None:
+    """In the table of runs on a narrow terminal every verdict stands whole, whatever else has to fold."""
+    group = report.groups[0]
+    crowded = {name: replace(count, not_compared=23) for name, count in group.kinds.items()}
+    groups = tuple(replace(group, run=f"a-long-name-{i}", name=f"a-long-name-{i} step 6", kinds=crowded) for i in "12")
+    for width in (70, 76, 80):
+        drawn = terminal.render(text.overview(Report("out_of_sync", groups), 1), width, color=False)
+        table = drawn.partition("\n\n")[0]
+        assert table.count("OUT OF SYNC") == 2, drawn
+
+
+def test_shards_are_counted_and_listed_only_where_all_is_asked_for(report: Report) -> None:
+    """Rows that say no more than SYN104 leave room for the others; -n 0 shows them, and none is forgotten."""
+    bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
+    shard = TensorDiff("a.shard", "parameter", "float32", (2,), "not_compared", "sharded", "no copy")
+    group = replace(report.groups[0], tensors=(bn, *[replace(shard, name=f"shard.{i}") for i in range(7)]))
+    some = plain.render(text.comparison(Report("out_of_sync", (group,)), 3))
+    assert ("shard.0" in some, "... and 7 sharded; -n 0 shows all" in some) == (False, True)
+    everything = plain.render(text.comparison(Report("out_of_sync", (group,)), 0))
+    assert (everything.count("no copy"), "sharded; -n 0" in everything) == (7, False)
+
+
+def test_columns_without_a_number_are_not_drawn(report: Report) -> None:
+    """Of tensors that only digests tell apart no gap is known, and what is known has the room."""
+    group = next(group for group in report.groups if group.tensors)
+    untold = [replace(d, max_abs=None, mismatched=None, reason="digest", detail="mean 1 | 2") for d in group.tensors]
+    drawn = plain.render(text.comparison(Report("out_of_sync", (replace(group, tensors=tuple(untold)),)), 0))
+    assert ("by digest: mean 1 | 2" in drawn, "max abs" in drawn) == (True, False)
+    assert "max abs" in plain.render(text.comparison(Report("out_of_sync", (group,)), 0))
 
 
 def test_page_escapes_names(hostile: Report) -> None:

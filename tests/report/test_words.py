@@ -13,6 +13,7 @@ import syncheck
 from syncheck.api import Options
 from syncheck.records import TensorDiff
 from syncheck.report import words
+from syncheck.report.failure import in_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,3 +53,18 @@ def test_nothing_but_shards_is_the_reason_that_is_given(tmp_path: Path) -> None:
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
     left_out = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
     assert "options may leave all of them out" in words.verdict_line(left_out)
+
+
+@pytest.mark.parametrize(
+    ("said", "in_words"),
+    [
+        ("To accept it: --allow SYN201.", 'To accept it: allow="SYN201".'),
+        ('the model only: --exclude "optimizer.*".', 'the model only: exclude="optimizer.*".'),
+        ("without --quick every byte is read", "without quick every byte is read"),
+        ("--reference 7: no replica", "reference 7: no replica"),
+        ("run--quickly", "run--quickly"),
+    ],
+)
+def test_options_are_keywords_in_python(said: str, in_words: str) -> None:
+    """What a finding says of the command line's options is said of the arguments in a failed assertion."""
+    assert in_python(said) == in_words
