@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         Group,
         Replica,
         Report,
+        Shards,
         TensorDiff,
+        Tie,
+        Unreadable,
+        ValueDiff,
     )
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -35,11 +39,15 @@ __all__ = [
     "Options",
     "Replica",
     "Report",
+    "Shards",
     "Snapshot",
     "SyncheckError",
     "Tensor",
     "TensorDiff",
+    "Tie",
+    "Unreadable",
     "UsageError",
+    "ValueDiff",
     "compare",
     "metadata",
     "read",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
 SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _MOST_REPLICAS = 8
+_MOST_NOTES = 6
 
 
 def comparison(report: Report, limit: int) -> list[Part]:
@@ -46,7 +47,12 @@ def overview(report: Report, limit: int) -> list[Part]:
         parts.append(line(f"nothing to compare with, one file each: {', '.join(alone[:6])}{more}", "dim"))
     if report.skipped:
         parts.append(line(f"{report.skipped} files in the folders are no checkpoints and were skipped", "dim"))
-    if alone or report.skipped:
+    # The first of a group's notes says how its files were found; the others concern the answer.
+    notes = list(dict.fromkeys(note for groups in runs.values() for note in groups[-1].notes[1:]))
+    parts += lines(notes[:_MOST_NOTES], "dim")
+    if len(notes) > _MOST_NOTES:
+        parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare has them", "dim"))
+    if alone or report.skipped or notes:
         parts.append(BLANK)
     for closure in report.closures:
         parts += [line(closure.sentence, "bold"), BLANK]

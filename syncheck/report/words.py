@@ -56,7 +56,7 @@ def _why_undecided(report: Report) -> str:
     if all(group.verdict == "alone" for group in report.groups):
         return (
             "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
-            "--group-by REGEX which belong together"
+            "--group-by REGEX which belong together (--group-by '' takes all files for one group)"
         )
     if any(diff.reason == "checksum" for group in report.groups for diff in group.tensors):
         return (

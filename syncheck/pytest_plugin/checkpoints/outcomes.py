@@ -55,6 +55,7 @@ def concerning(group: Group, planned: Planned) -> list[Finding]:
     """Return the findings that an item has to tell: those on a tensor or value of its own.
 
     A finding on nothing that any item of the group judges is told by all of them: one that fails must fail something.
+    One that only informs is told once then, by the first.
     """
     kinds = {diff.name: diff.kind for diff in group.tensors}
     told = []
@@ -63,7 +64,8 @@ def concerning(group: Group, planned: Planned) -> list[Finding]:
         if finding.values:
             concerned.add(VALUES)
         concerned &= set(planned.siblings)
-        if planned.item in (concerned or planned.siblings):
+        others = planned.siblings[:1] if finding.severity == "info" else planned.siblings
+        if planned.item in (concerned or others):
             told.append(finding)
     return told
 
