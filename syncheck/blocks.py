@@ -46,7 +46,7 @@ class Files:
         self.limit = limit if allowed == resource.RLIM_INFINITY else max(1, min(limit, allowed // 2))
         self.jobs = jobs or min(JOBS, _processors())
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._buffers: dict[int, bytearray] = {}
 
     def __enter__(self) -> Files:
@@ -153,12 +153,16 @@ class Files:
     def _map(self, tensor: Tensor) -> mmap.mmap:
         path = tensor.path
         if path not in self._maps:
+            # A mapping holds a descriptor of its own: half as many again as the files, within what the system allows.
+            if len(self._maps) >= max(1, self.limit // 2):
+                self._maps.popitem(last=False)
             descriptor = self.descriptor(tensor)
             try:
                 # A mapping costs address space only; few tensors need one.
                 self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             except OSError as error:
                 raise _unreadable(path, error) from None
+        self._maps.move_to_end(path)
         return self._maps[path]
 
 

@@ -11,7 +11,7 @@ from syncheck.kinds import KINDS, kinds_of, selector
 from syncheck.names import normalize
 from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
 from syncheck.reference import described
-from syncheck.replica_groups import coordinates, divide
+from syncheck.replica_groups import coordinates, divide, mesh_ranks
 from syncheck.tensors import compare_tensor, not_asked_for
 from syncheck.ties import broken_ties
 from syncheck.tolerance import Tolerances
@@ -139,6 +139,7 @@ def _compare_all(
 ) -> None:
     """Compare every tensor that is asked for, by name, and count how each ended."""
     parts, ranks, places = _parts(snapshots), tuple(snapshots), coordinates(snapshots)
+    standing = mesh_ranks(snapshots)
     with Files(jobs=selection.jobs) as files:
         for name, tensors in found.items():
             kind = kinds[name]
@@ -153,7 +154,7 @@ def _compare_all(
             lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
             apart = bool(parts) and kind in _OPTIMIZER and not lost
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = divide(tensors, ranks, places)
+            division = divide(tensors, ranks, places, standing)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
             if diff is not None and selection.reference is not None:
                 diff = described(diff, selection.reference, tensors, files, tolerance)

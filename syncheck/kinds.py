@@ -10,7 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from syncheck.names import bn_sibling
+from syncheck.names import bn_sibling, is_random
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,6 @@ BUFFER_NAMES = frozenset(
     "cluster_size embed_avg queue_ptr fake_quant_enabled observer_enabled weight_u weight_v".split()
 )
 SCALERS = ("scaler", "grad_scaler", "amp_scaler")
-_RNG = ("rng", "random_state", "random_states")
 _EMA = ("ema", "model_ema", "ema_model", "swa", "swa_model", "n_averaged", "shadow", "ema_state_dict")
 
 
@@ -73,11 +72,6 @@ def kinds_of(
         return kinds, False
     guessed = [name for name, kind in kinds.items() if kind == "parameter"]
     return kinds, any(name not in trained for name in guessed)
-
-
-def is_random(parts: Iterable[str]) -> bool:
-    """Whether the parts of a name say that it is of a random number generator."""
-    return any(part in _RNG or part.endswith("_rng_state") or part == "rng_state" for part in parts)
 
 
 def _helper(name: str, shape: tuple[int, ...], dtype: str | None) -> str | None:

@@ -241,16 +241,19 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
     """
     parts = [apart[s.path] for s in members]
     further = [i for i in _varying(parts, ("plain",)) if i != at]
+    # rank_0/model_rank_0.pth and local_rank_0_global_rank_4.pth: numbers that say of the rank what is known.
+    twice = [] if at is None else [i for i in _varying(parts, ("rank",)) if all(p.says(i, at) for p in parts)]
+    twice += _varying(parts, ("local",))
     if at is None:
         note = _why_alone(parts)
         return [Replicas(_run(apart[s.path], None), _step(apart[s.path], further), ((0, s),), note) for s in members]
     known = parts[0].roles[at] == "rank"
     note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
     if len(further) == 1:
-        joined = classes(members, lambda s: apart[s.path].without(at, further[0])).values()
+        joined = classes(members, lambda s: apart[s.path].without(at, further[0], *twice)).values()
         if all(_all_differ(apart[s.path].numbers[at] for s in same) for same in joined):
             return [_named(same, apart, at, [], f"{note}, the further number for the node") for same in joined]
-    groups = classes(members, lambda s: apart[s.path].without(at)).values()
+    groups = classes(members, lambda s: apart[s.path].without(at, *twice)).values()
     return [_named(same, apart, at, further, note) for same in groups]
 
 
@@ -273,8 +276,9 @@ def _named(
 ) -> Replicas:
     first = apart[members[0].path]
     ranked = sorted(((apart[s.path].numbers[at], s) for s in members), key=lambda pair: pair[0])
-    ranks: Ranked = tuple(ranked) if _all_differ(rank for rank, _ in ranked) else tuple(enumerate(members))
-    return Replicas(_run(first, at, further), _step(first, further), ranks, note)
+    if not _all_differ(rank for rank, _ in ranked):
+        ranked, note = list(enumerate(members)), "numbered by their order, for the names give a rank to several files"
+    return Replicas(_run(first, at, further), _step(first, further), tuple(ranked), note)
 
 
 def _step(parts: PathNumbers, further: list[int]) -> int | None:

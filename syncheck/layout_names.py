@@ -7,15 +7,20 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["rank", "step", "part", "shard", "plain"]
+Role = Literal["rank", "local", "step", "part", "shard", "plain"]
 
 _NUMBER = re.compile(r"\d+")
 # What stands right before a number that is a moment of the run: never a rank.
 _STEP = re.compile(r"(?:^|[^a-z])(?:global_?step|step|epoch|ep|iter|iteration|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE)
 # rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0, _r3, -r3; Accelerate writes random_states_3.
-_RANK = re.compile(r"(?:(?:^|[^a-z]|pp_)rank[-_=]?|[-_.]r|random_states_)$", re.IGNORECASE)
-# DeepSpeed's and Megatron's model-parallel coordinates: files that differ here hold different parts of the model.
-_MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
+# A rank of nodes is none: torchrun counts nodes by GROUP_RANK, Accelerate by machine_rank.
+_RANK = re.compile(
+    r"(?:(?:^|[^a-z])(?<!node[-_])(?<!group[-_])(?<!machine[-_])rank[-_=]?|[-_.]r|random_states_)$", re.IGNORECASE
+)
+_LOCAL = re.compile(r"(?:^|[^a-z])local[-_]rank[-_=]?$", re.IGNORECASE)
+# DeepSpeed's and Megatron's model-parallel coordinates, and NeMo's (tp_rank_00_pp_rank_001): files that differ here
+# hold different parts of the model. The pp in DeepSpeed's zero_pp_rank stands for its data-parallel ranks.
+_MODEL_PARALLEL = re.compile(r"(?:mp_rank_(?:\d+_)?|(?:^|[^a-z])(?:tp|ep|(?<!zero_)pp)_rank[-_=]?)$")
 # DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline. What stands before the
 # number and after it; ZeRO's model states have the rank in their name too, and hold what all ranks have alike.
 _DEEPSPEED = (
@@ -46,10 +51,14 @@ class PathNumbers:
             parts += ["*" if i in positions else str(number), self.texts[i + 1]]
         return "".join(parts)
 
+    def says(self, position: int, at: int) -> bool:
+        """Whether two numbers of the path are the same."""
+        return self.numbers[position] == self.numbers[at]
+
     def fixed(self) -> tuple[tuple[Role, int], ...]:
         """Return the numbers that replicas have in common: step, part and shard."""
         return tuple(
-            (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role not in ("rank", "plain")
+            (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role in ("step", "part", "shard")
         )
 
     def find(self, role: Role) -> int | None:
@@ -70,6 +79,9 @@ def take_apart(path: str) -> PathNumbers:
         folders.append(match.start() < name_starts)
         last = match.end()
     texts.append(stem[last:])
+    if roles.count("rank") > 1:  # beside a global rank, the one within the node says nothing more
+        roles = ["local" if role == "rank" and _LOCAL.search(texts[i]) else role for i, role in enumerate(roles)]
+        roles = ["rank" if role == "local" else role for role in roles] if "rank" not in roles else roles
     return PathNumbers(tuple(texts), tuple(numbers), tuple(roles), tuple(folders))
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 MODEL_CONTAINERS = frozenset(
     "model state_dict model_state_dict model_state module net network weights params app module_state_dict".split()
 )
+_RNG = ("rng", "random_state", "random_states", "rng_state")
 # What torch.compile and FSDP put into names, wherever they wrapped.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
 
@@ -25,7 +26,12 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     """
     plain = {name: _WRAPPER.sub("", name) for name in names}
     while True:
-        model = [name for name, short in plain.items() if not short.startswith("optimizer.")]
+        # A generator's state lies beside the model and has no prefix; the optimizer is looked at below.
+        model = [
+            name
+            for name, short in plain.items()
+            if not short.startswith("optimizer.") and (short.startswith("module.") or not is_random(short.split(".")))
+        ]
         if not model or not all(plain[name].startswith("module.") for name in model):
             break
         for name in model:
@@ -45,6 +51,11 @@ def free_name(name: str, taken: Container[str]) -> str:
     while free in taken:
         free, i = f"{name}#{i}", i + 1
     return free
+
+
+def is_random(parts: Iterable[str]) -> bool:
+    """Whether the parts of a name say that it is of a random number generator."""
+    return any(part in _RNG or part.endswith("_rng_state") for part in parts)
 
 
 def bn_sibling(name: str, of: str) -> str:

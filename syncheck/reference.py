@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from syncheck.tolerance import Tolerance
 
 _MOST_PATHS = 6
+_MOST_DIGITS = 100
 
 
 def rank_of(reference: str | int | None, replicas: Replicas) -> int | None:
@@ -32,13 +33,17 @@ def rank_of(reference: str | int | None, replicas: Replicas) -> int | None:
     """
     if reference is None:
         return None
+    if isinstance(reference, str) and "\0" in reference:  # no path has one, and the system's functions refuse it
+        return None
     ranks = [rank for rank, _ in replicas.ranks]
     if isinstance(reference, int):
         return reference if reference in ranks else None
     for found in (_at(reference, replicas), _below(reference, replicas)):
         if len(found) == 1:
             return found[0]
-    return int(reference) if reference.isdecimal() and int(reference) in ranks else None
+    # int() refuses thousands of digits.
+    short = len(reference) <= _MOST_DIGITS and reference.isdecimal()
+    return int(reference) if short and int(reference) in ranks else None
 
 
 def check(reference: str | int | None, groups: Sequence[Replicas], unreadable: Sequence[Unreadable] = ()) -> None:
@@ -49,7 +54,7 @@ def check(reference: str | int | None, groups: Sequence[Replicas], unreadable: S
     if reference is None or not groups or any(rank_of(reference, replicas) is not None for replicas in groups):
         return
     for file in unreadable:
-        if isinstance(reference, str) and _same(reference, file.path):
+        if isinstance(reference, str) and "\0" not in reference and _same(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
     ranks = sorted({rank for replicas in groups for rank, _ in replicas.ranks})
     paths = [snapshot.path for replicas in groups for _, snapshot in replicas.ranks]

@@ -61,11 +61,29 @@ def coordinates(snapshots: Mapping[int, Snapshot]) -> Coordinates:
     return found if any(found.values()) else {}
 
 
-def divide(tensors: Mapping[int, Tensor], ranks: tuple[int, ...], places: Coordinates) -> Division:
-    """Sort the ranks that have a tensor into replica groups. ranks: all; places: of `coordinates`."""
+def mesh_ranks(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Return which rank of a mesh each rank is, by its own DTensors: a file may be renamed, or given by position."""
+    found = {}
+    for rank, snapshot in snapshots.items():
+        told = (t.sharding for t in snapshot.tensors.values() if t.sharding is not None and t.sharding.coordinate)
+        sharding = next(told, None)
+        found[rank] = rank if sharding is None else _rank_at(sharding)
+    return found
+
+
+def divide(
+    tensors: Mapping[int, Tensor],
+    ranks: tuple[int, ...],
+    places: Coordinates,
+    standing: Mapping[int, int] | None = None,
+) -> Division:
+    """Sort the ranks that have a tensor into replica groups.
+
+    ranks: all; places: of `coordinates`; standing: of `mesh_ranks`, for where the ranks are not those of the mesh.
+    """
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
-        return _by_mesh(parts, tuple(tensors), ranks)
+        return _by_mesh(parts, tuple(tensors), ranks, standing or {})
     if not places:
         return Division((tuple(tensors),), ranks)
     sets = _classes({rank: places[rank] for rank in tensors})
@@ -87,7 +105,9 @@ def layout_text(sharding: Sharding) -> str:
     return f"{what}, {' '.join(sharding.placements)} over {' x '.join(map(str, sharding.mesh))} ranks{names}"
 
 
-def _by_mesh(parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...]) -> Division:
+def _by_mesh(
+    parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...], standing: Mapping[int, int]
+) -> Division:
     keys: dict[int, Hashable] = {}
     for rank in having:
         sharding = parts.get(rank)
@@ -100,7 +120,7 @@ def _by_mesh(parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tupl
         # Ranks of another mesh may be replicas, as where DDP wraps tensor parallel parts, or parts of another whole.
         keys[rank] = (sharding.ranks, sharding.mesh, sharding.placements, sharding.shape, at)
     members = {rank for sharding in parts.values() for rank in sharding.ranks}
-    expected = tuple(rank for rank in ranks if rank in members or rank in having)
+    expected = tuple(rank for rank in ranks if standing.get(rank, rank) in members or rank in having)
     layouts = dict.fromkeys(layout_text(sharding) for sharding in parts.values())
     layout = next(iter(layouts)) if len(layouts) == 1 else "laid out in unlike ways"
     whole = [rank for rank in having if rank not in parts]
@@ -120,6 +140,14 @@ def _coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
         at, i = divmod(at, size)
         place.insert(0, i)
     return tuple(place)
+
+
+def _rank_at(sharding: Sharding) -> int:
+    """Return the rank that stands at the coordinate of a sharding."""
+    at = 0
+    for i, size in zip(sharding.coordinate, sharding.mesh, strict=True):
+        at = at * size + i
+    return sharding.ranks[at]
 
 
 def _classes(keys: Mapping[int, Hashable]) -> Sets:

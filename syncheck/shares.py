@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Bytes of all replicas: these take twenty times as long to read as a thread takes to start.
 LARGE = 16 << 20
 
+# Threads, whatever was asked for: each has blocks of its own, and more than these only wait for one another.
+MOST = 64
+
 Result = TypeVar("Result")
 
 
@@ -72,4 +75,6 @@ def _jobs(tensors: Sequence[Tensor], files: Files) -> int:
         or len({t.path for t in tensors}) > files.limit
     ):
         return 1
-    return files.jobs if all(is_plain(tensor) and tensor.data is None for tensor in tensors) else 1
+    if not all(is_plain(tensor) and tensor.data is None for tensor in tensors):
+        return 1
+    return min(files.jobs, MOST)

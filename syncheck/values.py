@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import SCALERS, is_random
+from syncheck.kinds import SCALERS
+from syncheck.names import is_random
 from syncheck.records import PROGRESS, ValueDiff
 
 if TYPE_CHECKING:

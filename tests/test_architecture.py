@@ -51,7 +51,7 @@ ALLOWED = {
     "digests": BASE | {"blocks", "moments"},
     "quick": BASE | {"blocks", "digests"},
     "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps", "digests", "quick", "replica_groups"},
-    "values": BASE | {"kinds"},
+    "values": BASE | {"names", "kinds"},
     "reference": BASE | {"layout_groups", "tolerance", "blocks", "gaps"},
     "comparison": BASE
     | {"names", "kinds", "tolerance", "blocks", "layout_groups", "tensors", "values"}

@@ -122,6 +122,23 @@ def test_more_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
     assert diff["clusters"] == [[rank for rank in range(100) if rank != 42], [42]]
 
 
+def test_more_mapped_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
+    """With `ulimit -n 32`, 60 replicas of a transposed tensor, which is mapped, are still compared."""
+    torch = pytest.importorskip("torch")
+    for i in range(60):
+        torch.save({"w": (torch.arange(6.0) + (i == 42)).view(2, 3).t()}, tmp_path / f"rank{i}.pth")
+    command = f"ulimit -n 32 && exec {sys.executable} -m syncheck compare --format json {tmp_path}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["groups"][0]["tensors"][0]["clusters"][1] == [42]
+
+
+def test_no_more_threads_than_pay(tmp_path: Path) -> None:
+    """A number of threads that no machine has is taken for the most that can help."""
+    with Files(jobs=10**30) as files:
+        assert len(shares.in_shares(written(tmp_path, [[], []]), files, lambda share, _: list(share))) == shares.MOST
+
+
 @pytest.mark.parametrize("shape", [(3, 0, 2), (0, 5), (0,)])
 def test_tensors_without_elements_are_identical(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """A tensor of no elements with strides of no order is read nowhere, and is identical everywhere."""

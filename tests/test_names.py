@@ -31,6 +31,12 @@ def test_optimizer_follows_its_parameters() -> None:
     assert list(normalize(names).values()) == ["fc.weight", "optimizer.fc.weight.exp_avg", "optimizer.fc.bias.step"]
 
 
+def test_a_generator_has_no_prefix() -> None:
+    """The state of a random generator beside a wrapped model does not keep the prefix on the model's names."""
+    names = ["module.fc.weight", "rng_state", "rng.cuda.0", "cpu_rng_state"]
+    assert list(normalize(names).values()) == ["fc.weight", *names[1:]]
+
+
 def test_two_names_never_become_one() -> None:
     """Where taking a prefix off would make two names equal, both stay."""
     names = ["_orig_mod.w", "w"]

@@ -164,3 +164,11 @@ def test_things_in_memory(tmp_path: Path) -> None:
     assert (group.tensors[0].max_abs, group.tensors[0].minority) == (3.0, (0, 2))
     with pytest.raises(syncheck.UsageError, match="reference=3: no replica has this rank"):
         compare(*things, file, reference=3)
+
+
+@pytest.mark.parametrize("reference", ["a\0b", "1" * 5000])
+def test_what_is_neither_path_nor_rank_is_wrong_usage(tmp_path: Path, reference: str) -> None:
+    """A text that the system's functions or int() refuse is a reference that no replica has."""
+    written(tmp_path, [0], [1])
+    with pytest.raises(OptionError, match="no replica has this rank or path"):
+        against(tmp_path, reference)

@@ -95,6 +95,17 @@ def test_the_files_coordinate_counts_and_not_their_names(tmp_path: Path) -> None
     assert (group.verdict, group.counts.identical) == ("in_sync", 1)
 
 
+def test_a_shard_that_a_renamed_file_lacks_is_missing(tmp_path: Path) -> None:
+    """The file of rank 3, renamed to a rank that is not in the mesh, is still that of a rank that ought to have it."""
+    for name, rank in ((10, 1), (11, 3)):
+        place = mesh_of_2_6([[0, 1], [2, 3]], divmod(rank, 2))
+        tensors = {key: dtensor(hsdp(rank), ["R", "S(0)"], place) for key in ("v", "w") if (key, rank) != ("w", 3)}
+        save_pth(tmp_path / f"rank{name}.pth", tensors)
+    (group,) = syncheck.compare(tmp_path).groups
+    assert (group.verdict, codes(group)) == ("out_of_sync", ["SYN101", "SYN104"])
+    assert group.tensors[0].detail == "not on rank 11"
+
+
 def test_pure_shards_are_nothing_to_compare(tmp_path: Path) -> None:
     """FSDP's shards alone give exit code 2 and say why; beside replicated buffers they are counted as sharded."""
     save_ranks(tmp_path / "alone", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,))

@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import is_random
+from syncheck.names import is_random
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor

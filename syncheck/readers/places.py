@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from syncheck.readers.stand_ins import Storage, TensorPlace
 
 
+# Bytes that an expanded or overlapping view may have beyond what is stored of it: minutes to read. A file of 1 kB can
+# claim any number.
+_MOST_SHOWN = 1 << 36
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """The bytes of a storage in a file: `size` of them from `start` on. label: for errors; crc32: 0 where unknown."""
@@ -54,6 +59,9 @@ def tensor_at(
             needed=f"{end} bytes for {place.dtype.name} {list(place.shape)}",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
+    if (shown := math.prod(place.shape) * place.dtype.size) > max(record.size, _MOST_SHOWN):
+        reason = f"a view that shows {record.size} stored bytes as {shown:.3g}"
+        return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, refused=reason)
     return Tensor(
         name, place.dtype.name, place.shape, place.strides, path, record.start + place.offset * place.dtype.size,
         big_endian, place.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,

@@ -7,12 +7,14 @@ Layout: torch/serialization.py, `_legacy_save` of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
+from syncheck.readers import memo
 from syncheck.readers.places import Record, tensor_at
 from syncheck.readers.tree import flatten
 from syncheck.readers.unpickle import unpickle
@@ -86,6 +88,13 @@ class _Bounded:
 
     def readline(self) -> bytes:
         return self._file.readline(_MOST)
+
+    def memo_fault(self) -> str:
+        start = self._file.tell()
+        if start >= os.fstat(self._file.fileno()).st_size:
+            return ""
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            return memo.fault(whole, start)
 
 
 def _records(file: BinaryIO, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:

@@ -15,6 +15,7 @@ import pickle
 from typing import Any, Protocol
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
+from syncheck.readers import memo
 from syncheck.readers.dtensor import SUBCLASSES
 from syncheck.readers.numpy_stand_ins import NUMPY
 from syncheck.readers.stand_ins import ALLOWED, Inert, Storage, StorageType
@@ -70,6 +71,13 @@ class Stream(Protocol):
         """Return a line."""
 
 
+class Source(Stream, Protocol):
+    """A stream that can be looked at ahead."""
+
+    def memo_fault(self) -> str:
+        """Return what `memo.fault` says of the pickle that comes next."""
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage]) -> None:
         super().__init__(stream)
@@ -110,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(
-    data: bytes | Stream, path: str, place: str, storages: dict[str, Storage] | None = None
+    data: bytes | Source, path: str, place: str, storages: dict[str, Storage] | None = None
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
@@ -118,6 +126,12 @@ def unpickle(
     by key. Raises RefusedFile for a global that can only be there to run something, and MalformedFile for anything
     else that is wrong with the stream.
     """
+    wrong = memo.fault(data) if isinstance(data, bytes) else data.memo_fault()
+    if wrong:
+        raise MalformedFile(
+            path, place=place, found=f"the pickle would take all memory: {wrong}",
+            next_step="no library writes this; find out where the file comes from",
+        )  # fmt: skip
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     unpickler = _Unpickler(stream, path, place, {} if storages is None else storages)
     try:

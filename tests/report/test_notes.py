@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def test_report_tells_each_note_once(cli: Callable[..., Done], tmp_path: Path) -> None:
-    """What concerns the answer is said below the matrix, once for all runs that it concerns; how files were found is not."""
+    """What concerns the answer is said below the matrix, once for all runs; how files were found is not."""
     for run in ("one", "two"):
         for rank in range(2):
             save(tmp_path / f"ckpts/{run}_rank{rank}.pth", network())

@@ -1,0 +1,64 @@
+"""Whether a pickle stores objects at numbers out of proportion: Python makes room for all numbers below.
+
+Ten bytes that store one object as number 2,000,000,000 cost 32 GB (python/cpython#115952). A pickle counts its objects
+up, so that no number can be greater than the bytes before it. Only the lengths of opcodes are looked at; nothing runs.
+Opcodes: pickletools.py of Python 3.11 to 3.14, protocols 0 to 5.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+# Numbers that cost some MB at most and are let pass.
+_FEW = 1 << 20
+# As many opcodes as stand between two texts, with arguments of a fixed size or up to the end of the line. What stores
+# at a number of _FEW or more is not among them, nor is STOP.
+_RUN = re.compile(
+    rb"(?:[()012N}\]tesuabldoQR\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
+    rb"|[G\x95].{8}|[IFLSVPg][^\n]*\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
+    re.DOTALL,
+)
+# Opcodes with a length before their text or bytes: how many bytes the length has.
+_COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
+
+
+def fault(data: bytes | mmap, start: int = 0) -> str:
+    """Say what is wrong with the numbers of the pickle that begins at `start`; empty where nothing is.
+
+    What is no opcode, or has no end, is left for the unpickler to refuse: it gets no further than that.
+    """
+    at, end = start, len(data)
+    while at < end:
+        run = _RUN.match(data, at)
+        at = run.end() if run else at
+        if at >= end:
+            return ""
+        code = data[at]
+        width = _COUNTED.get(code)
+        if width is not None:
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        elif code in b"rp":
+            number, at_next = _stored(data, at)
+            if number > max(_FEW, at - start):
+                return f"it stores object {number} after {at - start} bytes"
+            at = at_next
+        elif run is None or run.start() == run.end():  # STOP, or no opcode
+            return ""
+    return ""
+
+
+def _stored(data: bytes | mmap, at: int) -> tuple[int, int]:
+    """Return the number that an opcode stores at, and where the next one begins."""
+    if data[at] == ord("r"):
+        return int.from_bytes(data[at + 1 : at + 5], "little"), at + 5
+    line_end = data.find(b"\n", at)
+    if line_end < 0:
+        return 0, len(data)
+    try:
+        return int(data[at + 1 : line_end]), line_end + 1
+    except ValueError:  # no number, or one of thousands of digits: the unpickler refuses it too
+        return 0, len(data)

@@ -1,0 +1,61 @@
+"""A pickle's numbers of stored objects: Python makes room for all below, so that ten bytes could ask for 32 GB."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import save_records
+
+import syncheck
+from syncheck.errors import MalformedFile
+from syncheck.readers import memo, torch_legacy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HUGE = b"r" + struct.pack("<I", 2**31 - 1)
+# Texts and bytes in which the opcode seems to stand.
+TREE: Any = {
+    "running_var": [b"r\xff\xff\xff\x7f" * 60, "p999999999\n", 2**80, 1.5, None, True, {3, 4}, ("r", ("r",))],
+    "r" * 300: bytearray(b"r...."),
+}
+BROKEN = (b"", b"N", b"X\xff\xff\xff\x7fa", b"p5", b"px\n.", b"p" + b"9" * 5000 + b"\n.", b"\xff", b"r")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_what_python_writes_passes(protocol: int) -> None:
+    """Of every protocol, no text, number or set is taken for the opcode; one put before the end is found."""
+    written = pickle.dumps([TREE] * 3 + [list(range(3000)), [str(i) for i in range(3000)]], protocol)
+    assert memo.fault(written) == ""
+    assert memo.fault(written[:-1] + HUGE + b".") == f"it stores object {2**31 - 1} after {len(written) - 1} bytes"
+    assert memo.fault(b"xyz" + written[:-1] + HUGE + b".", 3) == memo.fault(written[:-1] + HUGE + b".")
+
+
+@pytest.mark.parametrize("stored", [HUGE, b"p2000000000\n", b"p 2_000_000_000\n", b"p+2000000000\n"])
+@pytest.mark.parametrize(
+    "before", [b"\x80\x02N", b"(lp0\n", b"\x80\x04\x95" + struct.pack("<Q", 9) + b"N", b"X\x01\0\0\0a"]
+)
+def test_a_number_out_of_proportion_is_found(before: bytes, stored: bytes) -> None:
+    """However it is written and whatever stands before."""
+    assert "it stores object" in memo.fault(before + stored + b".")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"N", b"X\xff\xff\xff\x7fa", b"p5", b"px\n.", b"p" + b"9" * 5000 + b"\n.", b"\xff", b"r"]
+)
+def test_what_is_broken_is_left_to_the_unpickler(data: bytes) -> None:
+    """A pickle without an end, and what is no opcode, end the search."""
+    assert memo.fault(data) == ""
+
+
+def test_files_that_ask_for_all_memory_are_malformed(tmp_path: Path) -> None:
+    """A torch file, new or legacy, is an error that says so; neither takes the memory."""
+    path = save_records(tmp_path / "a.pth", b"\x80\x02}" + HUGE + b".")
+    with pytest.raises(MalformedFile, match="would take all memory"):
+        syncheck.read(str(path))
+    (tmp_path / "b.pth").write_bytes(torch_legacy.MAGIC + b"\x80\x02N" + HUGE + b".")
+    with pytest.raises(MalformedFile, match="would take all memory"):
+        syncheck.read(str(tmp_path / "b.pth"))

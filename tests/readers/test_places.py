@@ -1,0 +1,27 @@
+"""Where a tensor's bytes lie, and how often a view shows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+torch = pytest.importorskip("torch")
+
+
+def test_a_view_without_end_is_refused(tmp_path: Path) -> None:
+    """A number expanded to 400 GB would be read for minutes: it is counted and not compared; a small one is read."""
+    for rank in range(2):
+        torch.save(
+            {"huge": torch.zeros(1).expand(10**11), "small": torch.ones(1).expand(100), "w": torch.ones(1)},
+            tmp_path / f"rank{rank}.pth",
+        )
+    (group,) = syncheck.compare(tmp_path).groups
+    (diff,) = group.tensors
+    assert (group.counts.identical, diff.name, diff.reason, diff.shape) == (2, "huge", "refused", (10**11,))
+    assert diff.detail == "a view that shows 4 stored bytes as 4e+11"
