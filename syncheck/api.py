@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.layout_groups import Replicas
-    from syncheck.records import Group, Verdict
+    from syncheck.records import Group, TensorDiff, Verdict
 
 ONLY = {
     "params": kinds.PARAMETERS,
@@ -255,9 +255,14 @@ def _judge(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _compared(group):
+    elif not _compared(group) or any(_is_untold(diff) for diff in group.tensors):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
+
+
+def _is_untold(diff: TensorDiff) -> bool:
+    """Whether --quick could not tell of a tensor that a comparison of its bytes would tell of."""
+    return diff.status == "not_compared" and diff.reason == "checksum"
 
 
 def _compared(group: Group) -> int:
@@ -265,8 +270,9 @@ def _compared(group: Group) -> int:
     return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
 
 
-def _verdict(groups: Iterable[Group], unreadable: Iterable[Unreadable]) -> Verdict:
+def _verdict(groups: Sequence[Group], unreadable: Iterable[Unreadable]) -> Verdict:
     found = {group.verdict for group in groups}
     if "out_of_sync" in found:
         return "out_of_sync"
-    return "in_sync" if "in_sync" in found and not list(unreadable) else "undecided"
+    untold = any(_is_untold(diff) for group in groups for diff in group.tensors)
+    return "in_sync" if "in_sync" in found and not untold and not list(unreadable) else "undecided"

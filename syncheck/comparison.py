@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from syncheck.blocks import Files
 from syncheck.kinds import KINDS, kinds_of, selector
 from syncheck.names import normalize
+from syncheck.optimizer_parts import lost_parts, own_parameters
 from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
 from syncheck.reference import described
 from syncheck.replica_groups import coordinates, divide, mesh_ranks
@@ -138,7 +139,7 @@ def _compare_all(
     tally: _Tally,
 ) -> None:
     """Compare every tensor that is asked for, by name, and count how each ended."""
-    parts, ranks, places = _parts(snapshots), tuple(snapshots), coordinates(snapshots)
+    parts, ranks, places = own_parameters(snapshots), tuple(snapshots), coordinates(snapshots)
     standing = mesh_ranks(snapshots)
     with Files(jobs=selection.jobs) as files:
         for name, tensors in found.items():
@@ -159,6 +160,9 @@ def _compare_all(
             if diff is not None and selection.reference is not None:
                 diff = described(diff, selection.reference, tensors, files, tolerance)
             tally.add(kind, diff, division, apart=apart)
+    for diff in lost_parts(parts, found):
+        if wanted(diff.name, diff.kind):
+            tally.add(diff.kind, diff)
 
 
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
@@ -178,19 +182,6 @@ def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, s
         for name, tensor in snapshot.tensors.items():
             found.setdefault(names[rank][name], {})[rank] = tensor
     return found
-
-
-def _parts(snapshots: Mapping[int, Snapshot]) -> dict[int, frozenset[str]]:
-    """Name the parameters whose optimizer state each rank says is its own; empty unless all ranks hold parts."""
-    blocks = {
-        rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
-    }
-    if len(blocks) < len(snapshots):
-        return {}
-    return {
-        rank: frozenset(normalize(f"optimizer.{name}" for name in block.optimizer_parameters).values())
-        for rank, block in blocks.items()
-    }
 
 
 def _kinds(

@@ -46,7 +46,11 @@ def fingerprint(snapshot: Snapshot) -> str:
         dtypes={name: tensor.dtype for name, tensor in tensors.items()},
     )
     source = os.path.basename(os.path.normpath(snapshot.path))
-    values = {name: _value(value) for name, value in counted(snapshot).items() if _can_be_kept(value)}
+    found = counted(snapshot)
+    values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}
+    dropped = [
+        f"the fingerprint leaves out {name}, whose value is no usual one" for name in found.keys() - values.keys()
+    ]
     about = {
         KEY: VERSION,
         "source": {"name": source, "format": snapshot.format, "bytes": snapshot.bytes},
@@ -54,7 +58,7 @@ def fingerprint(snapshot: Snapshot) -> str:
         "metadata": None if snapshot.metadata is None else _block(snapshot.metadata),
         "values": values,
         "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
-        "notes": [note[:MOST_TEXT] for note in snapshot.notes],
+        "notes": [note[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in about.items()]
     with Files() as files:

@@ -11,13 +11,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.layout_groups import Ranked, Replicas, classes, distinct, title_of
+from syncheck.layout_groups import Ranked, Replicas, classes, distinct, numbered, title_of
+from syncheck.layout_metadata import by_metadata, with_named
 from syncheck.layout_names import PathNumbers, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.snapshots import Metadata, Snapshot
+    from syncheck.snapshots import Snapshot
 
 
 def group(
@@ -45,8 +46,8 @@ def group(
     else:
         described = [s for s in ordered if s.metadata is not None and s.metadata.rank is not None]
         plain = [s for s in ordered if s.metadata is None or s.metadata.rank is None]
-        copies = _copies(plain, roots or {})
-        groups = _by_metadata(described) + (copies or _by_names(plain))
+        groups, plain = with_named(by_metadata(described), plain)
+        groups += _copies(plain, roots or {}) or _by_names(plain)
     return tuple(sorted(distinct(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
 
 
@@ -62,91 +63,7 @@ def _by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> l
         return (match.groups("") or (match.group(),)) if match else ("no match", snapshot.path)
 
     note = f"grouped by the expression {pattern.pattern!r}"
-    return [Replicas("-".join(k), None, _number(members), note) for k, members in classes(snapshots, key).items()]
-
-
-def _number(members: Sequence[Snapshot]) -> Ranked:
-    """Number replicas by their metadata or names where that gives each its own rank, else by position."""
-    found = [_rank_of(member) for member in members]
-    ranks = [rank for rank in found if rank is not None]
-    if len(set(ranks)) < len(members):
-        return tuple(enumerate(members))
-    return tuple(sorted(zip(ranks, members, strict=True), key=lambda pair: pair[0]))
-
-
-def _rank_of(snapshot: Snapshot) -> int | None:
-    if snapshot.metadata is not None and snapshot.metadata.rank is not None:
-        return snapshot.metadata.rank
-    parts = take_apart(snapshot.path)
-    at = parts.find("rank")
-    return None if at is None else parts.numbers[at]
-
-
-# --- by metadata ---
-
-
-def _by_metadata(snapshots: Iterable[Snapshot]) -> list[Replicas]:
-    """Group by run_id, then by folder and name pattern; patterns whose ranks do not repeat may be one group.
-
-    A step inside a file does not split files that share a folder and a pattern: a stale replica is found that way.
-    Patterns are joined when their steps are equal or only a folder's number differs: one folder a node.
-    """
-    groups: list[Replicas] = []
-    for (run, run_id), members in classes(snapshots, lambda s: (_meta(s).run, _meta(s).run_id)).items():
-        joined: list[tuple[str, list[Snapshot]]] = []
-        for pattern, same in classes(members, _pattern).items():
-            for step, part in _unrepeated(same):
-                into = next((other for key, other in joined if _joins(key, other, pattern, part, step)), None)
-                if into is None:
-                    joined.append((pattern, list(part)))
-                else:
-                    into += part
-        for pattern, same in joined:
-            steps = [step for step in (_meta(s).step for s in same) if step is not None]
-            ranked = _number(same)
-            note = "grouped by the metadata in the files"
-            groups.append(Replicas(run or title_of(pattern), max(steps, default=None), ranked, note, run_id))
-    return groups
-
-
-def _meta(snapshot: Snapshot) -> Metadata:
-    assert snapshot.metadata is not None
-    return snapshot.metadata
-
-
-def _pattern(snapshot: Snapshot) -> str:
-    """Return the path with the rank left open; without a rank in the name, the folder."""
-    parts = take_apart(snapshot.path)
-    at = parts.find("rank")
-    if at is None:
-        at = max(
-            (i for i, n in enumerate(parts.numbers) if n == _meta(snapshot).rank and parts.roles[i] == "plain"),
-            default=None,
-        )
-    return os.path.dirname(snapshot.path) if at is None else parts.without(at)
-
-
-def _unrepeated(same: list[Snapshot]) -> list[tuple[int | None, list[Snapshot]]]:
-    """Split one pattern's files by step where a rank stands twice, else leave them together."""
-    if len({_meta(s).rank for s in same}) == len(same):
-        steps = {_meta(s).step for s in same}
-        return [(steps.pop() if len(steps) == 1 else None, same)]
-    return list(classes(same, lambda s: _meta(s).step).items())
-
-
-def _joins(key: str, members: list[Snapshot], other: str, part: list[Snapshot], step: int | None) -> bool:
-    if {_meta(s).rank for s in members} & {_meta(s).rank for s in part}:
-        return False
-    same_step = step is not None and all(_meta(s).step == step for s in members)
-    a, b = take_apart(key), take_apart(other)
-    nodes = a.texts == b.texts and all(
-        x == y or (role == "plain" and folder)
-        for x, y, role, folder in zip(a.numbers, b.numbers, a.roles, a.folders, strict=True)
-    )
-    return same_step or nodes
-
-
-# --- by names ---
+    return [Replicas("-".join(k), None, numbered(members), note) for k, members in classes(snapshots, key).items()]
 
 
 def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replicas]:

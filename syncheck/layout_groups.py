@@ -8,8 +8,10 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from syncheck.layout_names import take_apart
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from syncheck.snapshots import Snapshot
 
@@ -40,6 +42,24 @@ def classes(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     for item in items:
         found[key(item)].append(item)
     return found
+
+
+def numbered(members: Sequence[Snapshot]) -> Ranked:
+    """Number replicas by their metadata or names where that gives each its own rank, else by position."""
+    found = [rank_of(member) for member in members]
+    ranks = [rank for rank in found if rank is not None]
+    if len(set(ranks)) < len(members):
+        return tuple(enumerate(members))
+    return tuple(sorted(zip(ranks, members, strict=True), key=lambda pair: pair[0]))
+
+
+def rank_of(snapshot: Snapshot) -> int | None:
+    """Return the rank that a snapshot's metadata, or else its name, tells."""
+    if snapshot.metadata is not None and snapshot.metadata.rank is not None:
+        return snapshot.metadata.rank
+    parts = take_apart(snapshot.path)
+    at = parts.find("rank")
+    return None if at is None else parts.numbers[at]
 
 
 _FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint)[-_=]?\*|\*)")

@@ -150,6 +150,15 @@ def test_a_fingerprint_is_small(tmp_path: Path) -> None:
     assert len(fingerprint(readers.read(str(path)))) < 50 * 300 < path.stat().st_size / 50
 
 
+def test_a_value_that_is_left_out_is_said(tmp_path: Path) -> None:
+    """A step that no JSON number holds is not kept, and whoever compares the fingerprint is told."""
+    path = save_pth(tmp_path / "a.pth", {"w": np.ones(2), "step": 2**64})
+    (tmp_path / "a.json").write_text(fingerprint(readers.read(str(path))))
+    assert readers.read(str(tmp_path / "a.json")).notes == (
+        "the fingerprint leaves out step, whose value is no usual one",
+    )
+
+
 def test_a_file_that_changes_is_no_fingerprint(tmp_path: Path) -> None:
     """A checkpoint that is written anew between opening and reading is an error, not a digest of something else."""
     path = save_pth(tmp_path / "a.pth", network())

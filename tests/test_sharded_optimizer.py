@@ -59,10 +59,20 @@ def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
     first = {**moments("fc.weight")}
     files = [rank_file(tmp_path, 0, first, own=own), rank_file(tmp_path, 1, {}, own=own)]
     report = syncheck.compare(*files)
-    expected = "in_sync" if whose == "own" else "out_of_sync"  # nobody else holds or names fc.bias: it is in no file
-    assert report.verdict == expected
-    codes = [finding.code for group in report.groups for finding in group.findings]
-    assert codes == (["SYN104"] if whose == "own" else ["SYN101"])
+    assert report.verdict == "out_of_sync"
+    (finding,) = (finding for group in report.groups for finding in group.findings if finding.fails)
+    lost = {f"optimizer.{name}.exp_avg" for name in own[1]}  # though of fc.bias no file holds anything
+    assert (finding.code, set(finding.tensors)) == ("SYN101", lost)
+    assert "not on rank 1" in finding.evidence
+
+
+def test_state_that_nobody_keeps_is_not_missing(tmp_path: Path) -> None:
+    """Plain SGD keeps no state on any rank, and a parameter that had no gradient has none: nothing is lost."""
+    nobody = [rank_file(tmp_path / "sgd", rank, {}) for rank in range(2)]
+    own = (["fc.weight"], ["fc.bias", "conv.weight"])
+    unused = [rank_file(tmp_path / "unused", rank, moments(own[rank][0]), own=own) for rank in range(2)]
+    for files in (nobody, unused):
+        assert syncheck.compare(*files).verdict == "in_sync"
 
 
 def test_the_flag_on_one_rank_excuses_nothing(tmp_path: Path) -> None:

@@ -40,9 +40,6 @@ def verdict_line(report: Report) -> str:
     allowed = sorted({f.code for g in report.groups for f in g.findings if f.allowed})
     if report.verdict == "in_sync" and allowed:
         text += f" but for allowed findings: {', '.join(allowed)}"
-    untold = sum(diff.reason == "checksum" and not diff.clusters for g in report.groups for diff in g.tensors)
-    if report.verdict == "in_sync" and untold:
-        text += f"; {untold} tensor{'s' * (untold != 1)} could not be compared by it"
     if report.verdict == "undecided":
         text += f": {_why_undecided(report)}"
     elif report.unreadable:
@@ -58,10 +55,11 @@ def _why_undecided(report: Report) -> str:
             "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
             "--group-by REGEX which belong together (--group-by '' takes all files for one group)"
         )
-    if any(diff.reason == "checksum" for group in report.groups for diff in group.tensors):
+    untold = sum(diff.reason == "checksum" and not diff.clusters for group in report.groups for diff in group.tensors)
+    if untold:
         return (
-            "no tensor has a stored checksum on all replicas (torch.save stores them, other formats do not); without "
-            "--quick every byte is read"
+            f"the stored checksums do not tell of {untold} of {report.counts.tensors} tensors (torch.save stores one "
+            "for each record, other formats none); without --quick every byte is read"
         )
     if any(group.shards for group in report.groups):
         return "every rank holds its own shards, so no tensor was compared"
