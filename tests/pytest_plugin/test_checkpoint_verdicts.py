@@ -159,6 +159,7 @@ def test_pytest_agrees_on_real_runs(tmp_path: Path) -> None:
         assert run.code == syncheck.compare(folder).exit_code, run.out
 
 
+@pytest.mark.slow
 def test_pytest_agrees_on_random_cases(tmp_path: Path) -> None:
     """Whatever is changed, left out or broken at random, pytest exits 0 exactly where the library says in sync."""
     jobs, expected = [], []

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_the_suite_finds_the_bug(pytester: pytest.Pytester) -> None:
     """DDP's ranks stay in sync, and the layer that no one wrapped is found, by the assertion in the test."""
     shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)
@@ -31,6 +32,7 @@ def test_the_suite_finds_the_bug(pytester: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_checkpoints_are_judged(pytester: pytest.Pytester) -> None:
     """What two ranks of the trainer saved agrees but for BatchNorm's statistics, and can be accepted."""
     shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)

@@ -41,6 +41,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+@pytest.mark.slow
 def test_xdist(suite: pytest.Pytester) -> None:
     """`-n 2`: each worker has ranks of its own, the failing rank's words and the worker's id arrive."""
     result = suite.runpytest_subprocess("-n", "2", "-rA")
@@ -49,6 +50,7 @@ def test_xdist(suite: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["FAILED test_suite.py::test_second - rank 1: assert 1 == 0*"])
 
 
+@pytest.mark.slow
 def test_stop_at_first_failure_and_begin_there(suite: pytest.Pytester) -> None:
     """`-x` stops after the failing test; `--lf` then runs that one only."""
     result = suite.runpytest_subprocess("-x")
@@ -72,6 +74,7 @@ def test_without_capturing(suite: pytest.Pytester) -> None:
     assert result.stdout.str().count("worker master on 0") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "with xdist"])
 def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
     """pytest-cov counts the lines that ran in the ranks: both branches, and not the function no one called."""

@@ -206,6 +206,7 @@ def test_seeds_are_the_same_in_every_run(done: tuple[Path, str], entries: list[d
     assert min(seeds) == zlib.crc32(b"test_suite.py::test_ready") & 0xFFFFFF
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_failed_rank_is_shown(pytester: pytest.Pytester) -> None:
     """A rank that waits in a collective for one that has failed is ended soon, and its stack says where it waits."""
     pytester.makepyfile(

@@ -179,6 +179,7 @@ def test_broken_environment_is_said_by_its_own_rank(
     assert capsys.readouterr().err.startswith("run.py: error: the environment variable WORLD_SIZE is not set")
 
 
+@pytest.mark.slow
 def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """`python train/run.py` in another folder trains, prints plain lines and one summary, and says what it saved."""
     run = script("--width", 4, "--epochs", 2, "--save-per-rank", "--save-format", "safetensors")

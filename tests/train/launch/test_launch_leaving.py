@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from programs import Programs
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(("--spawn", 2), marks=pytest.mark.slow)], ids=["one", "spawn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), ("--spawn", 2)], ids=["one", "spawn"])
 def test_a_pipe_that_is_closed(programs: Programs, launcher: tuple[str | int, ...]) -> None:
     """`run.py ... | head -1` prints its line and ends in silence, with the code that shells give to SIGPIPE."""
     pipe = ("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash")

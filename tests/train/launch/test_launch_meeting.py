@@ -157,6 +157,7 @@ class Blind:
         return keys != ["refused"] and self.store.check(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "file"])
 def test_two_give_up_at_once(tmp_path: Path, kind: str) -> None:
     """Of two ranks that give up at the same moment for different reasons both say the first one's."""

@@ -18,6 +18,7 @@ SCRIPTS = ROOT / "train" / "scripts"
 NAMES = ("multi_node.sh", "single_gpu.sh", "single_node.sh", "slurm.sbatch")
 
 
+@pytest.mark.slow
 def test_single_gpu(programs: Programs, tmp_path: Path) -> None:
     """single_gpu.sh trains one process, from any folder, with options passed on."""
     run = programs.run(SCRIPTS / "single_gpu.sh", *SHORT)

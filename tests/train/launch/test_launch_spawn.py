@@ -59,9 +59,10 @@ def test_trains(programs: Programs, tmp_path: Path) -> None:
     [
         (("--spawn", 2, "--method", "single"), "--method single is one process, the launcher started 2"),
         (("--spawn", 3, "--batch-size", 2), "--batch-size 2 (global) leaves some of 3 ranks empty; use 3 or more"),
-        (
+        pytest.param(
             ("--spawn", 2, "--save-per-rank", "--out", "/dev/null/x"),
             "cannot write to --out /dev/null/x: Not a directory",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["before", "settings", "inside"],
