@@ -5,10 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
