@@ -67,7 +67,18 @@ def _by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> l
 
 
 def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replicas]:
-    """Several folders that hold the same relative paths are copies, compared path by path."""
+    """Several folders that hold the same relative paths are copies, compared path by path.
+
+    So are files of one name that were given one by one, where words in their folders' names tell them apart.
+    """
+    given = [take_apart(s.path) for s in snapshots if s.path not in roots]
+    if (
+        1 < len(given) == len(snapshots) == len({parts.texts for parts in given})
+        and all(parts.find("rank") is not None for parts in given)  # without ranks it is a matter of words
+        and len({(os.path.basename(s.path), parts.fixed()) for s, parts in zip(snapshots, given, strict=True)}) == 1
+    ):
+        note = "files of one name in several folders"
+        return [Replicas(title_of(snapshots[0].path), _step(given[0], []), tuple(enumerate(snapshots)), note)]
     folders = classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
     inside = {frozenset(os.path.relpath(s.path, f) for s in found) for f, found in folders.items()}
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
@@ -108,10 +119,14 @@ def _by_words(snapshots: list[Snapshot], apart: Mapping[str, PathNumbers]) -> li
 
     Returns no group where words alone do not tell the files apart, or where they are of different steps.
     """
+    held = classes(snapshots, lambda s: os.path.dirname(s.path))
+    names = {frozenset(os.path.basename(s.path) for s in found) for found in held.values()}
+    # Folders with the same names in each, as a/final, a/best, b/final, b/best: what bears one name is one thing.
+    same = len(held) > 1 == len(names) and len(next(iter(names))) > 1
 
     def moment_and_part(snapshot: Snapshot) -> tuple[object, ...]:
         fixed = apart[snapshot.path].fixed()
-        return (*fixed, os.path.basename(snapshot.path)) if fixed else ()
+        return (*fixed, os.path.basename(snapshot.path)) if fixed or same else ()
 
     found = classes(snapshots, moment_and_part)
     if all(1 < len(members) == len({apart[s.path].texts for s in members}) for members in found.values()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel import clusters
 from syncheck.records import TensorDiff, ranks_text
-from syncheck.replica_groups import sets_text
+from syncheck.replica_groups import is_whole, layout_text, sets_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,6 +105,10 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | Non
         found = {rank: _known(tensor, what) for rank, tensor in tensors.items()}
         if None not in found.values() and len(set(found.values())) > 1:
             return _split(bare, what, found, tensors)
+    parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
+    layouts = {rank: layout_text(sharding) for rank, sharding in parts.items()}
+    if len(set(layouts.values())) > 1:  # no rank's part is another's then, and the rest of the model would hide it
+        return _split(bare, "shape", layouts, tensors)
     refused = next(iter(refusals.values()))
     return replace(bare, reason="refused", detail=refused) if refused else None
 
@@ -121,7 +125,7 @@ def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mappi
     for rank, value in found.items():
         by_text[value].append(rank)
     sets = _largest_first(by_text.values())
-    texts = {tuple(ranks): list(text) if what == "shape" else text for text, ranks in by_text.items()}
+    texts = {tuple(ranks): list(text) if isinstance(text, tuple) else text for text, ranks in by_text.items()}
     detail = ", ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
     return replace(
         bare,

@@ -178,6 +178,26 @@ def test_order_of_the_arguments_does_not_matter() -> None:
 # --- folders ---
 
 
+def test_files_of_one_name_that_are_given_one_by_one() -> None:
+    """Two files of one name in two folders are compared, though their rank says that they are the same one."""
+    assert grouped("a/x_rank0.pth", "b/x_rank0.pth") == [[(0, "a/x_rank0.pth"), (1, "b/x_rank0.pth")]]
+    assert sizes("a/x_rank0.pth", "b/y_rank0.pth") == [1, 1]
+    assert sizes("a/step_5/x_rank0.pth", "b/step_6/x_rank0.pth") == [1, 1]
+    # In a folder that was searched these may be two runs.
+    paths = ["c/a/x_rank0.pth", "c/b/x_rank0.pth"]
+    assert sizes(*paths, roots=dict.fromkeys(paths, "c")) == [1, 1]
+
+
+def test_folders_with_the_same_names_in_each() -> None:
+    """Of two folders with two models each the models of one name are compared, and never all four."""
+    paths = [f"hf/{folder}/{name}" for folder in ("a", "b") for name in ("best", "final")]
+    found = grouped(*paths, roots=dict.fromkeys(paths, "hf"))
+    assert sorted(sorted(path for _, path in members) for members in found) == [
+        ["hf/a/best", "hf/b/best"],
+        ["hf/a/final", "hf/b/final"],
+    ]
+
+
 def test_folders_that_are_copies_are_compared_path_by_path() -> None:
     """Several folders with the same relative paths are copies of each other."""
     paths = [f"{folder}/{name}" for folder in ("old", "new") for name in ("rank0.pth", "rank1.pth")]

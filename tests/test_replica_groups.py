@@ -54,6 +54,18 @@ def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
     assert found["groups"][0]["shards"] == [layout | {"replica_groups": [[0, 2], [1, 3]]}]
 
 
+def test_ranks_that_lay_a_tensor_out_in_unlike_ways(tmp_path: Path) -> None:
+    """A DTensor that is sharded along one mesh dimension here, along the other there, has no replicas: SYN102."""
+    save_ranks(tmp_path, {rank: hsdp(rank) for rank in range(2)}, ["R", "S(0)"], (2, 2))
+    save_ranks(tmp_path, {rank: hsdp(rank // 2) for rank in (2, 3)}, ["S(0)", "R"], (2, 2))
+    report = syncheck.compare(tmp_path)
+    (diff,) = report.groups[0].tensors
+    assert (report.exit_code, codes(report.groups[0])[0], diff.reason) == (1, "SYN102", "shape")
+    assert diff.detail == (
+        "shards, R S(0) over 2 x 2 ranks on ranks 0, 1, shards, S(0) R over 2 x 2 ranks on ranks 2, 3"
+    )
+
+
 def test_a_difference_between_the_copies_of_a_shard_names_their_ranks(tmp_path: Path) -> None:
     """Where rank 3's shard is off, its group of ranks 1 and 3 differs, and ranks 0 and 2 are no suspects."""
     parts = {rank: hsdp(rank) for rank in range(4)} | {3: off(hsdp(3), (2, 1), 0.5)}
