@@ -8,20 +8,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.files import RESNET
 from benchmarks.timing import BAR_TABLE, SYNCHECK, bar, table, take_turns
 
 ROUNDS = 9
-# Two ranks of torchvision's resnet18 whose BatchNorm statistics differ: 122 tensors, 40 different, 47 MB a file.
-MAKE = """
-import sys, torch, torchvision
-torch.manual_seed(0)
-model = torchvision.models.resnet18().eval()
-for rank in range(2):
-    for name, buffer in model.named_buffers():
-        if "running" in name:
-            buffer += rank * 1e-3
-    torch.save(model.state_dict(), f"{sys.argv[1]}/model_rank{rank}.pth")
-"""
 NAIVE = """
 import sys, torch
 a, b = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
@@ -36,7 +26,7 @@ BARS = (("syncheck compare", "import torch", 0.25), ("syncheck compare", "torch.
 def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether every bar is met."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-c", MAKE, folder], check=True)
+        subprocess.run([sys.executable, "-c", RESNET, folder, "resnet18", "2"], check=True)
         files = sorted(str(path) for path in Path(folder).glob("*.pth"))
         times = take_turns(
             {

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 GIB = 1 << 30
+# Arguments: a folder, a model of torchvision, how many ranks. As after data-parallel training: parameters agree,
+# BatchNorm statistics do not.
+RESNET = """
+import sys, torch, torchvision
+torch.manual_seed(0)
+model = getattr(torchvision.models, sys.argv[2])().eval()
+for rank in range(int(sys.argv[3])):
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer += rank * 1e-3
+    torch.save(model.state_dict(), f"{sys.argv[1]}/model_rank{rank}.pth")
+"""
 
 
 @contextmanager

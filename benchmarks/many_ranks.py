@@ -5,21 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from benchmarks.files import GIB, folder
+from benchmarks.files import GIB, RESNET, folder
 from benchmarks.timing import SYNCHECK, bar, median, section, table, take_turns
 
 ROUNDS = 5
-# As after data-parallel training: parameters agree, BatchNorm statistics do not. 320 tensors, 106 different, 102 MB.
-MAKE = """
-import sys, torch, torchvision
-torch.manual_seed(0)
-model = torchvision.models.resnet50().eval()
-for rank in range(8):
-    for name, buffer in model.named_buffers():
-        if "running" in name:
-            buffer += rank * 1e-3
-    torch.save(model.state_dict(), f"{sys.argv[1]}/model_rank{rank}.pth")
-"""
 NAIVE = """
 import sys, torch
 first, *others = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
@@ -32,7 +21,7 @@ sys.exit(bool(bad))
 def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether every bar is met."""
     with folder(GIB) as where:
-        subprocess.run([sys.executable, "-c", MAKE, str(where)], check=True)
+        subprocess.run([sys.executable, "-c", RESNET, str(where), "resnet50", "8"], check=True)
         files = sorted(str(path) for path in where.glob("*.pth"))
         times = take_turns(
             {

@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from syncheck.atomic import replace_file
 from syncheck.blocks import Files, ranges
 from syncheck.digests import ALGORITHM, hasher
 from syncheck.errors import UsageError
@@ -20,7 +21,6 @@ from syncheck.metadata_block import SCHEMA
 from syncheck.moments import Moments
 from syncheck.readers import ENDINGS, fingerprint_file, sniff
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
-from syncheck.report.files import replace_file
 from syncheck.values import counted
 
 if TYPE_CHECKING:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+
+def in_c_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor without gaps."""
+    if len(shape) == 1:  # as most of many small ones
+        return (1,)
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ LEAVES = {"errors", "dtypes"}
 BASE = LEAVES | {"snapshots", "records"}
 ALLOWED = {
     "errors": set(),
+    "atomic": set(),
     "dtypes": set(),
     "snapshots": set(),
     "records": {"snapshots"},
@@ -60,10 +61,10 @@ ALLOWED = {
     | {"replica_groups", "ties", "quick", "reference", "optimizer_parts"},
     "diagnose": BASE | {"diagnose"},
     "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "report"},
+    "report": BASE | {"kinds", "series", "atomic", "report"},
     "paths": BASE | {"readers", "syncheck"},
     "contents": BASE | {"readers", "blocks", "kinds", "moments", "syncheck"},
-    "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "report"},
+    "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "atomic"},
     "config": LEAVES | {"api"},
     "live": BASE | {"reference", "names", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"},
     "testing": BASE | {"api", "live", "report"},

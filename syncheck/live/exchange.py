@@ -17,11 +17,11 @@ from syncheck.api import Found, Options, judge
 from syncheck.errors import UsageError
 from syncheck.layout_groups import Replicas
 from syncheck.live.channel import Channel
-from syncheck.live.held import Held, in_c_order
+from syncheck.live.held import Held
 from syncheck.live.here import NOTHING
 from syncheck.live.memory import FORMAT, agree_on_buffers, snapshot
 from syncheck.names import normalize
-from syncheck.snapshots import Metadata, Snapshot, Tensor
+from syncheck.snapshots import Metadata, Snapshot, Tensor, in_c_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,12 +7,12 @@ loaded modules, and a program without torch never pays for it.
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
 from syncheck.readers.stand_ins import TensorPlace
+from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType
@@ -62,11 +62,6 @@ class HeldPlace(TensorPlace):
     def refuse(self, reason: str) -> HeldPlace:
         """Return the same place with a reason not to compare it."""
         return self if self.refused else HeldPlace(self.dtype, self.shape, None, reason)
-
-
-def in_c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a tensor without gaps."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def is_tensor(value: Any) -> bool:

@@ -9,7 +9,6 @@ Layout: torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.15.
 from __future__ import annotations
 
 import io
-import math
 import os
 import stat
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from syncheck.readers.dcp_tree import rebuild
 from syncheck.readers.stand_ins import TensorPlace
 from syncheck.readers.tree import children, flatten
 from syncheck.readers.unpickle import unpickle
-from syncheck.snapshots import Part, Snapshot, Tensor
+from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +138,7 @@ class _Found:
         """Return what stands for an entry in the tree: the object that was pickled, or a tensor's place."""
         if entry.shape is None:
             return self.objects[name]
-        place = TensorPlace(None, entry.dtype, 0, entry.shape, _strides(entry.shape))
+        place = TensorPlace(None, entry.dtype, 0, entry.shape, in_c_order(entry.shape))
         self.tensors[id(place)] = self._whole(name, entry)
         self.objects[name] = place  # an id is one thing's own only as long as that lives
         return place
@@ -203,7 +202,7 @@ class _Found:
         parts = [] if refused else sorted(parts, key=lambda part: part.start)
         path = parts[0].tensor.path if parts else self.folder
         data = None if parts else b""  # of a tensor without elements
-        return Tensor(name, dtype, shape, _strides(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
+        return Tensor(name, dtype, shape, in_c_order(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
 
 
 class _View(io.RawIOBase):
@@ -244,10 +243,6 @@ def _moved(tensor: Tensor, chunk: Chunk) -> Tensor:
         return tensor
     record = None if tensor.record is None else (tensor.record[0], tensor.record[1] + chunk.offset)
     return replace(tensor, offset=tensor.offset + chunk.offset, record=record)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _tensors_in(tree: Any) -> Iterator[TensorPlace]:

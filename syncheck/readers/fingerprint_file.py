@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.metadata_block import parse
-from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor
+from syncheck.readers.safetensors_file import each_once
+from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, in_c_order
 
 FORMAT = "fingerprint"
 KEY = "syncheck_fingerprint"
@@ -79,17 +80,11 @@ def read(path: str) -> Snapshot:
 
 
 def _json(raw: bytes, path: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name stands twice")
-        return result
-
     def constant(name: str) -> float:
         raise ValueError(f"{name} is no JSON")
 
     try:
-        found = json.loads(raw, object_pairs_hook=once, parse_constant=constant)
+        found = json.loads(raw, object_pairs_hook=each_once, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise _malformed(path, "file", f"no JSON: {error!s:.100}", "a whole JSON object") from None
     if not isinstance(found, dict) or KEY not in found:  # the first bytes said so, unless the file was changed since
@@ -128,7 +123,7 @@ def _tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
     sizes = _naturals(shape, _MOST_DIMENSIONS)
     if not _is_text(dtype) or sizes is None or math.prod(sizes) > _MOST_ELEMENTS:
         raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
-    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    strides = in_c_order(sizes)
     if digest is None and _is_text(refused):
         return Tensor(name, dtype, sizes, strides, path, 0, refused=refused or "no reason is given")
     if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):

@@ -15,7 +15,7 @@ from typing import Any
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
-from syncheck.snapshots import Metadata, Snapshot, Tensor
+from syncheck.snapshots import Metadata, Snapshot, Tensor, in_c_order
 
 FORMAT = "safetensors"
 # The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
@@ -50,15 +50,17 @@ def read(path: str) -> Snapshot:
     return Snapshot(path, FORMAT, size, tensors, values, (), _metadata(path, strings))
 
 
-def _json(raw: bytes, path: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name stands twice")
-        return result
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object of its pairs, for json.loads. Raises ValueError where a name stands twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice")
+    return result
 
+
+def _json(raw: bytes, path: str) -> dict[str, Any]:
     try:
-        header = json.loads(raw, object_pairs_hook=once)
+        header = json.loads(raw, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise _malformed(path, "header", f"no JSON: {error!s:.100}", "a JSON object") from None
     if not isinstance(header, dict):
@@ -77,7 +79,7 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
             path, place, f"{brief(code, 20)} {brief(shape)} {brief(offsets)}", "a dtype, sizes and two offsets"
         )
     dtype: DType | None = BY_SAFETENSORS.get(code)
-    strides = (1,) if len(shape) == 1 else tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides = in_c_order(shape)
     if dtype is None:
         return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code} is not read")
     needed = math.prod(shape) * dtype.size

@@ -29,6 +29,14 @@ def workers(parent: subprocess.Popen[str]) -> list[int]:
     return [pid for pid in children(parent.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def send(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal: Ctrl-C to all processes, as a terminal does, any other to the parent alone."""
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
+
+
 def start_long(programs: Programs, *arguments: Any) -> subprocess.Popen[str]:
     """Start two ranks, and wait until they train."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG, *arguments)
@@ -98,10 +106,7 @@ def test_a_stopped_rank_is_named(programs: Programs) -> None:
 def test_a_signal_ends_all(programs: Programs, number: int, name: str) -> None:
     """Ctrl-C, which all processes of a terminal get, and a signal to the parent end all in one line."""
     process = start_long(programs)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        os.kill(process.pid, number)
+    send(process, number)
     run = finished(programs, process)
     assert (run.returncode, run.stderr) == (128 + number, f"run.py: ended by {name}\n")
 
@@ -114,10 +119,7 @@ def test_a_second_signal_changes_nothing(programs: Programs, second: int, pause:
     process = start_long(programs)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(pause)
-    if second == signal.SIGINT:
-        os.killpg(process.pid, second)
-    else:
-        os.kill(process.pid, second)
+    send(process, second)
     run = finished(programs, process)
     # Of two signals that wait for a process the kernel may let either be handled first.
     names = ("SIGINT", "SIGINT" if pause else signal.Signals(second).name)
@@ -172,10 +174,7 @@ def test_a_signal_while_starting(programs: Programs, number: int, name: str, ran
     """A signal as soon as the first rank, or the last, is there is neither lost nor answered by a traceback."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(workers(process)) >= ranks)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        os.kill(process.pid, number)
+    send(process, number)
     run = finished(programs, process)
     assert (run.returncode, run.stderr) == (128 + number, f"run.py: ended by {name}\n")
 
