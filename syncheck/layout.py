@@ -78,7 +78,7 @@ def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replica
         and len({(os.path.basename(s.path), parts.fixed()) for s, parts in zip(snapshots, given, strict=True)}) == 1
     ):
         note = "files of one name in several folders"
-        return [Replicas(title_of(snapshots[0].path), _step(given[0], []), tuple(enumerate(snapshots)), note)]
+        return [Replicas(title_of(snapshots[0].path), _step(given[0], []), numbered(snapshots), note)]
     folders = classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
     inside = {frozenset(os.path.relpath(s.path, f) for s in found) for f, found in folders.items()}
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):

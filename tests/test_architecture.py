@@ -17,9 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py")])
 FIXTURES = ROOT / "fixtures"
 SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
-FOR_SOME_FILES = tuple(
-    f"syncheck.{name}" for name in ("readers.folders", "readers.dcp_dir", "digests", "quick", "gaps")
-)
+FOR_SOME_FILES = tuple(f"syncheck.{name}" for name in ("readers.folders", "readers.dcp", "digests", "quick", "gaps"))
 
 # Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too.
 LEAVES = {"errors", "dtypes"}
@@ -85,7 +83,7 @@ def imported(source: Path) -> set[str]:
 
 
 def layer(module: str) -> str:
-    """Return the first part of a module's name below the package: syncheck.readers.tree gives readers."""
+    """Return the first part of a module's name below the package: syncheck.readers.pickles.tree gives readers."""
     parts = module.split(".")
     if len(parts) > 1 and ((ROOT / "syncheck" / parts[1]).is_dir() or (ROOT / "syncheck" / f"{parts[1]}.py").is_file()):
         return parts[1]
@@ -176,11 +174,11 @@ def test_every_reader_is_in_the_table() -> None:
     """A module of readers/ with a FORMAT is in READERS or FOLDERS under that name."""
     table = READERS | FOLDERS
     modules = {
-        path.stem
-        for path in (ROOT / "syncheck" / "readers").glob("*.py")
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "syncheck" / "readers").rglob("*.py")
         if "\nFORMAT = " in path.read_text(encoding="utf-8")
     }
-    assert modules == {reader.__name__.rpartition(".")[2] for reader in table.values()}
+    assert modules == {reader.__name__ for reader in table.values()}
     assert all(name == reader.FORMAT for name, reader in table.items())
 
 

@@ -181,6 +181,7 @@ def test_order_of_the_arguments_does_not_matter() -> None:
 def test_files_of_one_name_that_are_given_one_by_one() -> None:
     """Two files of one name in two folders are compared, though their rank says that they are the same one."""
     assert grouped("a/x_rank0.pth", "b/x_rank0.pth") == [[(0, "a/x_rank0.pth"), (1, "b/x_rank0.pth")]]
+    assert grouped("a/rank3/x.pth", "b/rank5/x.pth") == [[(3, "a/rank3/x.pth"), (5, "b/rank5/x.pth")]]
     assert sizes("a/x_rank0.pth", "b/y_rank0.pth") == [1, 1]
     assert sizes("a/step_5/x_rank0.pth", "b/step_6/x_rank0.pth") == [1, 1]
     # In a folder that was searched these may be two runs.

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.readers.stand_ins import TensorPlace
+from syncheck.readers.pickles.stand_ins import TensorPlace
 from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Held:
 
 
 class HeldPlace(TensorPlace):
-    """A tensor in memory, in the shape in which `readers.tree` expects one of a file."""
+    """A tensor in memory, in the shape in which `readers.pickles.tree` expects one of a file."""
 
     __slots__ = ("held",)
     held: Held | None

@@ -11,13 +11,13 @@ from syncheck.live.held import HeldPlace
 from syncheck.live.things import Tree, is_readable, title_of
 from syncheck.names import normalize
 from syncheck.readers.bookkeeping import settled
-from syncheck.readers.tree import Flat, flatten, is_optimizer
+from syncheck.readers.pickles.tree import Flat, flatten, is_optimizer
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncheck.readers.stand_ins import TensorPlace
+    from syncheck.readers.pickles.stand_ins import TensorPlace
 
 FORMAT = "memory"
 # No keys of an optimizer.

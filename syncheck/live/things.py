@@ -1,6 +1,6 @@
 """From modules, optimizers, state dicts and tensors in memory to the tree that a checkpoint file would hold.
 
-`readers.tree` then gives both the same names. Modules are read by their parameters and buffers and not by
+`readers.pickles.tree` then gives both the same names. Modules are read by their parameters and buffers and not by
 `state_dict()`: that one leaves out buffers that are not persistent, and for sharded modules it communicates.
 """
 
@@ -18,7 +18,7 @@ from syncheck.live.modules import buffers_synced, has_extra_state, is_sharded, i
 from syncheck.live.saved import own_state
 from syncheck.names import MODEL_CONTAINERS
 
-# As deep as `readers.tree` goes.
+# As deep as `readers.pickles.tree` goes.
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
@@ -73,7 +73,7 @@ class Tree:
 
     parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
-    `readers.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in `records.Metadata`; None
+    `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in `records.Metadata`; None
     where no module says it. stubs: classes of which nothing was read. containers: all mappings of the tree. Raises
     UsageError for what cannot be read.
     """
@@ -140,7 +140,7 @@ class Tree:
         if is_optimizer(node):
             into: dict[str, Any] = {}
             self._optimizers.append((into, node, name))
-            # What makes `readers.tree` see an optimizer; filled when all names are known.
+            # What makes `readers.pickles.tree` see an optimizer; filled when all names are known.
             into.update(state={}, param_groups=[])
             return into
         if isinstance(node, Mapping):
@@ -167,7 +167,7 @@ class Tree:
         self.modules += 1
         self.synced.add(buffers_synced(module))
         head, _, last = name.rpartition(".")
-        # As `readers.tree` names what a container such as `model` holds.
+        # As `readers.pickles.tree` names what a container such as `model` holds.
         prefix = head if last in MODEL_CONTAINERS else name
         prefix = f"{prefix}." if prefix else ""
         made: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Readers of checkpoint formats: one file each, chosen by content and never by a file's ending.
 
 A checkpoint is one file (the table `READERS` in files.py) or a folder of files that belong together (the table
-`FOLDERS` in folders.py).
+`FOLDERS` in folders/).
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ import struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
-from syncheck.readers import memo
-from syncheck.readers.places import Record, tensor_at
-from syncheck.readers.tree import flatten
-from syncheck.readers.unpickle import unpickle
+from syncheck.readers.pickles import memo
+from syncheck.readers.pickles.places import Record, tensor_at
+from syncheck.readers.pickles.tree import flatten
+from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.stand_ins import Storage
+    from syncheck.readers.pickles.stand_ins import Storage
 
 FORMAT = "torch-legacy"
 # torch/serialization.py: MAGIC_NUMBER in pickle protocol 2, and PROTOCOL_VERSION.

@@ -13,13 +13,13 @@ import zipfile
 from typing import TYPE_CHECKING, BinaryIO
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
-from syncheck.readers.places import Record, tensor_at
-from syncheck.readers.tree import flatten
-from syncheck.readers.unpickle import unpickle
+from syncheck.readers.pickles.places import Record, tensor_at
+from syncheck.readers.pickles.tree import flatten
+from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.stand_ins import Storage, TensorPlace
+    from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
     from syncheck.snapshots import Tensor
 
 FORMAT = "torch-zip"

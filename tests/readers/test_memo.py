@@ -11,7 +11,8 @@ from checkpoints import save_records
 
 import syncheck
 from syncheck.errors import MalformedFile
-from syncheck.readers import memo, torch_legacy
+from syncheck.readers import torch_legacy
+from syncheck.readers.pickles import memo
 
 if TYPE_CHECKING:
     from pathlib import Path

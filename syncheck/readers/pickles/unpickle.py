@@ -15,11 +15,11 @@ import pickle
 from typing import Any, Protocol
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
-from syncheck.readers import memo
-from syncheck.readers.dtensor import SUBCLASSES
-from syncheck.readers.numpy_stand_ins import NUMPY
-from syncheck.readers.stand_ins import ALLOWED, Inert, Storage, StorageType
-from syncheck.readers.unread import DESCRIBING, UNREAD
+from syncheck.readers.pickles import memo
+from syncheck.readers.pickles.dtensor import SUBCLASSES
+from syncheck.readers.pickles.numpy_stand_ins import NUMPY
+from syncheck.readers.pickles.stand_ins import ALLOWED, Inert, Storage, StorageType
+from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
 
 TABLE = ALLOWED | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
 

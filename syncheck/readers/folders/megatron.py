@@ -10,8 +10,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.readers.folder_files import names_in, numbered
-from syncheck.readers.parallel_parts import read_parts
+from syncheck.readers.folders.assembly import names_in, numbered
+from syncheck.readers.folders.parallel_parts import read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import kinds_of
-from syncheck.readers.stand_ins import TensorPlace
+from syncheck.readers.pickles.stand_ins import TensorPlace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.readers.files import read_file
-from syncheck.readers.folder_files import Assembly, read_json
+from syncheck.readers.folders.assembly import Assembly, read_json
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.readers import training_folder
-from syncheck.readers.folder_files import names_in
+from syncheck.readers.folders import training
+from syncheck.readers.folders.assembly import names_in
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -15,14 +15,14 @@ FORMAT = "huggingface"
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder holds an index of weights, or weights and what the libraries put beside them."""
-    return training_folder.is_checkpoint(names_in(folder))
+    return training.is_checkpoint(names_in(folder))
 
 
 def holds(relative: str) -> bool:
     """Whether a file, by its path below the folder, belongs to such a checkpoint."""
-    return training_folder.holds(relative)
+    return training.holds(relative)
 
 
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is missing or broken."""
-    return training_folder.read(folder, FORMAT)
+    return training.read(folder, FORMAT)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.files import read_file
-from syncheck.readers.folder_files import Assembly, as_stored, below, names_in, numbered, read_json
-from syncheck.readers.optimizer_names import named_by_order
-from syncheck.readers.weight_index import INDEX, SHARD, read_index
+from syncheck.readers.folders.assembly import Assembly, as_stored, below, names_in, numbered, read_json
+from syncheck.readers.folders.weight_index import INDEX, SHARD, read_index
+from syncheck.readers.pickles.optimizer_names import named_by_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UnreadableFile
-from syncheck.readers import accelerate_dir, dcp_dir, deepspeed_dir, hf_index, megatron_dir
+from syncheck.readers.dcp import folder as dcp
+from syncheck.readers.folders import accelerate, deepspeed, huggingface, megatron
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 # folder, belongs to such a checkpoint and so is none of its own. The first that fits is taken: Accelerate's folders
 # look like those of transformers, with more in them.
 FOLDERS: dict[str, ModuleType] = {
-    dcp_dir.FORMAT: dcp_dir,
-    accelerate_dir.FORMAT: accelerate_dir,
-    hf_index.FORMAT: hf_index,
-    deepspeed_dir.FORMAT: deepspeed_dir,
-    megatron_dir.FORMAT: megatron_dir,
+    dcp.FORMAT: dcp,
+    accelerate.FORMAT: accelerate,
+    huggingface.FORMAT: huggingface,
+    deepspeed.FORMAT: deepspeed,
+    megatron.FORMAT: megatron,
 }
 
 

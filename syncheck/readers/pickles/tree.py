@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS, free_name
-from syncheck.readers.optimizer_names import parameter_names
-from syncheck.readers.stand_ins import Inert, Storage, TensorPlace
+from syncheck.readers.pickles.optimizer_names import parameter_names
+from syncheck.readers.pickles.stand_ins import Inert, Storage, TensorPlace
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Metadata

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck.readers.files import read_file
-from syncheck.readers.folder_files import Assembly
+from syncheck.readers.folders.assembly import Assembly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import CheckpointError, MalformedFile
 from syncheck.readers import torch_zip
 from syncheck.readers.bookkeeping import settled
-from syncheck.readers.dcp_index import METADATA, Chunk, Entry, read_index
-from syncheck.readers.dcp_tree import rebuild
-from syncheck.readers.stand_ins import TensorPlace
-from syncheck.readers.tree import children, flatten
-from syncheck.readers.unpickle import unpickle
+from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
+from syncheck.readers.dcp.tree import rebuild
+from syncheck.readers.pickles.stand_ins import TensorPlace
+from syncheck.readers.pickles.tree import children, flatten
+from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from syncheck.readers.stand_ins import Storage, TensorPlace
+    from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
 
 
 # Bytes that an expanded or overlapping view may have beyond what is stored of it: minutes to read. A file of 1 kB can

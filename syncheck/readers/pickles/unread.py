@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncheck.readers.stand_ins import DTypeName, StandIn, TensorPlace, TypeName, refused_place
+from syncheck.readers.pickles.stand_ins import DTypeName, StandIn, TensorPlace, TypeName, refused_place
 
 
 def _refuse(reason: str) -> StandIn:

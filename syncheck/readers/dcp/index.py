@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DType
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
-from syncheck.readers.dcp_chunks import fault
-from syncheck.readers.stand_ins import Inert
-from syncheck.readers.unpickle import unpickle
+from syncheck.readers.dcp.chunks import fault
+from syncheck.readers.pickles.stand_ins import Inert
+from syncheck.readers.pickles.unpickle import unpickle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

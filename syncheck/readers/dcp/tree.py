@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, brief
-from syncheck.readers.tree import MAX_DEPTH
+from syncheck.readers.pickles.tree import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable

@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
-from syncheck.readers.stand_ins import StandIn, TensorPlace, TypeName, sizes
+from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, TypeName, sizes
 
 # numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
 _CODES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.readers import training_folder
-from syncheck.readers.folder_files import names_in
+from syncheck.readers.folders import training
+from syncheck.readers.folders.assembly import names_in
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -18,14 +18,14 @@ _RANDOM = re.compile(r"random_states_\d+\.pkl")
 def matches_folder(folder: str) -> bool:
     """Whether a folder holds weights, and random states under the names that Accelerate gives them."""
     names = names_in(folder)
-    return training_folder.has_weights(names) and any(_RANDOM.fullmatch(name) for name in names)
+    return training.has_weights(names) and any(_RANDOM.fullmatch(name) for name in names)
 
 
 def holds(relative: str) -> bool:
     """Whether a file, by its path below the folder, belongs to such a checkpoint."""
-    return training_folder.holds(relative)
+    return training.holds(relative)
 
 
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is missing or broken."""
-    return training_folder.read(folder, FORMAT)
+    return training.read(folder, FORMAT)
