@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import OptionError, UsageError, Words, brief
+from syncheck.report.files import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,8 +46,7 @@ _TYPES: dict[str, Any] = {
     _PLACE: int | str,
     _ROWS: int,
 }
-# What `--format` and `--color` may say, here and on the command line.
-FORMATS = ("text", "json")
+# What `--color` may say, here and on the command line.
 COLORS = ("auto", "always", "never")
 _CHOICES = {f"one of {', '.join(choices)}": choices for choices in (FORMATS, COLORS)}
 # Every key of the table, in the order in which errors list them, and what it needs.

@@ -78,10 +78,8 @@ def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
 
 
 def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
-    if arguments.format == "json":
-        from syncheck.report import json_document
-
-        sys.stdout.write(json_document.render(found, files.version()))
+    if arguments.format != "text":
+        output.write_text(files.drawn(arguments.format, found))
     elif found.groups:
         from syncheck.report import text
 

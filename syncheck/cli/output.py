@@ -30,15 +30,19 @@ def color_wanted(choice: str) -> bool:
 
 
 def write(parts: Sequence[Part], color: str) -> None:
-    """Print parts on stdout. Characters that its encoding lacks are replaced: a verdict must come out under LANG=C."""
+    """Print parts on stdout, drawn for where it leads."""
     width, colored = terminal_width(), color_wanted(color)
     if width is None and not colored:
         from syncheck.report import plain
 
-        drawn = plain.render(parts)
+        write_text(plain.render(parts))
     else:
         from syncheck.report import terminal  # rich is imported here, for terminals only
 
-        drawn = terminal.render(parts, width, colored)
+        write_text(terminal.render(parts, width, colored))
+
+
+def write_text(drawn: str) -> None:
+    """Print on stdout. Characters that its encoding lacks are replaced: a verdict must come out under LANG=C."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(drawn.encode(encoding, "replace").decode(encoding))

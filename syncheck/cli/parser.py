@@ -6,8 +6,8 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from syncheck.config import COLORS, FORMATS
-from syncheck.report.files import version
+from syncheck.config import COLORS
+from syncheck.report.files import ENDINGS, FORMATS, version
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
@@ -191,7 +191,7 @@ def _printing(out: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="also write .html, .json, .md or .txt; repeatable",
+        help=f"also write a report; the ending names its format: {', '.join(ENDINGS)}; repeatable",
     )
     out.add_argument(
         "-n",

@@ -45,7 +45,7 @@ def add(parser: pytest.Parser) -> None:
     many("--syncheck-exclude", "GLOB", "leave out tensors whose name matches")
     many("--syncheck-buffers", "GLOB", "names that are buffers, where the files do not say")
     many("--syncheck-allow", "CODE", "a finding that fails no test")
-    many("--syncheck-output", "FILE", "write the report on the checkpoints to .json, .html, .md or .txt")
+    many("--syncheck-output", "FILE", "write the report on the checkpoints to .html, .json, .md, .txt or .xml")
     group.addoption("--syncheck-rtol", type=float, metavar="R", help="|a-b| <= atol + rtol * max(|a|,|b|) is close")
     group.addoption("--syncheck-atol", type=float, metavar="A", help="see --syncheck-rtol; both or none")
     group.addoption("--syncheck-ulp", type=int, metavar="N", help="floats within N steps of their dtype are close")

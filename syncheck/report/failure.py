@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import one_line
+from syncheck.records import Report
 from syncheck.report import plain, words
 from syncheck.report import text as text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncheck.records import Finding, Group, Report, TensorDiff
+    from syncheck.records import Finding, Group, TensorDiff
 
 # Bounds of a failure's text, whatever the names in a checkpoint are.
 MOST_COLUMNS = 1000
@@ -47,6 +48,16 @@ def message(report: Report, limit: int = 10) -> str:
     if report.verdict == "out_of_sync":
         title = f"replicas are out of sync: {', '.join(codes)}"
     return "\n".join(_cut(in_python(line), MOST_COLUMNS) for line in [title, "", *lines])
+
+
+def of_group(group: Group, limit: int = 10) -> str:
+    """Draw one group as `syncheck compare` does, in a text of bounded size.
+
+    limit: rows of tensors.
+    """
+    parts = text_of.comparison(Report(group.verdict, (_cut_group(group, limit),)), limit)
+    lines = plain.render(parts).replace("-n 0 shows all", "the .json report has all").splitlines()[:-2]
+    return "\n".join(_cut(line, MOST_COLUMNS) for line in lines).rstrip()
 
 
 def could_not_compare(report: Report) -> list[TensorDiff]:

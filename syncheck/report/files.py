@@ -1,4 +1,4 @@
-"""Reports as files: the ending names the format, and a file is there whole or not at all."""
+"""The formats of a report, and files of them: the ending names the format, and a file is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
-ENDINGS = (".html", ".json", ".md", ".txt")
+# What `--format` may say, for stdout,
+FORMATS = ("text", "json", "junit", "github", "markdown")
+# and the format of a file, by its ending. GitHub reads annotations from stdout only, and nobody a page from there.
+ENDINGS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
 
 
 def version() -> str:
@@ -31,7 +34,7 @@ def check_endings(paths: Sequence[str], option: str = "-o") -> None:
     option: what the user typed before the path; the error names it.
     """
     for path in paths:
-        if not path.lower().endswith(ENDINGS):
+        if _ending(path) not in ENDINGS:
             raise UsageError(f"{option} {path}: the ending names the format; needs one of {', '.join(ENDINGS)}")
 
 
@@ -41,24 +44,40 @@ def write_file(path: str, report: Report, option: str = "-o") -> None:
     Its folder must be there. Raises UsageError, naming the option, when it cannot be written.
     """
     try:
-        replace_file(path, _drawn(path.lower(), report))
+        replace_file(path, drawn(ENDINGS[_ending(path)], report))
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot write it: {error.strerror or error}") from None
 
 
-def _drawn(path: str, report: Report) -> str:
-    if path.endswith(".json"):
+def _ending(path: str) -> str:
+    # splitext sees no ending in a file that is called `.json`.
+    name = os.path.basename(path).lower()
+    return name[name.rfind(".") :] if "." in name else ""
+
+
+def drawn(name: str, report: Report) -> str:
+    """Return a report in a format of FORMATS or ENDINGS. Text is as in a pipe, with all rows."""
+    # Each is imported when it is asked for: no run needs them all.
+    if name == "json":
         from syncheck.report import json_document
 
         return json_document.render(report, version())
-    if path.endswith(".html"):
-        from syncheck.report import html
+    if name == "junit":
+        from syncheck.report import junit
 
-        return html.render(report, version())
-    if path.endswith(".md"):
+        return junit.render(report)
+    if name == "github":
+        from syncheck.report import github
+
+        return github.render(report)
+    if name == "markdown":
         from syncheck.report import markdown
 
         return markdown.render(report)
+    if name == "html":
+        from syncheck.report import html
+
+        return html.render(report, version())
     from syncheck.report import plain, text
 
     return plain.render(text.comparison(report, 0))

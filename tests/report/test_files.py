@@ -23,8 +23,16 @@ def test_every_ending_is_written(tmp_path: Path, ending: str) -> None:
         path = tmp_path / name
         files.check_endings([str(path)])
         files.write_file(str(path), EMPTY)
-        begins = {".html": "<!doctype html>", ".json": "{", ".md": "## syncheck: ", ".txt": "COULD NOT TELL"}[ending]
-        assert path.read_text().startswith(begins)
+        begins = {"html": "<!doctype html>", "json": "{", "markdown": "## syncheck: ", "text": "COULD NOT TELL"}
+        begins["junit"] = '<?xml version="1.0"'
+        assert path.read_text().startswith(begins[files.ENDINGS[ending]])
+
+
+def test_every_format_is_drawn() -> None:
+    """Each choice of --format has a drawing of its own, and of the formats of files only HTML is none of stdout's."""
+    drawn = {files.drawn(name, EMPTY) for name in files.FORMATS}
+    assert len(drawn) == len(files.FORMATS)
+    assert set(files.ENDINGS.values()) - set(files.FORMATS) == {"html"}
 
 
 def test_errors_name_the_option(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from syncheck.errors import CheckpointError, one_line
 from syncheck.pytest_plugin.checkpoints import text
-from syncheck.pytest_plugin.checkpoints.plan import ALONE, NOTHING, VALUES, item_of
 from syncheck.pytest_plugin.options import in_pytests_words
 from syncheck.records import Counts
-from syncheck.report import words
+from syncheck.report import items, words
+from syncheck.report.items import ALONE, NOTHING, VALUES, item_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,22 +52,8 @@ def outcome(planned: Planned, judge: Judge, width: int = 80) -> Outcome:
 
 
 def concerning(group: Group, planned: Planned) -> list[Finding]:
-    """Return the findings that an item has to tell: those on a tensor or value of its own.
-
-    A finding on nothing that any item of the group judges is told by all of them: one that fails must fail something.
-    One that only informs is told once then, by the first.
-    """
-    kinds = {diff.name: diff.kind for diff in group.tensors}
-    told = []
-    for finding in group.findings:
-        concerned = {item_of(kinds[name]) for name in finding.tensors if name in kinds}
-        if finding.values:
-            concerned.add(VALUES)
-        concerned &= set(planned.siblings)
-        others = planned.siblings[:1] if finding.severity == "info" else planned.siblings
-        if planned.item in (concerned or others):
-            told.append(finding)
-    return told
+    """Return the findings that an item has to tell."""
+    return items.concerning(group, planned.item, planned.siblings)
 
 
 def _alone(planned: Planned, judge: Judge) -> Outcome:

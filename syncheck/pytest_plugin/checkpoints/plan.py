@@ -11,26 +11,12 @@ from typing import TYPE_CHECKING
 
 from syncheck import api
 from syncheck.errors import one_line
+from syncheck.report.items import ALONE, NOTHING, READABLE, item_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from syncheck.records import Unreadable
-
-# What is judged by one item, by kind; a kind that is not named here has an item of its own name.
-ITEMS = {
-    "parameter": "parameters",
-    "bn_mean": "bn-stats",
-    "bn_var": "bn-stats",
-    "bn_count": "bn-stats",
-    "buffer": "buffers",
-    "optimizer_step": "optimizer",
-    "value": "values",
-}
-VALUES = "values"
-# Items that stand for no kind: a file that no other is a replica of, a group of which nothing is left to compare, and
-# a file that cannot be read.
-ALONE, NOTHING, READABLE = "replicas", "tensors", "readable"
 
 _MOST = 100  # characters of a part of an id; the name of a run may be anything
 # Folders of one step or of one rank: they come and go with the files given, and say nothing that an id needs.
@@ -64,11 +50,6 @@ def seen_from(start: Path, root: Path, nodeid: str) -> str:
     """Write an id as pytest does where it was not started in its rootdir: the folder as seen from there."""
     shown, separator, rest = nodeid.partition("::")
     return nodeid if start == root else f"{Path(os.path.relpath(root / shown, start)).as_posix()}{separator}{rest}"
-
-
-def item_of(kind: str) -> str:
-    """Name the item that judges a kind of tensor."""
-    return ITEMS.get(kind, kind)
 
 
 def plan(found: api.Found, options: api.Options, start: Path, root: Path) -> list[Planned]:

@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from syncheck.pytest_plugin.checkpoints.plan import ALONE, NOTHING, READABLE, seen_from
+from syncheck.pytest_plugin.checkpoints.plan import seen_from
 from syncheck.report import words
+from syncheck.report.items import ALONE, NOTHING, READABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -1,0 +1,211 @@
+"""JUnit XML: cases and how they end, that they agree with the exit code, and that no name can break the document."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth
+from hostile_report import HOSTILE, hostile
+
+import syncheck
+from syncheck.records import Finding, Report, ValueDiff
+from syncheck.report import junit
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+# Children and attributes by element, of the xsd that the module names; those marked are required.
+CHILDREN = {
+    "testsuites": {"testsuite"},
+    "testsuite": {"testsuite", "properties", "testcase", "system-out", "system-err"},
+    "properties": {"property"},
+    "testcase": {"skipped", "error", "failure", "system-out", "system-err"},
+}
+NEEDED = {
+    "testsuite": {"name", "tests", "failures", "errors"},
+    "testcase": {"name"},
+    "property": {"name", "value"},
+}
+ATTRIBUTES = {
+    "testsuites": {"name", "time", "tests", "failures", "errors"},
+    "testsuite": {"name", "tests", "failures", "errors", "skipped", "time", "timestamp", "hostname", "id", "file"},
+    "testcase": {"name", "time", "classname", "group"},
+    "property": {"name", "value"},
+    "failure": {"type", "message"},
+    "error": {"type", "message"},
+    "skipped": {"type", "message"},
+}
+
+
+def parse(text: str) -> ET.Element:
+    """Return the document of a text, checked: elements and attributes as in the schema, and numbers that are true."""
+    root = ET.fromstring(text.encode())
+    assert root.tag == "testsuites"
+    for element in root.iter():
+        assert {child.tag for child in element} <= CHILDREN.get(element.tag, set()), element.tag
+        assert NEEDED.get(element.tag, set()) <= set(element.attrib) <= ATTRIBUTES.get(element.tag, set())
+    for element in [root, *root]:
+        for name, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            assert element.get(name, str(len(list(element.iter(tag))))) == str(len(list(element.iter(tag))))
+    return root
+
+
+def ends(root: ET.Element) -> dict[tuple[str, str], str]:
+    """Return how each case ended, by suite and name; there is one end for each."""
+    found = {}
+    for suite in root:
+        for case in suite.iter("testcase"):
+            (ended,) = case
+            found[suite.attrib["name"], case.attrib["name"]] = ended.tag.replace("system-out", "passed")
+    assert len(found) == int(root.attrib["tests"])
+    return found
+
+
+def agree(report: Report, root: ET.Element) -> None:
+    """Check the promise: failures where the exit code is 1, only errors where it is 2, neither where it is 0."""
+    failures, errors = (int(root.attrib[name]) for name in ("failures", "errors"))
+    assert int(root.attrib["tests"]) > 0
+    assert {0: not failures and not errors, 1: failures > 0, 2: errors > 0 and not failures}[report.exit_code]
+
+
+def test_a_real_comparison() -> None:
+    """Of runs of the clone, each kind of each group is a case, those that differ fail with code, ranks and tensors."""
+    report = syncheck.compare(FIXTURES / "desync", FIXTURES / "in_sync")
+    root = parse(junit.render(report))
+    agree(report, root)
+    assert [suite.attrib["name"] for suite in root] == [group.name for group in report.groups]
+    ended = ends(root)
+    for group in report.groups:
+        failed = {case for (suite, case), how in ended.items() if suite == group.name and how == "failure"}
+        assert failed == ({"bn-stats"} if group.findings else set())
+        assert ended[group.name, "parameters"] == "passed"
+    (local,) = (group for group in report.groups if [f.code for f in group.findings] == ["SYN201"])
+    (failure,) = root.findall(f"testsuite[@name='{local.name}']/testcase[@name='bn-stats']/failure")
+    assert failure.attrib["type"] == "SYN201"
+    assert failure.attrib["message"].startswith("SYN201 bn-local-stats (warning) on ranks 0-1: 14 of 14 running ")
+    assert "convert_sync_batchnorm(model)" in str(failure.text)
+    worst = local.tensors[0].name
+    assert worst in str(failure.text)
+    assert "... and 4 more; the .json report has all" in str(failure.text)
+    (passed,) = root.findall(f"testsuite[@name='{local.name}']/testcase[@name='parameters']/system-out")
+    assert "IN SYNC" in str(passed.text)
+    assert "OUT OF SYNC" not in str(passed.text)
+
+
+def test_an_unread_file_is_an_error(tmp_path: Path) -> None:
+    """A file that cannot be read is an error of its own beside the cases of the others, which pass."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", network())
+    (tmp_path / "rank2.pth").write_text("no checkpoint")
+    report = syncheck.compare(tmp_path)
+    root = parse(junit.render(report))
+    agree(report, root)
+    assert report.exit_code == 2
+    assert sorted(ends(root).values()) == ["error", "passed", "passed"]
+    (error,) = root.iter("error")
+    assert error.attrib["type"] == "unreadable"
+    assert "rank2.pth" in error.attrib["message"]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_one_file_alone(tmp_path: Path, others: bool) -> None:
+    """A file without a replica is skipped where other groups decide, and an error where nothing does."""
+    save_pth(tmp_path / "alone" / "x.pth", network())
+    if others:
+        for rank in range(2):
+            save_pth(tmp_path / "ddp" / f"rank{rank}.pth", network())
+    report = syncheck.compare(tmp_path / "alone", *([tmp_path / "ddp"] if others else []))
+    root = parse(junit.render(report))
+    agree(report, root)
+    (how,) = (how for (_, case), how in ends(root).items() if case == "replicas")
+    assert how == ("skipped" if others else "error")
+
+
+def test_what_was_not_compared_does_not_pass(tmp_path: Path) -> None:
+    """Random states, which are not compared, are skipped; where they are all there is, they are an error."""
+    for rank in range(2):
+        rng = {"rng": np.full(8, rank, np.int64)}
+        save_pth(tmp_path / "with" / f"rank{rank}.pth", {**network(), **rng})
+        save_pth(tmp_path / "only" / f"rank{rank}.pth", rng)
+    for folder, how, code in (("with", "skipped", 0), ("only", "error", 2)):
+        report = syncheck.compare(tmp_path / folder)
+        root = parse(junit.render(report))
+        agree(report, root)
+        assert report.exit_code == code
+        assert [end for (_, case), end in ends(root).items() if case == "rng"] == [how]
+    assert "no tensor was compared (2 rng" not in junit.render(report)
+    assert "no tensor was compared (1 rng" in junit.render(report)
+
+
+def test_nothing_at_all_is_an_error() -> None:
+    """A report without a group or file has a case too, which is an error: a document without cases looks green."""
+    report = Report("undecided", ())
+    root = parse(junit.render(report))
+    agree(report, root)
+    assert list(ends(root).values()) == ["error"]
+
+
+def test_options_that_leave_all_out(tmp_path: Path) -> None:
+    """A group of which the options leave nothing is an error."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", network())
+    report = syncheck.compare(tmp_path, options=syncheck.Options(include=("nothing*",)))
+    root = parse(junit.render(report))
+    agree(report, root)
+    assert [case for _, case in ends(root)] == ["tensors"]
+
+
+def test_allowed_findings_pass_and_are_told(tmp_path: Path) -> None:
+    """An allowed finding fails no case, and its case says that it was allowed."""
+    for rank in range(2):
+        save_pth(tmp_path / f"rank{rank}.pth", changed(network(), "running_mean", by=rank))
+    report = syncheck.compare(tmp_path, options=syncheck.Options(allow=("SYN201",)))
+    root = parse(junit.render(report))
+    agree(report, root)
+    assert set(ends(root).values()) == {"passed"}
+    (told,) = (out.text for out in root.iter("system-out") if "SYN201" in str(out.text))
+    assert "SYN201 bn-local-stats (warning, allowed) on ranks 0-1" in str(told)
+
+
+def test_a_finding_on_no_tensor_fails_something() -> None:
+    """A failing finding that concerns no kind of the group fails all cases; one on values fails theirs."""
+    group = hostile("calm").groups[0]
+    finding = replace(group.findings[0], tensors=())
+    values = Finding("SYN106", "different-progress", "error", (0, 1), (), "e", "c", "f", values=("step",))
+    step = ValueDiff("step", {0: 1, 1: 2}, counts=True)
+    for findings, failed in (((finding,), 2), ((values,), 1), ((finding, values), 2)):
+        report = Report("out_of_sync", (replace(group, findings=findings, values=(step,), kinds={}),))
+        report = replace(report, groups=(replace(report.groups[0], kinds={"bn_mean": group.counts}),))
+        root = parse(junit.render(report))
+        agree(report, root)
+        assert int(root.attrib["failures"]) == failed
+        assert int(root.attrib["tests"]) == 2
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+def test_names_cannot_break_the_document(name: str) -> None:
+    """Whatever a name is made of, the document is well-formed ASCII, of the same shape, with no control character."""
+    report = hostile(name)
+    text = junit.render(report)
+    assert text.isascii()
+    root, calm = parse(text), parse(junit.render(hostile("calm")))
+    shape = [(element.tag, *sorted(element.attrib)) for element in root.iter()]
+    assert shape == [(element.tag, *sorted(element.attrib)) for element in calm.iter()]
+    for element in root.iter():
+        assert all(c.isprintable() or c == "\n" for c in element.text or "")
+        assert all(c.isprintable() for value in element.attrib.values() for c in value)
+    if len(name) < 100 and name.isprintable():
+        assert name in root[0].attrib["name"]
+
+
+def test_the_document_stays_small(tmp_path: Path) -> None:
+    """Long names, and thousands of tensors and findings in a group, are cut and counted."""
+    group = hostile("x" * 100_000).groups[0]
+    report = Report("out_of_sync", (replace(group, tensors=group.tensors * 5000, findings=group.findings * 5000),))
+    text = junit.render(report)
+    parse(text)
+    assert len(text) < 100_000
+    assert len(json.dumps(text)) > 1000
