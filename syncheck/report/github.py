@@ -7,6 +7,7 @@ https://docs.github.com/en/actions/reference/workflow-commands-for-github-action
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, Group, Report
 
+Level = Literal["error", "warning", "notice"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "notice")
 # Annotations of each level. GitHub shows no more of one step, and says of no more that it hid them:
 # https://github.com/actions/toolkit/blob/457303960f03375db6f033e214b9f90d79c3fe5c/docs/problem-matchers.md#limitations
 MOST = 10
-LEVELS = ("error", "warning", "notice")
 _MOST_TITLE, _MOST_LINE = 200, 600
 _MOST_TENSORS = 3
 _SEVERITIES = ("error", "warning", "info")
@@ -31,7 +33,7 @@ _SEVERITIES = ("error", "warning", "info")
 class Annotation:
     """One box on GitHub. text: its lines. file: what it is about, empty where that is no file."""
 
-    level: Literal["error", "warning", "notice"]
+    level: Level
     title: str
     text: tuple[str, ...]
     file: str = ""
@@ -101,27 +103,38 @@ def _findings(report: Report) -> list[Annotation]:
         before = f"Also at {len(steps) - 1} earlier steps, first at step {steps[0]}." if len(steps) > 1 else ""
         shown += [(group, finding, before) for group, finding in pairs if _step(group) == steps[-1]]
     shown.sort(key=lambda one: _SEVERITIES.index(one[1].severity))
-    return [_finding(*one) for one in shown]
+    found: list[Annotation] = []
+    drawn: Counter[str] = Counter()
+    for group, finding, before in shown:
+        level = _level(finding)
+        drawn[level] += 1
+        # The code comes first and the name, which may be long, last.
+        title = f"{words.headline(finding)}, {group.name}"
+        suspect = next((r for r in group.replicas if r.rank in finding.ranks), group.replicas[0])
+        # Of those that will not be shown the title is enough.
+        text = _text(group, finding, before) if drawn[level] <= MOST else ()
+        found.append(Annotation(level, title, text, suspect.path))
+    return found
 
 
 def _step(group: Group) -> int:
     return -1 if group.step is None else group.step
 
 
-def _finding(group: Group, finding: Finding, before: str) -> Annotation:
-    level: Literal["error", "warning", "notice"] = "notice"
-    if finding.severity != "info":
-        level = "error" if finding.fails else "warning"
+def _level(finding: Finding) -> Level:
+    if finding.severity == "info":
+        return "notice"
+    return "error" if finding.fails else "warning"
+
+
+def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
     covered = frozenset(finding.tensors)
-    worst = [diff for diff in words.listed(group) if diff.name in covered]
+    worst = words.worst_first([diff for diff in group.tensors if diff.name in covered])
     rows = [_row(diff.name, *words.gap_cells(diff)) for diff in worst[:_MOST_TENSORS]]
     if len(worst) > _MOST_TENSORS:
         rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
-    suspect = next((r for r in group.replicas if r.rank in finding.ranks), group.replicas[0])
     text = (finding.evidence, before, *rows, finding.cause, f"Fix: {finding.fix}", f"syncheck explain {finding.code}")
-    # The code comes first and the name, which may be long, last.
-    title = f"{words.headline(finding)}, {group.name}"
-    return Annotation(level, title, tuple(line for line in text if line), suspect.path)
+    return tuple(line for line in text if line)
 
 
 def _row(name: str, differing: str, absolute: str, relative: str, ulp: str) -> str:

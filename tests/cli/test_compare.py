@@ -180,7 +180,7 @@ def test_output_files(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
     """-o writes the format of each ending, all rows whatever -n, and replaces a file as a whole."""
     ranks(network(), changed(network(), *BN))
     (tmp_path / "out.txt").write_text("old")
-    names = ["out.json", "out.txt", "OUT.HTML", "out.md"]
+    names = ["out.json", "out.txt", "OUT.HTML", "out.md", "out.xml"]
     done = cli("compare", "*.pth", "-q", "-n", "1", *(a for name in names for a in ("-o", name)))
     assert (done.code, done.out) == (1, "")
     jsonschema.validate(json.loads((tmp_path / "out.json").read_text()), SCHEMA)
@@ -189,6 +189,7 @@ def test_output_files(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
     assert text.splitlines()[-1].startswith("14 tensors: ")
     assert "SYN201" in (tmp_path / "OUT.HTML").read_text()
     assert (tmp_path / "out.md").read_text().startswith("## syncheck: OUT OF SYNC\n")
+    assert "SYN201" in (tmp_path / "out.xml").read_text()
     assert sorted(p.name for p in tmp_path.iterdir() if "rank" not in p.name) == sorted(names)
 
 

@@ -24,7 +24,7 @@ def drifted(tmp_path: Path) -> Path:
 
 def test_files_are_written(drifted: Path) -> None:
     """The report on all checkpoints is written in the format of each ending, with -n and with -k too, and told."""
-    endings = ("json", "html", "md", "txt")
+    endings = ("json", "html", "md", "txt", "xml")
     one, spread, listed = sessions(
         (drifted, ["--syncheck", "*.pth", *(f"--syncheck-output=one.{ending}" for ending in endings)]),
         (drifted, ["--syncheck", "*.pth", "-n", "2", "-k", "parameters", "--syncheck-output", "spread.json"]),
@@ -34,7 +34,7 @@ def test_files_are_written(drifted: Path) -> None:
     for ending in endings:
         assert "SYN201" in (drifted / f"one.{ending}").read_text()
         assert f"report written: one.{ending}" in one.out
-    for ending in ("html", "md", "txt"):
+    for ending in ("html", "md", "txt", "xml"):
         advised = (drifted / f"one.{ending}").read_text()
         assert "--syncheck-allow SYN201" in advised.replace("`", "")
         assert "To accept it: --allow" not in advised

@@ -1,0 +1,148 @@
+"""`--format`: what stdout gets in each format, typed or from [tool.syncheck], and of hostile files."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import Done, changed, network, save, save_pth
+
+from syncheck.cli import main
+from syncheck.report.files import ENDINGS, FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Run = Callable[..., Done]
+
+COUNTS = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process, in a folder with two ranks whose running means differ."""
+    for rank in range(2):
+        save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments: str) -> Done:
+        try:
+            code = main([*arguments])
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return go
+
+
+def is_whole(name: str, text: str) -> None:
+    """Check that a text is a whole document of its format that tells of two tensors out of sync."""
+    assert "SYN201" in text
+    if name == "json":
+        assert json.loads(text)["verdict"] == "out_of_sync"
+    elif name == "junit":
+        assert ET.fromstring(text).attrib["failures"] == "1"
+    elif name == "github":
+        lines = text.splitlines()
+        assert lines[0].startswith("::error file=run_rank0.pth,title=SYN201 bn-local-stats (warning) on ranks 0-1%2C ")
+        assert lines[1:] == ["OUT OF SYNC", COUNTS]
+    elif name == "markdown":
+        assert text.startswith(f"## syncheck: OUT OF SYNC\n\n{COUNTS}\n")
+    elif name == "html":
+        assert text.startswith("<!doctype html>")
+        assert text.rstrip().endswith("</html>")
+    else:
+        assert text.splitlines()[-2:] == ["OUT OF SYNC", COUNTS]
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_on_stdout(run: Run, tmp_path: Path, name: str, command: str) -> None:
+    """Each format is alone on stdout, typed or set in the file, exits alike, and -q leaves it out."""
+    typed = run(command, "run_*.pth", "--format", name)
+    assert (typed.code, typed.err) == (1, "")
+    is_whole(name, typed.out)
+    assert run(command, "run_*.pth", "--format", name, "-q").out == ""
+    assert run(command, "run_*.pth", "--format", name, "--exit-zero") == Done(0, typed.out, "")
+    (tmp_path / "pyproject.toml").write_text(f"[tool.syncheck]\nformat = '{name}'\n")
+    assert run(command, "run_*.pth").out == typed.out
+
+
+def test_every_ending(run: Run, tmp_path: Path) -> None:
+    """One run writes a file of each ending beside what stdout gets, the same document where both have the format."""
+    wanted = [argument for ending in ENDINGS for argument in ("-o", f"out{ending}")]
+    assert run("compare", "run_*.pth", "--format", "github", *wanted).code == 1
+    for ending, name in ENDINGS.items():
+        text = (tmp_path / f"out{ending}").read_text()
+        is_whole(name, text)
+        if name not in ("html", "text"):
+            assert text == run("compare", "run_*.pth", "--format", name).out
+
+
+def test_help_and_errors_name_the_formats(run: Run) -> None:
+    """A wrong format and a wrong ending are answered with those that there are, on one line."""
+    wrong = run("compare", "run_*.pth", "--format", "xml")
+    assert (wrong.code, wrong.out, wrong.err.count("\n")) == (2, "", 1)
+    assert all(name in wrong.err for name in FORMATS)
+    ending = run("compare", "run_*.pth", "-o", "out.junit")
+    assert (ending.code, ending.out, ending.err.count("\n")) == (2, "", 1)
+    assert all(name in ending.err for name in ENDINGS)
+    told = re.sub(r"\s+", " ", run("compare", "--help").out)
+    assert "{text,json,junit,github,markdown}" in told
+    assert ".html, .json, .md, .txt, .xml" in told
+
+
+@pytest.mark.parametrize("name", ["junit", "github", "markdown"])
+def test_could_not_tell(run: Run, tmp_path: Path, name: str) -> None:
+    """Exit code 2 has its document too: of a file that is alone, and of one that cannot be read."""
+    alone = run("compare", "run_rank0.pth", "--format", name)
+    assert alone.code == 2
+    (tmp_path / "run_rank1.pth").write_text("no checkpoint")
+    unread = run("compare", "run_*.pth", "--format", name)
+    assert unread.code == 2
+    for done, reason in ((alone, "replicas of one another"), (unread, "run_rank1.pth")):
+        if name == "junit":
+            assert int(ET.fromstring(done.out).attrib["errors"]) > 0
+        else:
+            assert reason in done.out
+            assert (name == "markdown") or done.out.startswith("::error ")
+
+
+@pytest.mark.parametrize("name", ["junit", "github", "markdown"])
+def test_hostile_files(run: Run, tmp_path: Path, name: str) -> None:
+    """Names in a checkpoint and names of files steer neither terminal nor runner, and end no element."""
+    evil = "x]]></failure>\x1b[31m\n::add-mask::y,%0A\r##[error]\u202e@team"
+    for rank in range(2):
+        save_pth(tmp_path / f"a,b::c%\x1b[2J\n::error::_rank{rank}.pth", {evil: np.full(2, rank, np.float32)})
+    done = run("compare", "a*.pth", "--format", name)
+    assert done.code == 1
+    assert all(c.isprintable() or c == "\n" for c in done.out)
+    assert "\n::add-mask" not in done.out
+    assert "\n::error::" not in done.out
+    if name == "junit":
+        root = ET.fromstring(done.out)
+        assert [case.attrib["name"] for case in root.iter("testcase")] == ["parameters"]
+        assert "x]]></failure>" in str(root.findtext("testsuite/testcase/failure"))
+    if name == "github":
+        (line,) = (line for line in done.out.splitlines() if line.startswith("::"))
+        assert line.startswith(r"::error file=a%2Cb%3A%3Ac%25\x1b[2J\n%3A%3Aerror%3A%3A_rank")
+        assert line.count("::", 2, line.index(",title=")) == 0
+
+
+def test_plain_locale(cli: Run, tmp_path: Path) -> None:
+    """Under LANG=C each format comes out whole, whatever characters the names have."""
+    for rank in range(2):
+        save(tmp_path / f"rank{rank}.pth", {"gewicht\u00e4\u4e2d": np.full(2, rank, np.float32)})
+    environment = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for name in ("junit", "github", "markdown"):
+        done = cli("compare", "rank0.pth", "rank1.pth", "--format", name, **environment)
+        assert (done.code, done.err) == (1, "")
+        assert "gewicht" in done.out
+        if name == "junit":
+            assert "gewicht\u00e4\u4e2d" in str(ET.fromstring(done.out).findtext("testsuite/testcase/failure"))
