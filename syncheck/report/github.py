@@ -100,7 +100,8 @@ def _findings(report: Report) -> list[Annotation]:
     shown: list[tuple[Group, Finding, str]] = []
     for pairs in alike.values():
         steps = sorted({_step(group) for group, _ in pairs})
-        before = f"Also at {len(steps) - 1} earlier steps, first at step {steps[0]}." if len(steps) > 1 else ""
+        many = f"{len(steps) - 1} earlier step{'s' * (len(steps) > 2)}"
+        before = f"Also at {many}, first at step {steps[0]}." if len(steps) > 1 else ""
         shown += [(group, finding, before) for group, finding in pairs if _step(group) == steps[-1]]
     shown.sort(key=lambda one: _SEVERITIES.index(one[1].severity))
     found: list[Annotation] = []

@@ -91,7 +91,7 @@ def _judged(case: ET.Element, group: Group, findings: Sequence[Finding], report:
     """Give a case its end. findings: those that it has to tell."""
     item = case.get("name")
     kinds = {kind: of for kind, of in group.kinds.items() if items.item_of(kind) == item}
-    mine = tuple(diff for diff in group.tensors if diff.kind in kinds)
+    mine = tuple(diff for diff in group.tensors if diff.kind in kinds or item == items.NOTHING)
     counts = sum(kinds.values(), Counts())
     failing = [finding for finding in findings if finding.fails]
     reason = _nothing(group, counts, mine, is_values=item == items.VALUES)

@@ -32,7 +32,7 @@ def hostile(name: str) -> Report:
     replicas = (Replica(name, 0, "torch-zip", 1, 8), Replica(name, 1, "torch-zip", 1, 8))
     bad = Group(
         name, name, 3, "out_of_sync", replicas, Counts(2, different=1, not_compared=1), (diff, missing), (finding,),
-        notes=(name,),
+        notes=(name,), kinds={"bn_mean": Counts(2, different=1, not_compared=1)},
     )  # fmt: skip
     point = DriftPoint(name, 3, 0.5, name)
     return Report(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth
+from checkpoints import changed, network, save_pth, save_safetensors
 from hostile_report import HOSTILE, hostile
 
 import syncheck
@@ -158,6 +158,31 @@ def test_options_that_leave_all_out(tmp_path: Path) -> None:
     assert [case for _, case in ends(root)] == ["tensors"]
 
 
+def test_checksums_that_do_not_tell(tmp_path: Path) -> None:
+    """Under --quick, tensors whose file stores no checksum are an error where nothing else was compared."""
+    for rank in range(2):
+        save_safetensors(tmp_path / f"rank{rank}.safetensors", network())
+    report = syncheck.compare(tmp_path, options=syncheck.Options(quick=True))
+    root = parse(junit.render(report))
+    agree(report, root)
+    assert set(ends(root).values()) == {"error"}
+    assert "the stored checksums do not tell of " in junit.render(report)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("allow", [(), ("SYN201",), ("SYN201", "SYN202")])
+@pytest.mark.parametrize("only", [(), ("params",), ("buffers",), ("optimizer",), ("rng",)])
+@pytest.mark.parametrize("folder", ["desync", "in_sync", "desync/bn_local_stats"])
+def test_ends_agree_with_the_exit_code(
+    folder: str, only: tuple[str, ...], allow: tuple[str, ...], quick: bool, tmp_path: Path
+) -> None:
+    """Whatever the options leave to compare, failures and errors stand for the exit code, and nothing is no pass."""
+    (tmp_path / "broken.pth").write_text("no checkpoint")
+    for paths in ([FIXTURES / folder], [FIXTURES / folder, tmp_path / "broken.pth"]):
+        report = syncheck.compare(*paths, options=syncheck.Options(only=only, allow=allow, quick=quick))
+        agree(report, parse(junit.render(report)))
+
+
 def test_allowed_findings_pass_and_are_told(tmp_path: Path) -> None:
     """An allowed finding fails no case, and its case says that it was allowed."""
     for rank in range(2):
@@ -177,8 +202,7 @@ def test_a_finding_on_no_tensor_fails_something() -> None:
     values = Finding("SYN106", "different-progress", "error", (0, 1), (), "e", "c", "f", values=("step",))
     step = ValueDiff("step", {0: 1, 1: 2}, counts=True)
     for findings, failed in (((finding,), 2), ((values,), 1), ((finding, values), 2)):
-        report = Report("out_of_sync", (replace(group, findings=findings, values=(step,), kinds={}),))
-        report = replace(report, groups=(replace(report.groups[0], kinds={"bn_mean": group.counts}),))
+        report = Report("out_of_sync", (replace(group, findings=findings, values=(step,)),))
         root = parse(junit.render(report))
         agree(report, root)
         assert int(root.attrib["failures"]) == failed
@@ -199,6 +223,7 @@ def test_names_cannot_break_the_document(name: str) -> None:
         assert all(c.isprintable() for value in element.attrib.values() for c in value)
     if len(name) < 100 and name.isprintable():
         assert name in root[0].attrib["name"]
+        assert f"\n  {name}" in str(root.findtext("testsuite/testcase/failure")).split("differing")[1]
 
 
 def test_the_document_stays_small(tmp_path: Path) -> None:
