@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import io
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from syncheck.errors import one_line
 from syncheck.kinds import BN_STATISTICS
+from syncheck.report.heat import modules, natural
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from matplotlib.axes import Axes
 
     from syncheck.records import Group, Report
+    from syncheck.report.curves import Curve
+    from syncheck.report.heat import Heat
 
 # Readable on white and on black, as the page may be either.
 _GREY = "#808080"
 # Okabe and Ito's palette, told apart by most colour-blind readers.
 _COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_AGREES = (0.5, 0.5, 0.5, 0.12)
 _MOST_TENSORS = 60
+# matplotlib overflows near the largest float64; the table beside the chart has the number.
+_LARGEST = 1e300
 
 
 def drift(report: Report) -> list[str]:
@@ -35,6 +47,56 @@ def drift(report: Report) -> list[str]:
     if any(len({p.step for p in report.drift if p.run == run}) > 1 for run in runs):
         drawn.append(_over_steps(report))
     return drawn
+
+
+def over_steps(lines: Mapping[str, Curve]) -> str:
+    """Return the gap of each finding over the steps of a run, with breaks where no number tells it."""
+    figure, axes = _figure(9, 3.2)
+    for i, (label, line) in enumerate(lines.items()):
+        gaps = [math.nan if gap is None else min(gap, _LARGEST) for _, gap in line]
+        axes.plot([step for step, _ in line], gaps, "o-", color=_COLORS[i % len(_COLORS)], label=_plain(label))
+    known = [min(gap, _LARGEST) for line in lines.values() for _, gap in line if gap]
+    if max(known, default=0) > 100 * min(known, default=0):
+        # Over hundreds of decades matplotlib overflows, and nobody could tell two of them apart.
+        least = max(10.0 ** math.floor(math.log10(min(known))), max(known) * 1e-30)
+        axes.set_yscale("symlog", linthresh=least)
+        axes.set_ylim(0, max(known) * 2)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel("largest gap", color=_GREY)
+    # A step has no fractions.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _svg(figure, axes, "optimizer step", "Findings over steps", "findings")
+
+
+def heatmap(found: Heat) -> str:
+    """Return tensors x ranks, coloured by the logarithm of the gap; a rank that agrees has no colour."""
+    known = [math.log10(cell) for row in found.cells for cell in row if 0 < cell < math.inf]
+    low = math.floor(min(known, default=-3))
+    high = max(math.ceil(max(known, default=-3)), low + 1)
+    # Without viridis' dark end, which is lost on a dark page.
+    colors = mpl.colormaps["viridis"].resampled(256)([i / 319 + 0.2 for i in range(256)])
+    palette = ListedColormap(colors).with_extremes(bad=_AGREES, over=_COLORS[0])
+    figure, axes = _figure(9, max(2.4, 1.6 + 0.2 * len(found.rows)))
+    cells = [[math.nan if not cell else min(math.log10(cell), high + 1) for cell in row] for row in found.cells]
+    # One pixel a cell in the file, whatever the size on the page.
+    drawn = axes.imshow(cells, cmap=palette, vmin=low, vmax=high, aspect="auto", interpolation="none")
+    axes.set_yticks(range(len(found.rows)), [_plain(_short(row)) for row in found.rows], fontsize=8)
+    every = math.ceil(len(found.columns) / 16)
+    axes.set_xticks(range(0, len(found.columns), every), found.columns[::every])
+    for i, (above, below) in enumerate(pairwise(modules(found.rows))):
+        if above != below:
+            axes.axhline(i + 0.5, color=_GREY, linewidth=0.8)
+    bar = figure.colorbar(drawn, ax=axes, fraction=0.03, pad=0.02)
+    bar.set_ticks(MaxNLocator(8, integer=True))
+    bar.formatter = FuncFormatter(lambda decade, _: f"$10^{{{decade:g}}}$")
+    bar.ax.tick_params(colors=_GREY)
+    bar.set_label("largest gap", color=_GREY)
+    bar.outline.set_edgecolor(_GREY)
+    keys = [Patch(color=_AGREES, label="agrees")]
+    if any(cell == math.inf for row in found.cells for cell in row):
+        keys.append(Patch(color=_COLORS[0], label="apart by no number"))
+    return _svg(figure, axes, "rank", "Gap by tensor and rank", "heatmap", keys)
 
 
 def _has_statistics(group: Group) -> bool:
@@ -50,14 +112,14 @@ def _gaps(group: Group) -> dict[str, float]:
 
 def _by_tensor(last: dict[str, Group]) -> str:
     gaps = {run: _gaps(group) for run, group in last.items()}
-    names = sorted({name for found in gaps.values() for name in found}, key=_natural)[:_MOST_TENSORS]
+    names = sorted({name for found in gaps.values() for name in found}, key=natural)[:_MOST_TENSORS]
     # Height follows the rows, so that every name can be read.
     figure, axes = _figure(9, 1.2 + 0.22 * len(names))
     for i, (run, found) in enumerate(gaps.items()):
         values = [found.get(name, 0.0) for name in names]
         label = f"{_plain(run)} (gaps not known)" if all(map(math.isnan, values)) else _plain(run)
         axes.plot(values, range(len(names)), "o", color=_COLORS[i % len(_COLORS)], label=label, alpha=0.85)
-    axes.set_yticks(range(len(names)), [_plain(name) for name in names], fontsize=8)
+    axes.set_yticks(range(len(names)), [_plain(_short(name)) for name in names], fontsize=8)
     axes.invert_yaxis()
     # Log for the drifts, linear around 0.0 so that a closed gap has its place.
     drawn = [value for found in gaps.values() for value in found.values() if value > 0]
@@ -80,13 +142,15 @@ def _over_steps(report: Report) -> str:
     return _svg(figure, axes, "optimizer step", "Drift over steps", "steps")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.replace(".", " . ").split()]
-
-
 def _plain(text: str) -> str:
     # A dollar sign starts a formula in matplotlib.
     return one_line(text).replace("$", r"\$")
+
+
+def _short(name: str) -> str:
+    """Keep a name's end, which tells neighbours apart; a name as wide as the page leaves no room to draw."""
+    name = one_line(name)
+    return name if len(name) <= 60 else f"...{name[-57:]}"
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -94,12 +158,22 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str) -> str:
+def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str, keys: Sequence[Patch] | None = None) -> str:
+    """Write a chart. keys: what the legend explains in place of the lines; they stand above the drawing."""
     axes.set_xlabel(xlabel, color=_GREY)
-    axes.set_title(title, color=_GREY)
+    axes.set_title(title, color=_GREY, loc="left")
     axes.tick_params(colors=_GREY)
-    axes.grid(color=_GREY, alpha=0.25)
-    axes.legend(labelcolor=_GREY, framealpha=0)
+    if keys is None:
+        axes.grid(color=_GREY, alpha=0.25)
+        axes.legend(labelcolor=_GREY, framealpha=0)
+    else:
+        place: dict[str, Any] = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1, 1),
+            "ncols": len(keys),
+            "borderaxespad": 0.2,
+        }
+        axes.legend(handles=keys, labelcolor=_GREY, framealpha=0, **place)
     for spine in axes.spines.values():
         spine.set_color(_GREY)
     axes.set_facecolor("none")
@@ -108,4 +182,5 @@ def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str) -> str:
     with mpl.rc_context(settings):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    # Not read out letter by letter; the table beside a chart has its facts.
+    return f'<svg role="img" aria-label="{title}" ' + text[text.index("<svg") + len("<svg ") :]

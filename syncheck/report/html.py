@@ -1,89 +1,73 @@
-"""A report as one HTML file that needs no network and no script.
+"""A report as one HTML file that needs no network, and a script only to sort and filter.
 
 Charts are drawn by matplotlib (extra `html`); without it the same page comes without them and says so.
 """
 
 from __future__ import annotations
 
-from html import escape
+import base64
+import hashlib
+from importlib import resources
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
 from syncheck.records import Counts
-from syncheck.report import words
+from syncheck.report import tensor_table, words
+from syncheck.report.curves import curves
+from syncheck.report.heat import heat
+from syncheck.report.markup import table, text
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.records import Finding, Group, Report
 
-# Rows of a group's table; the JSON document has them all.
-MOST_ROWS = 500
-
-_STYLE = """
-:root { color-scheme: light dark; --edge: #8886; --good: #1a7f37; --bad: #cf222e; --warn: #9a6700; --soft: #8881; }
-@media (prefers-color-scheme: dark) { :root { --good: #3fb950; --bad: #ff7b72; --warn: #d29922; } }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--edge); padding-bottom: .3rem; }
-code, td.name { font-family: ui-monospace, monospace; font-size: .92em; }
-h1, h2, h3, p, td.name { overflow-wrap: anywhere; } td { max-width: 30rem; overflow-wrap: break-word; }
-td.name { min-width: 10rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem .8rem; border-bottom: 1px solid var(--edge); vertical-align: top; }
-td.number, th.number { text-align: right; } .wide { overflow-x: auto; }
-.in_sync { color: var(--good); } .out_of_sync, .error { color: var(--bad); }
-.undecided, .warning { color: var(--warn); }
-.closure { font-size: 1.15rem; padding: .8rem 1rem; background: var(--soft); border-left: 4px solid var(--good); }
-.finding { padding: .3rem 1rem; margin: 1rem 0; background: var(--soft); border-left: 4px solid currentColor; }
-.finding p { color: CanvasText; } .note { opacity: .75; } figure { margin: 1rem 0; }
-svg { max-width: 100%; height: auto; }
-@media print { body { max-width: none; margin: 0; } .finding, tr { break-inside: avoid; } }
-"""
+# Runs with charts of their own, a third of a second and 50 kB each; those out of sync come first.
+_MOST_DRAWN = 10
 
 
 def render(report: Report, version: str) -> str:
     """Return the page. Everything that comes from a file is escaped."""
     runs = by_run(report.groups)
     body = [
-        f'<h1 class="{report.verdict}">{_text(words.verdict_line(report))}</h1>',
-        f"<p>{_text(words.counts_line(report))}</p>",
-        *(f'<p class="closure">{_text(closure.sentence)}</p>' for closure in report.closures),
+        f'<h1 class="{report.verdict}">{text(words.verdict_line(report))}</h1>',
+        f"<p>{text(words.counts_line(report))}</p>",
+        *(f'<p class="closure">{text(closure.sentence)}</p>' for closure in report.closures),
     ]
     if runs:
         body += ["<h2>Runs</h2>", _matrix([groups[-1] for groups in runs.values()]), *_charts(report)]
+    if (report.drift or report.verdict == "out_of_sync") and find_spec("matplotlib") is None:
+        body.append('<p class="note">No charts: matplotlib is not installed (pip install "syncheck[html]").</p>')
     # Of a run with a history, the last step has the findings; the drift chart and table tell of the others.
-    for group in (groups[-1] for groups in runs.values()):
-        body += _group(group)
+    drawn = set(_worth_drawing(runs))
+    for run, groups in runs.items():
+        body += _group(groups, charts=run in drawn, most_data=tensor_table.MOST_DATA // len(runs))
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
-        body += ["<h2>Not read</h2>", _table(("file", "why"), rows)]
+        body += ["<h2>Not read</h2>", table(("file", "why"), rows)]
     alone = [group.name for group in report.groups if group.verdict == "alone"]
     if alone:
-        body.append(f'<p class="note">One file each, nothing to compare with: {_text(", ".join(alone))}</p>')
-    body.append(f'<p class="note">syncheck {_text(version)}</p>')
-    title = _text(f"syncheck: {words.VERDICTS[report.verdict].lower()}")
+        body.append(f'<p class="note">One file each, nothing to compare with: {text(", ".join(alone))}</p>')
+    body.append(f'<p class="note">syncheck {text(version)}</p>')
+    title = text(f"syncheck: {words.VERDICTS[report.verdict].lower()}")
+    script = tensor_table.script()
+    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    # Nothing is loaded, and no script runs but the one that syncheck wrote, whatever a file's names hold.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + f"\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
-def _text(text: str) -> str:
-    return escape(one_line(text))
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """Draw a table of plain texts. numbers: columns aligned to the right; the first column is set as a name."""
-    classes = ["name" if i == 0 else "number" if column in numbers else "" for i, column in enumerate(columns)]
-    head = "".join(f'<th class="{"number" if c in numbers else ""}">{_text(c)}</th>' for c in columns)
-    lines = [
-        "<tr>" + "".join(f'<td class="{k}">{_text(cell)}</td>' for k, cell in zip(classes, row, strict=True)) + "</tr>"
-        for row in rows
-    ]
-    return f'<div class="wide"><table>\n<tr>{head}</tr>\n' + "\n".join(lines) + "\n</table></div>"
+def _worth_drawing(runs: Mapping[str, Sequence[Group]]) -> list[str]:
+    return sorted(runs, key=lambda run: runs[run][-1].verdict != "out_of_sync")[:_MOST_DRAWN]
 
 
 def _matrix(groups: Sequence[Group]) -> str:
@@ -97,7 +81,7 @@ def _matrix(groups: Sequence[Group]) -> str:
         )
         for group in groups
     ]
-    return _table(("run", "ranks", *kinds, "verdict"), rows, numbers=("ranks",))
+    return table(("run", "ranks", *kinds, "verdict"), rows, numbers=("ranks",))
 
 
 def _charts(report: Report) -> list[str]:
@@ -109,34 +93,66 @@ def _charts(report: Report) -> list[str]:
     ]
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
     parts = ["<h2>Drift of BatchNorm's running statistics</h2>"]
-    if find_spec("matplotlib") is None:
-        parts.append('<p class="note">No charts: matplotlib is not installed (pip install "syncheck[html]").</p>')
-    else:
+    if find_spec("matplotlib") is not None:
         from syncheck.report import charts
 
         parts += [f"<figure>{drawn}</figure>" for drawn in charts.drift(report)]
-    return [*parts, _table(columns, rows, numbers=("step", columns[2]))]
+    return [*parts, table(columns, rows, numbers=("step", columns[2]))]
 
 
-def _group(group: Group) -> list[str]:
-    parts = [
-        f"<h2>{_text(words.group_title(group))}: {_span(group)}</h2>",
-        f'<p class="note">{_text("; ".join(group.notes))}</p>',
-        _table(
+def _group(groups: Sequence[Group], *, charts: bool, most_data: int) -> list[str]:
+    """Draw the last step of a run, with the history of its findings."""
+    group = groups[-1]
+    return [
+        f"<h2>{text(words.group_title(group))}: {_span(group)}</h2>",
+        f'<p class="note">{text("; ".join(group.notes))}</p>',
+        table(
             ("file", "rank", "format", "tensors", "bytes"),
             [(r.path, str(r.rank), r.format, str(r.tensors), words.bytes_text(r.bytes)) for r in group.replicas],
             numbers=("rank", "tensors", "bytes"),
         ),
         *(_finding(finding) for finding in group.findings),
+        *_history(groups, charts=charts),
+        *(_heatmap(group) if charts else []),
+        *tensor_table.draw(group, most_data),
     ]
-    shown = words.listed(group)
-    if shown:
-        columns = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
-        rows = [(d.name, d.kind, words.clusters_text(d), *words.gap_cells(d)) for d in shown[:MOST_ROWS]]
-        parts.append(_table(columns, rows, numbers=columns[4:]))
-        if len(shown) > MOST_ROWS:
-            parts.append(f'<p class="note">... and {len(shown) - MOST_ROWS} more; the JSON report has all.</p>')
-    return parts
+
+
+def _history(groups: Sequence[Group], *, charts: bool) -> list[str]:
+    lines = curves(groups)
+    if not lines:
+        return []
+    parts = ["<h3>Largest gap of each finding's tensors over the steps</h3>"]
+    if charts and find_spec("matplotlib") is not None:
+        from syncheck.report.charts import over_steps
+
+        parts.append(f"<figure>{over_steps(lines)}</figure>")
+    steps = [step for step, _ in next(iter(lines.values()))]
+    rows = [
+        (str(step), *("-" if line[i][1] is None else f"{line[i][1]:.4g}" for line in lines.values()))
+        for i, step in enumerate(steps)
+    ]
+    drawn = table(("step", *lines), rows, numbers=tuple(lines))
+    return [*parts, f"<details><summary>The numbers</summary>\n{drawn}</details>"]
+
+
+def _heatmap(group: Group) -> list[str]:
+    found = heat(group)
+    if found is None or find_spec("matplotlib") is None:
+        return []
+    from syncheck.report.charts import heatmap
+
+    caption = (
+        "Largest gap of each tensor, on the ranks that are outside the majority; where there is no majority, on all "
+        "that do not agree. Where no number tells the gap (missing, of another shape, not finite on some ranks, "
+        "compared by digest), the cell says so by its colour."
+    )
+    if found.left_out:
+        caption += f" {found.left_out} rows with smaller gaps are left out."
+    return [
+        "<h3>Where the ranks differ</h3>",
+        f"<figure>{heatmap(found)}<figcaption>{text(caption)}</figcaption></figure>",
+    ]
 
 
 def _span(group: Group) -> str:
@@ -145,7 +161,7 @@ def _span(group: Group) -> str:
 
 def _finding(finding: Finding) -> str:
     return (
-        f'<div class="finding {finding.severity}"><h3>{_text(words.headline(finding))}</h3>'
-        f"<p><b>What</b> {_text(finding.evidence)}</p><p><b>Why</b> {_text(finding.cause)}</p>"
-        f"<p><b>Fix</b> {_text(finding.fix)}</p></div>"
+        f'<div class="finding {finding.severity}"><h3>{text(words.headline(finding))}</h3>'
+        f"<p><b>What</b> {text(finding.evidence)}</p><p><b>Why</b> {text(finding.cause)}</p>"
+        f"<p><b>Fix</b> {text(finding.fix)}</p></div>"
     )

@@ -91,12 +91,14 @@ class Page(HTMLParser):
 
 
 def test_page_needs_no_network_and_no_script(report: Report) -> None:
-    """The HTML page loads nothing, runs nothing, and shows verdict, findings, closure and both charts."""
+    """The HTML page loads nothing, its only script is our own, and without it all facts and charts are there."""
     drawn = html.render(report, "0")
     page = Page(drawn)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1
     assert not [value for name, value in page.attributes if name in ("src", "data") or name.startswith("on")]
-    assert page.tags.count("svg") == 2
+    # Two of the running statistics, one of the finding with a history, and a heatmap for each run that is out of sync.
+    assert page.tags.count("svg") == 2 + 1 + 2
     assert "SYN201" in drawn
     assert "SYN202" in drawn
     assert "SyncBatchNorm closed the gap" in drawn
@@ -153,7 +155,7 @@ def test_columns_without_a_number_are_not_drawn(report: Report) -> None:
 def test_page_escapes_names(hostile: Report) -> None:
     """A tensor named like a script is text on the page."""
     drawn = html.render(hostile, "0")
-    assert "script" not in Page(drawn).tags
+    assert Page(drawn).tags.count("script") == 1
     assert "&lt;script&gt;alert(1)" in drawn
 
 

@@ -1,0 +1,130 @@
+// Sorts, filters and turns the pages of the tables of tensors. Without it the page shows the worst rows of each.
+// Texts enter the page as text only (textContent), so no name in a checkpoint can become markup.
+"use strict";
+(() => {
+  const PAGE = 200; // rows drawn at once: 50,000 would make the page slow
+  const NAME = 0, KIND = 1;
+
+  const element = (tag, properties = {}, ...children) => {
+    const made = Object.assign(document.createElement(tag), properties);
+    made.append(...children);
+    return made;
+  };
+
+  // The part of the address after '#' keeps the view, so that a link shows what its sender saw.
+  // 'filter=bn1' holds for every table of the page, 'filter2=bn1' for the second.
+  const view = () => new URLSearchParams(location.hash.slice(1));
+  const recall = (key, n) => view().get(key + n) ?? view().get(key) ?? "";
+  const remember = (key, n, value) => {
+    if (recall(key, n) === value) return;
+    const next = view();
+    next.delete(key + n);
+    if ((next.get(key) ?? "") !== value) next.set(key + n, value);
+    try {
+      history.replaceState(null, "", "#" + next);
+    } catch {
+      // A page inside another may not change its address; the table works all the same.
+    }
+  };
+
+  const rowsOf = (table, data) => {
+    const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+    if (data === null) return rows;
+    const { texts, rows: more } = JSON.parse(data.textContent);
+    for (const [name, ...places] of more) rows.push([name, ...places.map((place) => texts[place])]);
+    return rows;
+  };
+
+  // By what is shown: '12 of 64' as 12, '1.5e-07' and '41.00%' as numbers, what has no number last. What is shown alike
+  // keeps the order worst first, or its reverse, so that one order is always the other backwards.
+  const collator = new Intl.Collator("en", { numeric: true }); // layers.2 before layers.10
+  const compare = (all, column, numeric, sign) => {
+    if (!numeric) return (a, b) => sign * (collator.compare(all[a][column], all[b][column]) || a - b);
+    const values = all.map((row) => parseFloat(row[column]));
+    return (a, b) => {
+      const [x, y] = [values[a], values[b]];
+      if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y) || a - b;
+      return sign * (x - y || b - a);
+    };
+  };
+
+  const start = (holder, n) => {
+    const table = holder.querySelector("table");
+    const heads = [...table.tHead.rows[0].cells];
+    const classes = heads.map((head) => head.className);
+    const titles = heads.map((head) => head.textContent);
+    const all = rowsOf(table, holder.querySelector('script[type="application/json"]'));
+    const names = all.map((row) => row[NAME].toLowerCase());
+    let page = 0, found = []; // places in `all`
+
+    const filter = element("input", { type: "search", placeholder: "words in the name", spellcheck: false });
+    const kind = element("select", {}, element("option", { value: "", textContent: "all" }));
+    for (const name of new Set(all.map((row) => row[KIND]))) kind.append(element("option", { value: name, textContent: name }));
+    const back = element("button", { type: "button", textContent: "Previous" });
+    const on = element("button", { type: "button", textContent: "Next" });
+    const status = element("span");
+    status.setAttribute("role", "status");
+    const labels = [element("label", {}, "Filter ", filter), element("label", {}, "Kind ", kind)];
+    const controls = element("div", { className: "controls" }, ...labels, back, on, status);
+
+    const draw = () => {
+      const pages = Math.max(1, Math.ceil(found.length / PAGE));
+      page = Math.min(Math.max(page, 0), pages - 1);
+      const shown = found.slice(page * PAGE, (page + 1) * PAGE);
+      table.tBodies[0].replaceChildren(
+        ...shown.map((place) =>
+          element("tr", {}, ...all[place].map((textContent, i) => element("td", { className: classes[i], textContent })))
+        )
+      );
+      status.textContent = `${found.length} of ${all.length} tensors` + (pages > 1 ? `, page ${page + 1} of ${pages}` : "");
+      back.disabled = page === 0;
+      on.disabled = page === pages - 1;
+      back.hidden = on.hidden = pages === 1;
+    };
+
+    const apply = () => {
+      const words = recall("filter", n).toLowerCase().split(/\s+/).filter(Boolean);
+      const only = recall("kind", n);
+      const sort = recall("sort", n);
+      const column = titles.indexOf(sort.replace(/^-/, ""));
+      filter.value = recall("filter", n);
+      kind.value = only;
+      const fits = (i) => (!only || all[i][KIND] === only) && words.every((word) => names[i].includes(word));
+      found = [...all.keys()].filter(fits);
+      if (column >= 0) {
+        // 'differing' is set as text, for it may say why nothing was compared, and is sorted as a number.
+        const numeric = column > KIND + 1;
+        found.sort(compare(all, column, numeric, sort.startsWith("-") ? -1 : 1));
+      }
+      heads.forEach((head, i) => {
+        const way = i !== column ? "none" : sort.startsWith("-") ? "descending" : "ascending";
+        head.setAttribute("aria-sort", way);
+      });
+      page = 0;
+      draw();
+    };
+
+    heads.forEach((head, i) => {
+      const button = element("button", { type: "button", textContent: titles[i] });
+      button.title = "sort; the third time, worst first again";
+      button.addEventListener("click", () => {
+        const [first, second] = i > KIND + 1 ? ["-" + titles[i], titles[i]] : [titles[i], "-" + titles[i]];
+        const sort = recall("sort", n);
+        remember("sort", n, sort === first ? second : sort === second ? "" : first);
+        apply();
+      });
+      head.replaceChildren(button);
+    });
+    filter.value = recall("filter", n);
+    filter.addEventListener("input", () => (remember("filter", n, filter.value), apply()));
+    kind.addEventListener("change", () => (remember("kind", n, kind.value), apply()));
+    back.addEventListener("click", () => (page--, draw()));
+    on.addEventListener("click", () => (page++, draw()));
+    addEventListener("hashchange", apply);
+    for (const note of holder.querySelectorAll(".unscripted")) note.remove();
+    holder.prepend(controls);
+    apply();
+  };
+
+  document.querySelectorAll("div.tensors").forEach((holder, i) => start(holder, i + 1));
+})();

@@ -1,0 +1,35 @@
+"""A page opened in a real browser, without a window."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def opened(page: Path, folder: Path, fragment: str = "") -> tuple[str, list[str]]:
+    """Open a page and let its script come to rest. Returns the document as it then stands, and the console's lines.
+
+    The page's policy forbids every request, and the browser writes one that was tried to the console. folder: where
+    the browser keeps its own files.
+    """
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        if "chromium" in os.environ.get("SYNCHECK_REQUIRE", "").split(","):
+            pytest.fail("SYNCHECK_REQUIRE names chromium, which is not installed here")
+        pytest.skip("chromium is not installed")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
+    options += ["--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom"]
+    command = [program, *options, page.as_uri() + fragment]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    assert "</html>" in done.stdout, done.stderr
+    return done.stdout, re.findall(r".*CONSOLE.*", done.stderr)

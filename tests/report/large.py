@@ -1,0 +1,37 @@
+"""Reports of many tensors."""
+
+from __future__ import annotations
+
+from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff
+
+
+def tensor(name: str, ranks: int = 8, **changes: object) -> TensorDiff:
+    """Return a tensor that differs on the last rank only."""
+    everyone = tuple(range(ranks))
+    fields = {
+        "status": "different", "replica_groups": (everyone,), "clusters": (everyone[:-1], everyone[-1:]),
+        "mismatched": 12, "numel": 262144, "max_abs": 0.25, "max_rel": 0.5, "max_ulp": 4096, "index": (1, 2),
+        "nonfinite": dict.fromkeys(everyone, 0), "extent": "scattered", "minority": everyone[-1:],
+    } | changes  # fmt: skip
+    return TensorDiff(name, "parameter", "float32", (512, 512), **fields)  # type: ignore[arg-type]
+
+
+def group(*tensors: TensorDiff, ranks: int = 8, step: int | None = None) -> Group:
+    """Return a group of these, with one finding for them all."""
+    counts = Counts(tensors=len(tensors), different=len(tensors))
+    replicas = tuple(Replica(f"run_rank{r}.pth", r, "torch-zip", len(tensors), 8) for r in range(ranks))
+    names = tuple(diff.name for diff in tensors)
+    finding = Finding("SYN212", "outside-the-wrapper", "error", (ranks - 1,), names, "what", "why", "fix")
+    return Group("run", "run", step, "out_of_sync", replicas, counts, tensors, (finding,), kinds={"parameter": counts})
+
+
+def names(count: int) -> list[str]:
+    """Return names as a deep network has them, 12 to a layer."""
+    parts = ("attn", "mlp", "norm")
+    return [f"encoder.layers.{i // 12}.{parts[i % 3]}.linear{i % 12}.weight" for i in range(count)]
+
+
+def report(count: int, ranks: int = 8) -> Report:
+    """Return a report of one group, gaps from small to large."""
+    tensors = [tensor(name, ranks, max_abs=1e-6 * (i + 1)) for i, name in enumerate(names(count))]
+    return Report("out_of_sync", (group(*tensors, ranks=ranks),))

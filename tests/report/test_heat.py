@@ -1,0 +1,98 @@
+"""The numbers of the heatmap and of the curves over steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from large import group, report, tensor
+
+from syncheck.report import charts
+from syncheck.report.curves import curves
+from syncheck.report.heat import MOST_COLUMNS, MOST_ROWS, heat, modules
+
+
+def test_a_gap_stands_on_the_ranks_that_have_it() -> None:
+    """The odd rank has the tensor's gap and the majority 0; without a majority every rank has it; shards have none."""
+    odd = tensor("layer.10.weight", 4)
+    tied = tensor("layer.2.weight", 4, clusters=((0, 1), (2, 3)), minority=(), max_abs=0.125)
+    shard = tensor("layer.3.weight", 4, status="not_compared", reason="sharded", max_abs=None, minority=())
+    found = heat(group(odd, tied, shard, ranks=4))
+    assert found is not None
+    assert found.rows == ("layer.2.weight", "layer.10.weight")
+    assert found.columns == ("0", "1", "2", "3")
+    assert found.cells == ((0.125,) * 4, (0.0, 0.0, 0.0, 0.25))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_abs": None, "mismatched": None, "reason": "digest"},
+        {"nonfinite": {0: 0, 1: 3}},
+        {"status": "not_compared", "reason": "missing", "max_abs": None},
+    ],
+)
+def test_what_has_no_number_is_not_called_equal(changes: dict[str, object]) -> None:
+    """A tensor apart by digest, by a NaN on one rank, or missing on one is drawn in a colour of its own."""
+    found = heat(group(tensor("a", 2, **changes), ranks=2))
+    assert found is not None
+    assert found.cells == ((0.0, math.inf),)
+    assert "apart by no number" in charts.heatmap(found)
+    (known,) = [heat(group(tensor("a", 2), ranks=2))]
+    assert known is not None
+    assert "apart by no number" not in charts.heatmap(known)
+
+
+def test_values_that_are_equal_are_no_heat() -> None:
+    """Where only the bits of equal values differ, there is no gap to draw."""
+    assert heat(group(tensor("a", 2, status="equal", max_abs=0.0), ranks=2)) is None
+
+
+@pytest.mark.parametrize(("tensors", "ranks"), [(61, 2), (700, 65), (50_000, 8), (300, 1024)])
+def test_heatmaps_are_bounded(tensors: int, ranks: int) -> None:
+    """Many tensors become modules or ranges of layers, many ranks become runs of ranks, and no tensor is lost."""
+    found = heat(report(tensors, ranks).groups[0])
+    assert found is not None
+    assert 6 <= len(found.rows) <= MOST_ROWS
+    assert len(found.columns) <= MOST_COLUMNS
+    assert sum(int(row.rpartition("(")[2].rstrip(")")) for row in found.rows) == tensors
+    assert max(max(row) for row in found.cells) == 1e-6 * tensors
+    assert all(row[-1] > 0 and not any(row[:-1]) for row in found.cells)
+    assert len(charts.heatmap(found)) < 100_000
+
+
+def test_rows_are_grouped_by_the_first_module_that_tells_them_apart() -> None:
+    """Below a prefix that all share, the next level groups; a tensor of the root is a group of its own."""
+    assert modules(["net.a.w", "net.a.b", "net.c.w"]) == ["net.a", "net.a", "net.c"]
+    assert modules(["a.0.w", "b.0.w", "scale"]) == ["a", "b", "scale"]
+    assert modules(["a.w", "a.b"]) == ["a", "a"]
+
+
+def test_names_without_modules_keep_the_largest_gaps() -> None:
+    """Of more flat names than rows, those with the largest gaps are drawn and the others counted."""
+    flat = [tensor(f"w{i}", 2, max_abs=float(i + 1)) for i in range(100)]
+    found = heat(group(*flat, ranks=2))
+    assert found is not None
+    assert (len(found.rows), found.left_out) == (MOST_ROWS, 100 - MOST_ROWS)
+    assert {row[1] for row in found.cells} == {float(i + 1) for i in range(40, 100)}
+
+
+@pytest.mark.parametrize("gaps", [(5e-324, 1.7e308), (0.1, 0.1), (1.0, 1.0)])
+def test_any_gap_can_be_drawn(gaps: tuple[float, float]) -> None:
+    """The smallest and the largest number of float64, and gaps that are all alike, have their place in both charts."""
+    steps = [group(tensor("a", 2, max_abs=gap), ranks=2, step=i) for i, gap in enumerate(gaps)]
+    found = heat(group(*[tensor(f"a{i}", 2, max_abs=gap) for i, gap in enumerate(gaps)], ranks=2))
+    assert found is not None
+    assert "<image" in charts.heatmap(found)
+    assert "SYN212 on rank 1" in charts.over_steps(curves(steps))
+
+
+def test_curves_tell_a_finding_at_every_step() -> None:
+    """The largest gap of its tensors: 0.0 where all agreed, a break where no number tells; one step is no curve."""
+    apart, others = tensor("a", 2, max_abs=0.5), tensor("b", 2, max_abs=9.0)
+    last = group(apart, tensor("c", 2, max_abs=0.25), ranks=2, step=400)
+    unknown = group(replace(apart, max_abs=None, mismatched=None, reason="digest"), ranks=2, step=300)
+    history = [group(ranks=2, step=100), group(others, ranks=2, step=200), unknown, last]
+    assert curves(history) == {"SYN212 on rank 1": ((100, 0.0), (200, 0.0), (300, None), (400, 0.5))}
+    assert curves([last]) == {}
