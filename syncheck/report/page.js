@@ -59,7 +59,9 @@
 
     const filter = element("input", { type: "search", placeholder: "words in the name", spellcheck: false });
     const kind = element("select", {}, element("option", { value: "", textContent: "all" }));
-    for (const name of new Set(all.map((row) => row[KIND]))) kind.append(element("option", { value: name, textContent: name }));
+    for (const value of new Set(all.map((row) => row[KIND]))) {
+      kind.append(element("option", { value, textContent: value }));
+    }
     const back = element("button", { type: "button", textContent: "Previous" });
     const on = element("button", { type: "button", textContent: "Next" });
     const status = element("span");
@@ -72,11 +74,13 @@
       page = Math.min(Math.max(page, 0), pages - 1);
       const shown = found.slice(page * PAGE, (page + 1) * PAGE);
       table.tBodies[0].replaceChildren(
-        ...shown.map((place) =>
-          element("tr", {}, ...all[place].map((textContent, i) => element("td", { className: classes[i], textContent })))
-        )
+        ...shown.map((place) => {
+          const cells = all[place].map((textContent, i) => element("td", { className: classes[i], textContent }));
+          return element("tr", {}, ...cells);
+        })
       );
-      status.textContent = `${found.length} of ${all.length} tensors` + (pages > 1 ? `, page ${page + 1} of ${pages}` : "");
+      const turned = pages > 1 ? `, page ${page + 1} of ${pages}` : "";
+      status.textContent = `${found.length} of ${all.length} tensors${turned}`;
       back.disabled = page === 0;
       on.disabled = page === pages - 1;
       back.hidden = on.hidden = pages === 1;
