@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TAGS_OF_THE_NETWORK = re.compile(r"<script|<link|src=|@import|url\((?!#)")
+TAGS_OF_THE_NETWORK = re.compile(r"<link|src=|@import|url\((?!#)")
 
 
 def demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
