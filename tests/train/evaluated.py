@@ -1,0 +1,41 @@
+"""Checkpoints that tests evaluate, and how they change them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from programs import ROOT
+from scenarios import load
+
+from train.rank_scores import score_run
+from train.replicas import find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from train.rank_scores import RunScores
+
+FIXTURES = ROOT / "fixtures"
+SYNCED = "ddp-syncbn_rank{}.pth"
+
+
+def copy_synced(folder: Path) -> Path:
+    """Copy the files of two ranks that trained with SyncBatchNorm into a folder of the test's own."""
+    return Path(shutil.copytree(FIXTURES / "in_sync" / "sync_bn", folder / "ckpts"))
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Load a checkpoint, change it, and save it in its place."""
+    content = load(path)
+    edit(content)
+    torch.save(content, path)
+
+
+def scores(*paths: Path) -> RunScores:
+    """Evaluate the one run under the paths."""
+    (found,), refused = find([str(path) for path in paths])
+    assert refused == []
+    return score_run(found, None)

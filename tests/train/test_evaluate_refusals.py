@@ -1,0 +1,142 @@
+"""`python -m train.evaluate` on what it cannot evaluate: one line each, exit code 2, and nothing in a file is run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from evaluated import FIXTURES, SYNCED, change, copy_synced
+from scenarios import NEEDS_FSDP, SMALL, load, run
+
+from train.errors import UserError
+from train.evaluate import main
+from train.replicas import find, load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncheck.testing import Rank
+    from train.launch import RankContext
+
+
+@pytest.fixture
+def synced(tmp_path: Path) -> Path:
+    """Two equal ranks' files, to be spoilt."""
+    return copy_synced(tmp_path)
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=2)
+def test_shards_are_refused(ctx: RankContext, syncheck_rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parts of an FSDP model are refused with the reason and what to do, whatever else is evaluated."""
+    run(ctx, replace(SMALL, method="fsdp", max_steps=1, out=syncheck_rank.shared))
+    assert main([str(syncheck_rank.shared), str(FIXTURES / "in_sync" / "sync_bn")]) == 2
+    out, err = capsys.readouterr()
+    assert "ddp-syncbn, step 12: accuracy is" in out
+    (line,) = err.splitlines()
+    assert "fsdp_rank0.pth: holds a part of each of 23 tensors, conv1.weight first" in line
+    assert line.endswith("a shard cannot be evaluated alone; train with --method ddp, zero or localsgd")
+
+
+def damage(name: str, folder: Path) -> list[str]:
+    """Make the files of two ranks unfit in one way; returns the arguments of the program."""
+    first, second = (folder / SYNCED.format(rank) for rank in range(2))
+
+    def both(edit: Callable[[dict[str, Any]], object]) -> None:
+        for path in (first, second):
+            change(path, edit)
+
+    if name == "alone":
+        second.unlink()
+    elif name == "no metadata":
+        both(lambda content: content.pop("syncheck"))
+    elif name == "another model":
+        both(lambda content: content["syncheck"]["config"].update(model="vgg"))
+    elif name == "huge":
+        both(lambda content: content["syncheck"]["config"].update(width=65536))
+    elif name == "width":
+        both(lambda content: content["syncheck"]["config"].update(width="4"))
+    elif name == "many channels":
+        both(lambda content: content["syncheck"]["config"].update(width=10**30))
+    elif name == "a list":
+        both(lambda content: content["syncheck"]["config"].update(model=["resnet8"]))
+    elif name == "one width only":
+        both(lambda content: content["syncheck"]["config"].update(model="tv_resnet18"))
+    elif name == "other data":
+        change(second, lambda content: content["syncheck"]["config"].update(data="cifar10"))
+    elif name == "a tensor more":
+        both(lambda content: content["model"].update({"fc.1.weight": torch.zeros(2)}))
+    elif name == "half precision":
+        both(lambda content: content["model"].update({"fc.bias": content["model"]["fc.bias"].half()}))
+    elif name == "no model":
+        both(lambda content: content.update(model={}, net=content["model"]))
+    elif name == "cut":
+        second.write_bytes(second.read_bytes()[:5000])
+    elif name == "no match":
+        return [str(folder / "*.bin")]
+    elif name == "data":
+        return [str(folder), "--data-dir", str(folder)]
+    elif name == "option":
+        return [str(folder), "--nope"]
+    return [str(folder)]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("alone", "rank 0 alone; the run had 2 ranks; name the files of the others too"),
+        ("no metadata", "does not say which model it is of; needs a file that train/run.py has saved"),
+        ("another model", "model 'vgg' is unknown; there are resnet8, "),
+        ("huge", "conv1.weight is float32 [4, 1, 3, 3], resnet8 has float32 [65536, 1, 3, 3]"),
+        ("width", "width '4'; needs 1 to 65536, or none for the model's own"),
+        ("many channels", "; needs 1 to 65536, or none for the model's own"),
+        ("a list", "is unknown; there are resnet8, "),
+        ("one width only", "ddp-syncbn_rank0.pth: --width 4: tv_resnet18 has a fixed width"),
+        ("other data", "data 'cifar10' is unknown"),
+        ("a tensor more", "fc.1.weight is float32 [2], resnet8 has no tensor of this name"),
+        ("half precision", "fc.bias is float16 [10], resnet8 has float32 [10]; needs a file as train/run.py saves it"),
+        ("no model", "conv1.weight is not there, resnet8 has float32 [4, 1, 3, 3]"),
+        ("no match", "*.bin"),
+        ("data", "--data-dir names the folder that holds it"),
+        ("option", "unrecognized arguments: --nope"),
+    ],
+)
+def test_what_cannot_be_evaluated(name: str, message: str, synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind of unfit file or option is one line with the reason and exit code 2, and no table."""
+    code = main(damage(name, synced))
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("evaluate.py: ")
+    assert message in line
+
+
+def test_a_broken_file_does_not_go_unsaid(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is cut short is named, its peer is told to be alone, and the exit code is 2."""
+    assert main(damage("cut", synced)) == 2
+    err = capsys.readouterr().err
+    assert SYNCED.format(1) in err
+    assert "rank 0 alone" in err
+
+
+def test_a_hostile_pickle_is_not_run(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that would make a folder when it is loaded is refused, and the folder is not there."""
+    trap = synced.parent / "trap"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return Path.mkdir, (trap,)  # type: ignore[return-value]
+
+    (found,), _ = find([str(synced)])
+    for rank in range(2):
+        content = load(synced / SYNCED.format(rank))
+        torch.save({**content, "extra": Trap()}, synced / SYNCED.format(rank))
+    assert main([str(synced)]) == 2
+    assert SYNCED.format(0) in capsys.readouterr().err
+    # Nor where syncheck has not looked at the file before.
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_weights(found.files[0])
+    assert not trap.exists()
