@@ -73,9 +73,9 @@ class Tree:
 
     parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
-    `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in `records.Metadata`; None
-    where no module says it. stubs: classes of which nothing was read. containers: all mappings of the tree. Raises
-    UsageError for what cannot be read.
+    `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
+    `records.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
+    mappings of the tree. Raises UsageError for what cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
