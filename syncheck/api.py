@@ -15,6 +15,7 @@ from syncheck.diagnose import RULES, diagnose
 from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.names import normalize
 from syncheck.records import Report, Unreadable
+from syncheck.stale import with_stale
 from syncheck.tolerance import tolerances
 from syncheck.values import holds_counted
 
@@ -186,7 +187,8 @@ def judge(found: Found, options: Options | None = None) -> Report:
     """
     options = options or Options()
     unreadable = list(found.unreadable)
-    groups = [_compare(replicas, options, unreadable) for replicas in found.groups]
+    compared = [_compare(replicas, options, unreadable) for replicas in found.groups]
+    groups = with_stale(compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
@@ -212,15 +214,19 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> R
     return judge(find(*paths, options=options), options)
 
 
-def _compare(replicas: Replicas, options: Options, unreadable: list[Unreadable]) -> Group:
-    """Compare a group; a file that breaks while it is read is taken out and the others are compared."""
+def _compare(replicas: Replicas, options: Options, unreadable: list[Unreadable]) -> tuple[Group, Replicas]:
+    """Compare a group; a file that breaks while it is read is taken out and the others are compared.
+
+    Returns also what was compared.
+    """
     while True:
         try:
             rank = reference.rank_of(options.reference, replicas)
             group = compare_group(replicas, options.selection(rank))
             if rank is None or group.verdict == "alone":
-                return group
-            return replace(group, notes=(*group.notes, f"differences are described against rank {rank}, the reference"))
+                return group, replicas
+            note = f"differences are described against rank {rank}, the reference"
+            return replace(group, notes=(*group.notes, note)), replicas
         except CheckpointError as error:
             # What breaks may be one file of a folder that is one checkpoint.
             left = tuple((rank, s) for rank, s in replicas.ranks if not f"{error.path}/".startswith(f"{s.path}/"))

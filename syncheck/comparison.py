@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncheck import evidence
 from syncheck.blocks import Files
 from syncheck.kinds import KINDS, kinds_of, selector
 from syncheck.names import normalize
@@ -83,6 +84,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         values=tuple(compare_values(snapshots, wanted, selector(frozenset(), (), selection.exclude))),
         kinds=counts,
         left_out=tally.left_out,
+        names=tally.names,
         normalized=_normalized(names, snapshots),
         stores_progress=any(map(stores_progress, snapshots.values())),
         notes=(
@@ -90,7 +92,16 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
             *(_quick_note() if selection.quick and len(snapshots) > 1 else ()),
         ),
         metadata=metadata,
+        hyperparameters=_hyperparameters(next(iter(snapshots.values()))),
     )
+
+
+def _hyperparameters(snapshot: Snapshot) -> dict[str, float]:
+    """Return what moves parameters besides gradients, of the first parameter group."""
+    found = {
+        name: snapshot.values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")
+    }
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 
 def _quick_note() -> tuple[str, ...]:
@@ -106,14 +117,18 @@ class _Tally:
     by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     diffs: list[TensorDiff] = field(default_factory=list)
     left_out: int = 0
+    names: dict[str, str] = field(default_factory=dict)
     laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     """By kind and layout of the parts: for each tensor the sets of ranks that were compared."""
 
-    def add(self, kind: str, diff: TensorDiff | None, division: Division | None = None, *, apart: bool = False) -> None:
+    def add(
+        self, name: str, kind: str, diff: TensorDiff | None, division: Division | None = None, *, apart: bool = False
+    ) -> None:
         """Count a tensor. apart: whether it is a part of an optimizer's state that only some ranks have."""
         self.by_kind[kind][diff.status if diff else "identical"] += 1
+        self.names[name] = kind
         if diff is not None:
             self.diffs.append(diff)
         sharded = diff is not None and diff.reason == "sharded"
@@ -148,7 +163,7 @@ def _compare_all(
                 tally.left_out += 1
                 continue
             if kind == "rng" and not selection.only:
-                tally.add(kind, not_asked_for(name, kind, tensors))
+                tally.add(name, kind, not_asked_for(name, kind, tensors))
                 continue
             # A rank that names the parameter among its own should hold its state: missing there, it is lost.
             parameter = name.rpartition(".")[0]
@@ -159,10 +174,11 @@ def _compare_all(
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
             if diff is not None and selection.reference is not None:
                 diff = described(diff, selection.reference, tensors, files, tolerance)
-            tally.add(kind, diff, division, apart=apart)
+            tally.add(name, kind, diff, division, apart=apart)
+        tally.diffs = list(evidence.gather(tally.diffs, found, files))
     for diff in lost_parts(parts, found):
         if wanted(diff.name, diff.kind):
-            tally.add(diff.kind, diff)
+            tally.add(diff.name, diff.kind, diff)
 
 
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
@@ -199,8 +215,8 @@ def _kinds(
 
 
 def _replica(rank: int, snapshot: Snapshot) -> Replica:
-    host = snapshot.metadata.host if snapshot.metadata is not None else None
-    return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host)
+    host, mesh = (None, {}) if snapshot.metadata is None else (snapshot.metadata.host, snapshot.metadata.mesh)
+    return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
 
 
 def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:

@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from syncheck.clues import Evidence, History, HistoryPoint, Trend
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.snapshots import Metadata
+
+__all__ = [
+    "PROGRESS", "Closure", "Counts", "DriftPoint", "Evidence", "Extent", "Finding", "Group", "History", "HistoryPoint",
+    "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff",
+    "Verdict", "ranks_text",
+]  # fmt: skip
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
@@ -34,6 +42,8 @@ class Replica:
     tensors: int
     bytes: int
     host: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Its place by dimension of the mesh of ranks, where the metadata tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,8 @@ class TensorDiff:
     extent: Extent | None = None
     minority: tuple[int, ...] = ()
     """Ranks outside the majority, or apart from the reference that was asked for; empty where there is neither."""
+    evidence: Evidence | None = None
+    """Of a tensor that differs; None where no second look was taken."""
 
     @property
     def out_of_sync(self) -> bool:
@@ -157,6 +169,8 @@ class Finding:
     values: tuple[str, ...] = ()
     """Names of the Python values it covers."""
     allowed: bool = False
+    history: History | None = None
+    """In the group of a run's last step, where several steps were compared."""
 
     @property
     def fails(self) -> bool:
@@ -193,6 +207,12 @@ class Group:
     """What was decided, normalized, guessed or left out."""
     metadata: Metadata | None = None
     """Of the first replica that has it."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The kind of every tensor that was asked for, those that are identical too, by name."""
+    hyperparameters: Mapping[str, float] = field(default_factory=dict)
+    """`lr`, `weight_decay` and `momentum` of the optimizer's first parameter group, of the first replica."""
+    stale: Mapping[int, int] = field(default_factory=dict)
+    """Ranks whose parameters and optimizer state, where they differ, are the others' of an earlier step: that step."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

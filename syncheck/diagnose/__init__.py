@@ -17,6 +17,7 @@ from syncheck.diagnose import (
     syn299_unexplained_difference,
 )
 from syncheck.diagnose.case import Case, Rule
+from syncheck.history import history_of
 from syncheck.records import Finding
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str]
                 fix=rule.FIX,
                 values=match.values,
                 allowed=rule.CODE in allow,
+                history=history_of(covered, series),
             )
         )
     return tuple(findings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from syncheck.records import ranks_text
+from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,6 +34,16 @@ class Case:
     def agrees(self, *kinds: str) -> bool:
         """Whether no tensor of these kinds is out of sync in the group, covered or not."""
         return not any(diff.out_of_sync and diff.kind in kinds for diff in self.group.tensors)
+
+    def agreeing(self, *kinds: str) -> frozenset[str]:
+        """Return the names of the tensors of these kinds that are not out of sync, those that were not compared too."""
+        apart = {diff.name for diff in self.group.tensors if diff.out_of_sync}
+        return frozenset(name for name, kind in self.group.names.items() if kind in kinds and name not in apart)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The parameters of which the optimizer holds state; empty where there is no optimizer, or one without."""
+        return frozenset(parameter_of(name) for name, kind in self.group.names.items() if kind == "optimizer")
 
     def compared(self, *kinds: str) -> int:
         """How many tensors of these kinds were compared."""
@@ -66,13 +77,9 @@ class Rule(Protocol):
         """Return what the rule covers, or None where it does not fit."""
 
 
-def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
-    """Return the ranks outside the majority of these tensors; where no majority stands, all that do not agree."""
-    diffs = list(tensors)
-    odd = {rank for diff in diffs for rank in diff.minority}
-    if not odd or len(odd) >= len(group.replicas):
-        odd = {rank for diff in diffs for found in diff.clusters for rank in found}
-    return tuple(sorted(odd)) or group.ranks
+def parameter_of(name: str) -> str:
+    """Return the parameter that an optimizer's tensor belongs to: optimizer.fc.weight.exp_avg gives fc.weight."""
+    return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
 def worst(tensors: Iterable[TensorDiff]) -> TensorDiff | None:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.case import Match, suspects
+from syncheck.diagnose.case import Match
 from syncheck.errors import brief
 from syncheck.records import PROGRESS
+from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -29,7 +29,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import evidence, statistics_alone
-from syncheck.diagnose.case import Match, suspects
+from syncheck.diagnose.case import Match
+from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

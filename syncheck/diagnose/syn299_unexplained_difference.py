@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, gap_text, names_text, suspects, worst
+from syncheck.diagnose.case import Match, agreement_text, gap_text, names_text, worst
+from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

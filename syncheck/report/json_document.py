@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
+from syncheck.records import Evidence
 
 if TYPE_CHECKING:
     from syncheck.records import Group, Report, TensorDiff, ValueDiff
@@ -51,6 +52,7 @@ def _group(group: Group) -> dict[str, Any]:
         "ties": [asdict(tie) for tie in group.ties],
         "values": [_value(diff) for diff in group.values],
         "findings": [asdict(finding) for finding in group.findings],
+        "stale": {str(rank): step for rank, step in group.stale.items()},
         "notes": list(group.notes),
     }
 
@@ -61,6 +63,8 @@ def _tensor(diff: TensorDiff) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Evidence):
+        return {name: _plain(getattr(value, name)) for name in value.__slots__}
     return {str(rank): count for rank, count in value.items()} if isinstance(value, dict) else value
 
 

@@ -1,0 +1,76 @@
+"""How the tensors of a finding stood at each step of a run: since when they differ, and whether the gap grows."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from syncheck.records import History, HistoryPoint
+from syncheck.suspects import suspects
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from syncheck.records import Group, TensorDiff, Trend
+
+# Ratios of a tensor's gap between the first and the last step: equal gaps keep theirs to float32's rounding over some
+# hundred steps, and gaps that feed themselves more than double.
+CONSTANT = 0.01
+GROWING = 1.5
+
+
+def history_of(names: Collection[str], groups: Sequence[Group]) -> History | None:
+    """Return how tensors stood over the steps of a run; None with fewer than two steps, or where none ever differed.
+
+    groups: of one run, in the order of their steps.
+    """
+    steps = [(group.step, _apart(names, group), group) for group in groups if group.step is not None]
+    if len(steps) < 2 or not any(apart for _, apart, _ in steps):
+        return None
+    points = tuple(HistoryPoint(step, len(apart), _largest(apart)) for step, apart, _ in steps)
+    first = next(i for i, (_, apart, _) in enumerate(steps) if apart)
+    since, apart, group = steps[first]
+    return History(
+        points=points,
+        since=since,
+        agreed=steps[first - 1][0] if first else None,
+        tensors=tuple(diff.name for diff in apart),
+        ranks=suspects(apart, group),
+        trend=trend_of([found for _, found, _ in steps[first:]]),
+    )
+
+
+def trend_of(steps: Sequence[Sequence[TensorDiff]]) -> Trend | None:
+    """Say what the gaps of tensors did over steps, by the median of each tensor's ratio of its last to its first gap.
+
+    steps: what differed at each. None where fewer than two steps have gaps of the same tensors.
+    """
+    if len(steps) < 2:
+        return None
+    ratios = gap_ratios(steps[0], steps[-1])
+    if not ratios:
+        return None
+    middle = median(ratios)
+    near = [ratio for ratio in ratios if abs(ratio - middle) <= CONSTANT * middle]
+    alike = 2 * len(near) > len(ratios)
+    if alike and abs(middle - 1) <= CONSTANT:
+        return "constant"
+    if alike and middle < 1:
+        return "shrinking"
+    return "growing" if middle >= GROWING else "varying"
+
+
+def gap_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff]) -> list[float]:
+    """Return the ratio of the later to the earlier gap of each tensor that has both."""
+    gaps = {diff.name: float(diff.max_abs) for diff in before if diff.max_abs}
+    return [float(diff.max_abs) / gaps[diff.name] for diff in after if diff.max_abs and diff.name in gaps]
+
+
+def _apart(names: Collection[str], group: Group) -> list[TensorDiff]:
+    return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
+
+
+def _largest(apart: Sequence[TensorDiff]) -> float | None:
+    if any(diff.max_abs is None for diff in apart):
+        return None
+    return max((float(diff.max_abs or 0) for diff in apart), default=0.0)
