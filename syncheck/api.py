@@ -13,6 +13,8 @@ from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
 from syncheck.diagnose import RULES, diagnose
 from syncheck.errors import CheckpointError, OptionError, UsageError
+from syncheck.free_running import with_free_running
+from syncheck.layout_groups import last_steps
 from syncheck.names import normalize
 from syncheck.records import Report, Unreadable
 from syncheck.stale import with_stale
@@ -180,15 +182,22 @@ def kinds_in(replicas: Replicas, options: Options | None = None) -> tuple[str, .
     return comparison.kinds_in(replicas, (options or Options()).selection()) + (("value",) if counted else ())
 
 
-def judge(found: Found, options: Options | None = None) -> Report:
+def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
     """Compare the replicas in each group, and diagnose what differs.
 
-    A file that breaks while it is read is listed as unreadable, and the verdict is then never "in sync".
+    histograms: gather them of what differs most at the last step of each run, for a page. A file that breaks while it
+    is read is listed as unreadable, and the verdict is then never "in sync".
     """
     options = options or Options()
     unreadable = list(found.unreadable)
-    compared = [_compare(replicas, options, unreadable) for replicas in found.groups]
-    groups = with_stale(compared, unreadable, options.jobs)
+    last = last_steps(found.groups) if histograms else ()
+    compared = [
+        _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
+        for replicas in found.groups
+    ]
+    groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
+    if not options.quick:  # which reads no tensor
+        groups = with_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
@@ -196,7 +205,7 @@ def judge(found: Found, options: Options | None = None) -> Report:
     return Report(
         verdict=_verdict(judged, unreadable),
         groups=judged,
-        unreadable=tuple(unreadable),
+        unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
         skipped=found.skipped,
         quick=options.quick,
         drift=series.drifts(runs),
@@ -204,17 +213,20 @@ def judge(found: Found, options: Options | None = None) -> Report:
     )
 
 
-def compare(*paths: str | os.PathLike[str], options: Options | None = None) -> Report:
+def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
 
-    paths: files, folders or globs. Returns the whole answer; `report.exit_code` is the command line's.
+    paths: files, folders or globs. histograms: gather them of what differs most at the last step of each run.
+    Returns the whole answer; `report.exit_code` is the command line's.
     Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
     be read do not raise: they are listed, and the verdict is then never "in sync".
     """
-    return judge(find(*paths, options=options), options)
+    return judge(find(*paths, options=options), options, histograms=histograms)
 
 
-def _compare(replicas: Replicas, options: Options, unreadable: list[Unreadable]) -> tuple[Group, Replicas]:
+def _compare(
+    replicas: Replicas, options: Options, unreadable: list[Unreadable], *, histograms: bool
+) -> tuple[Group, Replicas]:
     """Compare a group; a file that breaks while it is read is taken out and the others are compared.
 
     Returns also what was compared.
@@ -222,7 +234,7 @@ def _compare(replicas: Replicas, options: Options, unreadable: list[Unreadable])
     while True:
         try:
             rank = reference.rank_of(options.reference, replicas)
-            group = compare_group(replicas, options.selection(rank))
+            group = compare_group(replicas, replace(options.selection(rank), histograms=histograms))
             if rank is None or group.verdict == "alone":
                 return group, replicas
             note = f"differences are described against rank {rank}, the reference"
@@ -257,7 +269,9 @@ def _judge(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:
     """Add the findings and the verdict. What a series tells stands in the run's last step."""
     if group.verdict == "alone":
         return group
-    findings = diagnose(group, tuple(run) if run and run[-1] is group else (), allow)
+    # The final files may lie beside a history that has their step too.
+    is_last = bool(run) and run[-1].step == group.step
+    findings = diagnose(group, (*run[:-1], group) if is_last else (), allow)
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"

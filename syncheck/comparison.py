@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ from syncheck.names import normalize
 from syncheck.optimizer_parts import lost_parts, own_parameters
 from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
 from syncheck.reference import described
-from syncheck.replica_groups import coordinates, divide, mesh_ranks
+from syncheck.replica_groups import coordinates, divide, mesh_ranks, told_place
+from syncheck.tensor_parallel import replicated
 from syncheck.tensors import compare_tensor, not_asked_for
 from syncheck.ties import broken_ties
 from syncheck.tolerance import Tolerances
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 # Kinds of what ZeRO deals out to the ranks.
 _OPTIMIZER = ("optimizer", "optimizer_step")
-_DEALT_OUT = "each rank has its own part of the optimizer's state"
+# The folder of one machine's files: node0/rank_1.pth.
+_HOST = re.compile(r"(?:^|/)((?:node|host|machine)[-_]?\d+)(?=/)", re.IGNORECASE)
+_DEALT_OUT = "of which each rank has its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Selection:
     only: kinds, empty for all but random number states. include, exclude: globs of whole tensor names.
     buffers: globs of names that are buffers. tolerance: for floats. reference: the rank that differences are described
     against, in place of the majority. jobs: threads, None for what the machine has. quick: compare stored checksums
-    and read nothing.
+    and read nothing. histograms: of the tensors that differ most, for a page.
     """
 
     only: frozenset[str] = frozenset()
@@ -50,6 +54,7 @@ class Selection:
     reference: int | None = None
     jobs: int | None = None
     quick: bool = False
+    histograms: bool = False
 
 
 def compare(replicas: Replicas, selection: Selection) -> Group:
@@ -156,6 +161,7 @@ def _compare_all(
     """Compare every tensor that is asked for, by name, and count how each ended."""
     parts, ranks, places = own_parameters(snapshots), tuple(snapshots), coordinates(snapshots)
     standing = mesh_ranks(snapshots)
+    whole = replicated(found) if places else frozenset()
     with Files(jobs=selection.jobs) as files:
         for name, tensors in found.items():
             kind = kinds[name]
@@ -170,12 +176,16 @@ def _compare_all(
             lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
             apart = bool(parts) and kind in _OPTIMIZER and not lost
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = divide(tensors, ranks, places, standing)
+            division = divide(tensors, ranks, places, standing, replicated=name in whole)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
             if diff is not None and selection.reference is not None:
                 diff = described(diff, selection.reference, tensors, files, tolerance)
             tally.add(name, kind, diff, division, apart=apart)
         tally.diffs = list(evidence.gather(tally.diffs, found, files))
+        if selection.histograms:
+            from syncheck import histograms  # what nobody asked for is not imported
+
+            tally.diffs = list(histograms.gather(tally.diffs, found, files))
     for diff in lost_parts(parts, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
@@ -216,6 +226,8 @@ def _kinds(
 
 def _replica(rank: int, snapshot: Snapshot) -> Replica:
     host, mesh = (None, {}) if snapshot.metadata is None else (snapshot.metadata.host, snapshot.metadata.mesh)
+    mesh = mesh or told_place(snapshot)
+    host = host or next(iter(_HOST.findall(snapshot.path)[-1:]), None)
     return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
 
 

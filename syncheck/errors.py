@@ -21,10 +21,23 @@ import re
 import reprlib
 from dataclasses import dataclass
 
+_COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
+_HASHES = re.compile(r"##(?=\w*\[)")
+
 
 def one_line(text: str) -> str:
     r"""Escape what would break a line or steer a terminal: names in a file are not to be trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def logged(text: str) -> str:
+    r"""Escape what a CI system would obey in the lines of a log, coloured or not.
+
+    GitHub takes `::` for the start of a command wherever only blanks stand before it, and `##[` anywhere in a line;
+    Azure Pipelines takes `##vso[`, TeamCity `##teamcity[`.
+    https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
+    """
+    return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
 
 
 def brief(value: object, most: int = 60) -> str:

@@ -11,25 +11,27 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from syncheck.blocks import is_plain
 from syncheck.dtypes import DTYPES
-from syncheck.records import Evidence
+from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.blocks import Files
+    from syncheck.dtypes import DType
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
 
-# The running averages of the gradients in torch's optimizers, and in those that follow its names.
-FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 # Tensors of a kind whose norms, or single values, are taken; a cause that shows in these shows in all.
 MOST = 512
-ELEMENTS = 1 << 20
 # Bytes of tensors that differ nearly everywhere whose checksums are computed: a damaged file seldom looks like that,
 # a run that went apart always does. What differs in less than half of its elements is always looked at.
 CHECKED = 256 << 20
+# Sets of equal replicas of which every two are held against each other, bit by bit; of more, none.
+_PAIRED = 64
 _BLOCK = 1 << 16  # elements
+_ALL_BLOCKS = 1 << 20  # elements of all replicas' blocks together
 
 
 def gather(
@@ -43,12 +45,12 @@ def gather(
     if not apart:
         return tuple(diffs)
     fields: dict[str, dict[str, Any]] = {diff.name: {} for diff in apart}
-    for diff in _to_check(apart):
-        damaged = _damaged(diff, found[diff.name], files)
-        if damaged:
-            fields[diff.name]["damaged"] = damaged
+    for name, ranks in _damage(apart, found, files).items():
+        fields[name]["damaged"] = ranks
     for diff in [diff for diff in apart if diff.extent == "one" or diff.numel == 1][:MOST]:
         fields[diff.name] |= _single(diff, found[diff.name], files)
+    for diff in [diff for diff in apart if diff.extent == "contiguous"][:MOST]:
+        fields[diff.name] |= _start(diff, found[diff.name], files)
     for diff in _first_of_each(apart):
         fields[diff.name] |= _directions(diff, found[diff.name], files)
     return tuple(
@@ -66,34 +68,75 @@ def _first_of_each(apart: Iterable[TensorDiff]) -> list[TensorDiff]:
     return [diff for diffs in by_kind.values() for diff in diffs]
 
 
-def _to_check(apart: Sequence[TensorDiff]) -> list[TensorDiff]:
-    chosen, left = [], CHECKED
+def _damage(
+    apart: Sequence[TensorDiff], found: Mapping[str, Mapping[int, Tensor]], files: Files
+) -> dict[str, tuple[int, ...]]:
+    """Return the ranks whose records are not those that were saved, by tensor. A stored 0 proves nothing."""
+    damaged: dict[str, tuple[int, ...]] = {}
+    shared: dict[tuple[str, int], bool] = {}  # whether a record of several tensors is what was saved, by its place
+    left = CHECKED
     for diff in apart:
+        tensors = {rank: found[diff.name][rank] for ranks in diff.clusters for rank in ranks}
+        # torch.save stores checksums, and others do not: of most formats nothing is left here.
+        records = {rank: (tensor.path, tensor.record) for rank, tensor in tensors.items() if tensor.record}
         if 2 * (diff.mismatched or 0) >= diff.numel:
-            size = diff.numel * DTYPES[diff.dtype].size * sum(map(len, diff.clusters))
+            size = sum(record[2] for path, record in records.values() if (path, record[1]) not in shared)
             if size > left:
                 continue
             left -= size
-        chosen.append(diff)
-    return chosen
+        wrong = []
+        for rank, (path, record) in records.items():
+            sound = shared.get((path, record[1]))
+            if sound is None:
+                sound = _crc32(tensors[rank], record, files) == record[0]
+                if tensors[rank].crc32 is None:  # others lie in it too
+                    shared[path, record[1]] = sound
+            if not sound:
+                wrong.append(rank)
+        if wrong:
+            damaged[diff.name] = tuple(sorted(wrong))
+    return damaged
 
 
-def _damaged(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> tuple[int, ...]:
-    """Return the ranks whose bytes are not those that were saved. A stored 0 proves nothing."""
-    told = (rank for ranks in diff.clusters for rank in ranks)
-    return tuple(
-        sorted(rank for rank in told if tensors[rank].crc32 and _crc32(tensors[rank], files) != tensors[rank].crc32)
-    )
-
-
-def _crc32(tensor: Tensor, files: Files) -> int:
-    """Compute the CRC-32 of a tensor's record as it lies in the file, whatever its strides are."""
-    size = tensor.numel * DTYPES[tensor.dtype].size
-    raw = replace(tensor, dtype="uint8", shape=(size,), strides=(1,), lazy="", big_endian=False)
+def _crc32(tensor: Tensor, record: tuple[int, int, int], files: Files) -> int:
+    """Compute the CRC-32 of a tensor's record as it lies in the file, whatever of it the tensor shows."""
+    if tensor.crc32 is None or not is_plain(tensor):
+        _, offset, size = record
+        tensor = replace(
+            tensor, dtype="uint8", shape=(size,), strides=(1,), offset=offset, lazy="", big_endian=False, crc32=None
+        )
     crc = 0
-    for start in range(0, size, 4 * _BLOCK):
-        crc = zlib.crc32(files.read(raw, start, min(4 * _BLOCK, size - start), 0), crc)
+    for start in range(0, tensor.numel, _BLOCK):
+        crc = zlib.crc32(files.read(tensor, start, min(_BLOCK, tensor.numel - start), 0), crc)
     return crc
+
+
+def _sides(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tuple[int, ...], Tensor]:
+    """Return one tensor of each set of ranks that agree; none where several replica groups differ, each elsewhere."""
+    if diff.reason is not None:  # missing on some ranks: then not all of its sets were compared with each other
+        return {}
+    differing = _differing(diff)
+    return {ranks: tensors[ranks[0]] for ranks in differing[0]} if len(differing) == 1 else {}
+
+
+def _differing(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
+    """Return the sets of ranks that agree within each replica group that differs."""
+    groups = [set(group) for group in diff.replica_groups]
+    within = [[ranks for ranks in diff.clusters if ranks[0] in group] for group in groups]
+    return [sets for sets in within if len(sets) > 1]
+
+
+def _step(replicas: int) -> int:
+    """Return how many elements to read at a time of each of so many replicas."""
+    return max(1024, min(_BLOCK, _ALL_BLOCKS // replicas))
+
+
+def _place(diff: TensorDiff) -> int:
+    """Return where in C order the worst element stands."""
+    flat = 0
+    for at, size in zip(diff.index or (0,) * len(diff.shape), diff.shape, strict=True):
+        flat = flat * size + at
+    return flat
 
 
 def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
@@ -101,14 +144,16 @@ def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> di
     import numpy as np
 
     row = DTYPES[diff.dtype]
-    flat = 0
-    for at, size in zip(diff.index or (0,) * len(diff.shape), diff.shape, strict=True):
-        flat = flat * size + at
-    bits = {ranks: bytes(files.read(tensors[ranks[0]], flat, 1, 0)) for ranks in diff.clusters if ranks[0] in tensors}
-    numbers = {ranks: int.from_bytes(data, "little") for ranks, data in bits.items()}
-    flipped = max(((a ^ b).bit_count() for a, b in combinations(numbers.values(), 2)), default=None)
+    sides = _sides(diff, tensors)
+    bits = {ranks: bytes(files.read(tensor, _place(diff), 1, 0)) for ranks, tensor in sides.items()}
+    numbers = [int.from_bytes(data, "little") for data in bits.values()]
+    known: dict[str, Any] = {}
+    if 1 < len(numbers) <= _PAIRED:
+        flips = [a ^ b for a, b in combinations(numbers, 2)]
+        flipped = max(flip.bit_count() for flip in flips)
+        known = {"flipped_bits": flipped, "bit": flips[0].bit_length() - 1 if flipped == 1 else None}
     if row.family == "complex":
-        return {"flipped_bits": flipped}
+        return known
     values = {}
     for ranks, data in bits.items():
         value: Any = np.frombuffer(data, row.dtype())[0]
@@ -118,33 +163,38 @@ def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> di
         else:
             value = int(value)
         values.update(dict.fromkeys(ranks, value))
-    return {"values": dict(sorted(values.items())), "flipped_bits": flipped}
+    return known | {"values": dict(sorted(values.items()))}
+
+
+def _start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, int]:
+    """Find where a run of adjacent elements begins, of which the comparison told the length and one element."""
+    import numpy as np
+
+    row = DTYPES[diff.dtype]
+    sides = list(_sides(diff, tensors).values())
+    if not sides:
+        return {}
+    worst = _place(diff)
+    step = _step(len(sides))
+    for at in range(max(0, worst - (diff.mismatched or 1) + 1), worst, step):
+        count = min(step, worst - at)
+        raw = [np.frombuffer(bytes(files.read(t, at, count, 0)), np.uint8) for t in sides]
+        differs = np.zeros(count, bool)
+        for other in raw[1:]:  # neither NaNs of equal bits nor zeros of either sign differ
+            differs |= (raw[0] != other).reshape(count, -1).any(axis=1) & (
+                raw[0].view(row.dtype()) != other.view(row.dtype())
+            )
+        if differs.any():
+            return {"first": at + int(np.argmax(differs))}
+    return {"first": worst}
 
 
 def _directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
     """Compute norms, and how far the replicas point in one direction, of a majority's replica against each other."""
-    import numpy as np
-
-    from syncheck.float_gaps import widened
-
-    row = DTYPES[diff.dtype]
     norms: dict[int, float] = {}
     cosines = []
-    for group in diff.replica_groups:
-        sets = [ranks for ranks in diff.clusters if set(ranks) <= set(group)]
-        if len(sets) < 2:
-            continue
-        first, *others = (tensors[ranks[0]] for ranks in sets)
-        squares, products = [0.0] * len(sets), [0.0] * len(others)
-        for start in range(0, min(first.numel, ELEMENTS), _BLOCK):
-            count = min(_BLOCK, first.numel - start)
-            blocks = [bytes(files.read(t, start, count, 0)) for t in (first, *others)]
-            arrays = [widened(row, np.frombuffer(block, row.dtype())).astype(np.float64) for block in blocks]
-            finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
-            arrays = [array[finite] for array in arrays]
-            with np.errstate(over="ignore", invalid="ignore"):
-                squares = [total + float(a @ a) for total, a in zip(squares, arrays, strict=True)]
-                products = [total + float(arrays[0] @ a) for total, a in zip(products, arrays[1:], strict=True)]
+    for sets in _differing(diff):
+        squares, products = _sums(DTYPES[diff.dtype], [tensors[ranks[0]] for ranks in sets], files)
         for ranks, square in zip(sets, squares, strict=True):
             if math.isfinite(square):
                 norms.update(dict.fromkeys(ranks, math.sqrt(square)))
@@ -153,3 +203,26 @@ def _directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
             if scale and math.isfinite(product / scale):
                 cosines.append(max(-1.0, min(1.0, product / scale)))
     return {"norms": dict(sorted(norms.items())), "cosine": min(cosines, default=None)}
+
+
+def _sums(row: DType, tensors: Sequence[Tensor], files: Files) -> tuple[list[float], list[float]]:
+    """Sum the squares of each tensor, and its products with the first, over elements that are finite in all."""
+    import numpy as np
+
+    from syncheck.float_gaps import widened
+
+    squares, products = [0.0] * len(tensors), [0.0] * (len(tensors) - 1)
+    size = min(tensors[0].numel, MEASURED)
+    step = _step(len(tensors))
+    for start in range(0, size, step):
+        blocks = [files.read(t, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
+        arrays = [widened(row, np.frombuffer(block, row.dtype())).astype(np.float64) for block in blocks]
+        with np.errstate(over="ignore", invalid="ignore"):
+            own = [float(array @ array) for array in arrays]
+            if not all(map(math.isfinite, own)):
+                finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
+                arrays = [array[finite] for array in arrays]
+                own = [float(array @ array) for array in arrays]
+            squares = [total + square for total, square in zip(squares, own, strict=True)]
+            products = [total + float(arrays[0] @ a) for total, a in zip(products, arrays[1:], strict=True)]
+    return squares, products

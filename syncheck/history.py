@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from syncheck.records import Group, TensorDiff, Trend
 
+_COUNTERS = ("bn_count", "optimizer_step")
+
 # Ratios of a tensor's gap between the first and the last step: equal gaps keep theirs to float32's rounding over some
 # hundred steps, and gaps that feed themselves more than double.
 CONSTANT = 0.01
@@ -71,6 +73,8 @@ def _apart(names: Collection[str], group: Group) -> list[TensorDiff]:
 
 
 def _largest(apart: Sequence[TensorDiff]) -> float | None:
-    if any(diff.max_abs is None for diff in apart):
+    """Return the largest gap; of counters only where nothing else is apart, for they are no weights."""
+    told = [diff for diff in apart if diff.kind not in _COUNTERS] or list(apart)
+    if any(diff.max_abs is None for diff in told):
         return None
-    return max((float(diff.max_abs or 0) for diff in apart), default=0.0)
+    return max((float(diff.max_abs or 0) for diff in told), default=0.0)

@@ -104,3 +104,10 @@ def _common_folder(paths: Iterable[str]) -> str:
         return os.path.commonpath(folders)
     except ValueError:  # absolute and relative paths in one call
         return folders[0]
+
+
+def last_steps(groups: Sequence[Replicas]) -> tuple[Replicas, ...]:
+    """Return, of each run with two replicas or more, the group of its last step; of two of one step the first."""
+    several = [group for group in reversed(groups) if len(group.ranks) > 1]
+    several.sort(key=lambda group: -1 if group.step is None else group.step)
+    return tuple({group.run: group for group in several}.values())

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from syncheck.clues import Evidence, History, HistoryPoint, Trend
+from syncheck.clues import (
+    DECADES,
+    FIRST_MOMENTS,
+    MEASURED,
+    Evidence,
+    FreeRunning,
+    Histogram,
+    History,
+    HistoryPoint,
+    Trend,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +27,9 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata
 
 __all__ = [
-    "PROGRESS", "Closure", "Counts", "DriftPoint", "Evidence", "Extent", "Finding", "Group", "History", "HistoryPoint",
-    "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff",
-    "Verdict", "ranks_text",
+    "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
+    "Finding", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
+    "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "ranks_text",
 ]  # fmt: skip
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
@@ -42,8 +52,9 @@ class Replica:
     tensors: int
     bytes: int
     host: str | None = None
+    """The machine, where the metadata, or else a folder such as node0, tells it."""
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """Its place by dimension of the mesh of ranks, where the metadata tells it."""
+    """Its place by dimension of the mesh of ranks, where the metadata, or else its DTensors, tell it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,8 @@ class TensorDiff:
     """Ranks outside the majority, or apart from the reference that was asked for; empty where there is neither."""
     evidence: Evidence | None = None
     """Of a tensor that differs; None where no second look was taken."""
+    histogram: Histogram | None = None
+    """Of the floating-point tensors that differ most, where it was asked for."""
 
     @property
     def out_of_sync(self) -> bool:
@@ -213,6 +226,8 @@ class Group:
     """`lr`, `weight_decay` and `momentum` of the optimizer's first parameter group, of the first replica."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose parameters and optimizer state, where they differ, are the others' of an earlier step: that step."""
+    free_running: FreeRunning | None = None
+    """Of a run's last step whose running statistics differ: what its steps tell of their synchronization."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Which ranks ought to hold the same bytes of one tensor.
 
 A plain tensor: all ranks; where the metadata places them in a tensor, pipeline or expert parallel mesh, those that
-stand at one place of it. Within such a mesh a plain tensor may be replicated or a part, and nothing in a file tells.
+stand at one place of it. Within such a mesh a plain tensor may be replicated or a part, and nothing in a file tells;
+those whose name and shape say that tensor parallelism does not divide them are compared along that dimension too.
 A DTensor: the ranks of its mesh with the same coordinate on every dimension along which it is divided, whether into
 shards or into parts of a sum. So HSDP is compared along the replicate dimension, and FSDP's shards with nothing.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.records import ranks_text
+from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -71,26 +73,48 @@ def mesh_ranks(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
     return found
 
 
+def told_place(snapshot: Snapshot) -> dict[str, int]:
+    """Return where a rank stands by dimension of the mesh, by its DTensors; empty where these do not name one."""
+    shardings = (tensor.sharding for tensor in snapshot.tensors.values() if tensor.sharding is not None)
+    told = [found for found in shardings if found.names and len(found.names) == len(found.coordinate)]
+    most = max(told, key=lambda found: len(found.names), default=None)
+    return {} if most is None else dict(zip(most.names, most.coordinate, strict=True))
+
+
 def divide(
     tensors: Mapping[int, Tensor],
     ranks: tuple[int, ...],
     places: Coordinates,
     standing: Mapping[int, int] | None = None,
+    *,
+    replicated: bool = False,
 ) -> Division:
     """Sort the ranks that have a tensor into replica groups.
 
     ranks: all; places: of `coordinates`; standing: of `mesh_ranks`, for where the ranks are not those of the mesh.
+    replicated: whether its name says that every tensor-parallel rank has the whole; unequal shapes say otherwise.
     """
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
         return _by_mesh(parts, tuple(tensors), ranks, standing or {})
     if not places:
         return Division((tuple(tensors),), ranks)
-    sets = _classes({rank: places[rank] for rank in tensors})
     present = {places[rank] for rank in tensors}
-    dims = ", ".join(dict.fromkeys(name for place in places.values() for name, _ in place))
     expected = tuple(rank for rank in ranks if places[rank] in present)
+    if (replicated and len({t.shape for t in tensors.values()}) == 1) or all(map(_is_told_whole, tensors.values())):
+        places = {
+            rank: tuple(at for at in place if at[0].lower() not in TENSOR_PARALLEL) for rank, place in places.items()
+        }
+    sets = _classes({rank: places[rank] for rank in tensors})
+    dims = ", ".join(dict.fromkeys(name for place in places.values() for name, _ in place))
+    if not dims:
+        return Division(sets, expected)
     return Division(sets, expected, "model parallel", f"parts along {dims}")
+
+
+def _is_told_whole(tensor: Tensor) -> bool:
+    """Whether a DTensor says that it is replicated along the tensor-parallel dimension."""
+    return tensor.sharding is not None and bool({name.lower() for name in tensor.sharding.names} & TENSOR_PARALLEL)
 
 
 def is_whole(sharding: Sharding) -> bool:
@@ -99,10 +123,22 @@ def is_whole(sharding: Sharding) -> bool:
 
 
 def layout_text(sharding: Sharding) -> str:
-    """Say how a DTensor is laid out: 'shards, R S(0) over 2 x 2 ranks (mesh replicate, shard)'."""
-    what = "partial sums" if any(placement[0] == "P" for placement in sharding.placements) else "shards"
-    names = f" (mesh {', '.join(sharding.names)})" if sharding.names else ""
-    return f"{what}, {' '.join(sharding.placements)} over {' x '.join(map(str, sharding.mesh))} ranks{names}"
+    """Say how a DTensor is laid out: 'copied to 2 along replicate, divided in 2 along shard (dimension 0)'."""
+    names = sharding.names or ("",) * len(sharding.mesh)
+    return ", ".join(map(_placement_text, sharding.placements, sharding.mesh, names))
+
+
+def _placement_text(placement: str, size: int, name: str) -> str:
+    """placement: as torch prints it: R, S(0), _S(0, 2) in stripes, P(sum)."""
+    along = f" along {name}" if name else ""
+    if placement == "R":
+        return f"copied to {size}{along}"
+    what, _, within = placement.rstrip(")").partition("(")
+    if what == "P":
+        return f"{size} parts of a {within or 'sum'}{along}"
+    dimension, _, stripes = within.partition(",")
+    striped = f", in stripes of {stripes.strip()}" if stripes else ""
+    return f"divided in {size}{along} (dimension {dimension}{striped})"
 
 
 def _by_mesh(

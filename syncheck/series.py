@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from syncheck.records import Group, TensorDiff
 
+# Under which trainers record how long a run is and how often it saves.
+LENGTHS = ("epochs", "max_epochs", "num_epochs", "steps", "max_steps", "total_steps", "save_every")
+
 
 def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
     """Sort the groups of two or more replicas by run and step; of two of one step, the first stands."""
@@ -54,23 +57,45 @@ def drifts(runs: Mapping[str, Sequence[Group]]) -> tuple[DriftPoint, ...]:
 
 
 def closures(runs: Mapping[str, Sequence[Group]]) -> tuple[Closure, ...]:
-    """Pair the runs that differ in SyncBatchNorm only, by the last step of each."""
-    last = {run: groups[-1] for run, groups in runs.items()}
-    found = []
-    for plain in last.values():
-        for synced in last.values():
-            before, after = drift_of(plain), drift_of(synced)
-            if before is not None and after is not None and _differ_in_sync_bn(plain, synced):
-                found.append(Closure(before, after, _sentence(before, after)))
-    return tuple(found)
+    """Pair the runs that differ in SyncBatchNorm only, by the last step that both have; tell where there is none."""
+    return tuple(
+        closure
+        for plain in runs.values()
+        for synced in runs.values()
+        if _differ_in_sync_bn(plain[-1], synced[-1]) and (closure := _closure(plain, synced)) is not None
+    )
+
+
+def _closure(plain: Sequence[Group], synced: Sequence[Group]) -> Closure | None:
+    """Return what SyncBatchNorm did; None where the drift of one of them has no number."""
+    before, after = drift_of(plain[-1]), drift_of(synced[-1])
+    if before is None or after is None:
+        return None
+    if before.step == after.step:
+        return Closure(before, after, _sentence(before, after))
+    # Drift changes over a run: that of unlike steps tells nothing of SyncBatchNorm.
+    of_step = {group.step: point for group in synced if (point := drift_of(group)) is not None}
+    common = [(b, of_step[b.step]) for g in plain if (b := drift_of(g)) is not None and b.step in of_step]
+    lengths = f"{before.run} ends at {_at(before)}, {after.run} at {_at(after)}"
+    if not common:
+        text = f"{lengths}, and no step is there of both: save both at one step to see what SyncBatchNorm does."
+        return Closure(before, after, text)
+    return Closure(*common[-1], f"{_sentence(*common[-1])} That is {_at(common[-1][0])}, the last of both; {lengths}.")
+
+
+def _at(point: DriftPoint) -> str:
+    return "no known step" if point.step is None else f"step {point.step}"
 
 
 def _differ_in_sync_bn(plain: Group, synced: Group) -> bool:
-    """By the recorded configuration, or, where none is recorded, by the name `<run>-syncbn`."""
+    """By the recorded configuration, or, where none is recorded, by the name `<run>-syncbn`. Lengths may differ."""
     a = dict(plain.metadata.config) if plain.metadata is not None else {}
     b = dict(synced.metadata.config) if synced.metadata is not None else {}
     if not a and not b:
         return synced.run == f"{plain.run}-syncbn"
+    for name in LENGTHS:
+        a.pop(name, None)
+        b.pop(name, None)
     return a.pop("sync_bn", None) is False and b.pop("sync_bn", None) is True and a == b
 
 

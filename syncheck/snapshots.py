@@ -117,8 +117,8 @@ class Tensor:
     """The file as it was when the tensor's place was read; None for what lies in no file."""
     crc32: int | None = None
     """What torch.save stored for these bytes and no others; None where it stored none (its 0 proves nothing)."""
-    record: tuple[int, int] | None = None
-    """(CRC-32, first byte) of the record that these bytes, and perhaps others, lie in; None where none is stored."""
+    record: tuple[int, int, int] | None = None
+    """(CRC-32, first byte, bytes) of the record that these, and perhaps others, lie in; None where none is stored."""
     parts: tuple[Part, ...] = ()
     """Of a tensor that is stored in pieces: these cover it, without overlap; then its own place means nothing."""
     sharding: Sharding | None = None

@@ -26,11 +26,16 @@ MOST_STEPS = 50
 
 
 def with_stale(
-    compared: Sequence[tuple[Group, Replicas]], unreadable: list[Unreadable], jobs: int | None = None
+    compared: Sequence[tuple[Group, Replicas]],
+    unreadable: list[Unreadable],
+    jobs: int | None = None,
+    *,
+    quick: bool = False,
 ) -> list[Group]:
     """Add to each group which of its ranks are where the others were at an earlier step of the same run.
 
-    compared: groups with their files. A file that breaks while it is read is added to `unreadable`.
+    compared: groups with their files. quick: by stored checksums only. A file that breaks while it is read is added to
+    `unreadable`.
     """
     runs: dict[str, dict[int, Replicas]] = defaultdict(dict)
     for _, replicas in compared:
@@ -41,7 +46,7 @@ def with_stale(
         step = now.step
         earlier = [] if step is None else [(s, r) for s, r in sorted(runs[now.run].items()) if s < step]
         try:
-            stale = stale_ranks(group, now, earlier, jobs)
+            stale = stale_ranks(group, now, earlier, jobs, quick=quick)
         except CheckpointError as error:  # of this step or of an earlier one
             unreadable.append(Unreadable(error.path, error.reason))
             stale = {}
@@ -50,7 +55,12 @@ def with_stale(
 
 
 def stale_ranks(
-    group: Group, now: Replicas, earlier: Sequence[tuple[int, Replicas]], jobs: int | None = None
+    group: Group,
+    now: Replicas,
+    earlier: Sequence[tuple[int, Replicas]],
+    jobs: int | None = None,
+    *,
+    quick: bool = False,
 ) -> dict[int, int]:
     """Return the ranks whose differing parameters and optimizer state are, to the byte, another rank's of before.
 
@@ -71,7 +81,7 @@ def stale_ranks(
             for rank in sorted(odd - found.keys()):
                 # Of the others any will do that was right: at that step they agreed, or no one was behind them.
                 other = next((r for r in before if r != rank and (r not in odd or len(odd) == len(today))), None)
-                if other is not None and _is_at(rank, today[rank], before[other], apart, files):
+                if other is not None and _is_at(rank, today[rank], before[other], apart, None if quick else files):
                     found[rank] = step
     # Where all are, nobody is behind the others.
     return found if len(found) < len(today) else {}
@@ -89,7 +99,7 @@ def _is_at(
     today: Mapping[str, Tensor],
     before: Mapping[str, Tensor],
     apart: Sequence[TensorDiff],
-    files: Files,
+    files: Files | None,
 ) -> bool:
     """Whether all of a rank's tensors that differ from the others' are those of `before`: usually the first tells."""
     mine = [diff.name for diff in apart if any(rank in ranks for ranks in diff.clusters)]
@@ -98,9 +108,14 @@ def _is_at(
     )
 
 
-def _alike(mine: Tensor, theirs: Tensor, files: Files) -> bool:
+def _alike(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
+    """Whether two tensors are equal to the byte. files: None to go by stored checksums and digests only."""
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape) or mine.refused or theirs.refused:
         return False
     if mine.digest is not None and theirs.digest is not None:
         return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
+    if files is None:
+        from syncheck.quick import by_checksum  # what nobody asked for is not imported
+
+        return mine.digest is theirs.digest and by_checksum((mine, theirs)).clusters == ((0, 1),)
     return mine.digest is theirs.digest and len(clusters((mine, theirs), files)) == 1

@@ -45,7 +45,7 @@ def compare_tensor(
     """
     missing = tuple(rank for rank in division.expected if rank not in tensors)
     bare = _bare(name, kind, tensors)
-    diff = _unlike(bare, tensors) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
+    diff = _unlike(bare, tensors, division) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
     if not missing:
         return diff
     if sharded and (diff is None or diff.reason == "sharded"):
@@ -83,7 +83,7 @@ def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
 
 
-def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | None:
+def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
     """Say why replicas cannot be compared by value: of another kind, shape or dtype, or refused by the reader."""
     for t in tensors.values():  # as nearly always; a generator in all() takes twice as long
         if t.shape != bare.shape or t.dtype != bare.dtype or t.refused or t.sharding is not None:
@@ -104,6 +104,8 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | Non
     for what in ("shape", "dtype"):
         found = {rank: _known(tensor, what) for rank, tensor in tensors.items()}
         if None not in found.values() and len(set(found.values())) > 1:
+            if what == "shape" and division.kind == "model parallel" and _alike_within(found, division):
+                continue  # parts of plain tensors, too, may be of unequal sizes
             return _split(bare, what, found, tensors)
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     layouts = {rank: layout_text(sharding) for rank, sharding in parts.items()}
@@ -111,6 +113,11 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff | Non
         return _split(bare, "shape", layouts, tensors)
     refused = next(iter(refusals.values()))
     return replace(bare, reason="refused", detail=refused) if refused else None
+
+
+def _alike_within(found: Mapping[int, Any], division: Division) -> bool:
+    """Whether all ranks of each replica group have the same."""
+    return all(len({found[rank] for rank in ranks}) == 1 for ranks in division.sets)
 
 
 def _known(tensor: Tensor, what: str) -> Any:

@@ -13,7 +13,9 @@ from syncheck.records import Group, HistoryPoint, Replica, TensorDiff
 def apart(name: str, gap: float | None, **changes: Any) -> TensorDiff:
     """Return a tensor on which rank 2 of three is apart by this gap."""
     fields: dict[str, Any] = {"clusters": ((0, 1), (2,)), "minority": (2,), "mismatched": 4, "numel": 4}
-    return TensorDiff(name, "parameter", "float32", (4,), "different", max_abs=gap, **fields | changes)
+    return TensorDiff(
+        name, changes.pop("kind", "parameter"), "float32", (4,), "different", max_abs=gap, **fields | changes
+    )
 
 
 def at(step: int | None, *diffs: TensorDiff) -> Group:
@@ -84,3 +86,13 @@ def test_trend(factors: tuple[float, ...], trend: str) -> None:
     assert trend_of([after]) is None
     assert trend_of([[apart("x", 1.0)], after]) is None
     assert gap_ratios(before, after) == pytest.approx(factors)
+
+
+def test_counters_are_no_gaps_of_weights() -> None:
+    """Beside a weight that is 0.5 apart a counter that is 7 apart gives no gap; alone it does."""
+    counter = apart("steps", 7.0, kind="optimizer_step")
+    both = history_of({"a", "steps"}, [at(1), at(2, apart("a", 0.5), counter)])
+    alone = history_of({"steps"}, [at(1), at(2, counter)])
+    assert both is not None
+    assert alone is not None
+    assert (both.points[-1].max_abs, alone.points[-1].max_abs) == (0.5, 7.0)

@@ -194,12 +194,12 @@ class TestLayouts:
     def test_views_agree_only_at_one_place_of_equal_records(self, tensor: Tensor) -> None:
         """Equal records with the view at one place are equal; unequal ones, or another place, prove nothing."""
         assert tensor.record is not None
-        crc, start = tensor.record
+        crc, start, size = tensor.record
         view = replace(tensor, shape=(3,), strides=(1,), crc32=None)
         assert by_checksum([view, view]).clusters == ((0, 1),)
-        moved = replace(view, offset=view.offset + 100, record=(crc, start + 100))
+        moved = replace(view, offset=view.offset + 100, record=(crc, start + 100, size))
         assert by_checksum([view, moved]).clusters == ((0, 1),)
-        for other in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start))):
+        for other in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start, size))):
             told = by_checksum([view, other])
             assert (told.clusters, told.reason) == ((), "checksum")
             assert "not known without reading it" in told.detail
@@ -208,7 +208,7 @@ class TestLayouts:
     def test_overlapping_elements_prove_no_difference(self, tensor: Tensor) -> None:
         """A tensor that shows some elements twice and others never may be equal where the records differ."""
         overlapping = replace(tensor, shape=(2, 2), strides=(5, 0))
-        assert by_checksum([overlapping, replace(overlapping, crc32=1, record=(1, 0))]).clusters == ()
+        assert by_checksum([overlapping, replace(overlapping, crc32=1, record=(1, 0, 48))]).clusters == ()
 
 
 def test_what_torch_saves(tmp_path: Path) -> None:

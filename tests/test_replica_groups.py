@@ -46,11 +46,11 @@ def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
     (group,) = report.groups
     assert (report.exit_code, group.counts.identical, codes(group)) == (0, 1, ["SYN104"])
     assert group.findings[0].evidence == (
-        "1 DTensor (shards, R S(0) over 2 x 2 ranks) compared within ranks 0, 2 and ranks 1, 3"
+        "1 DTensor, copied to 2, divided in 2 (dimension 0): compared within ranks 0, 2 and ranks 1, 3"
     )
     found = json.loads(json_document.render(report, "0"))
     jsonschema.validate(found, json.loads((Path(syncheck.__file__).parent / "report" / "schema.json").read_text()))
-    layout = {"kind": "DTensor", "layout": "shards, R S(0) over 2 x 2 ranks", "tensors": 1, "compared": 1}
+    layout = {"kind": "DTensor", "layout": "copied to 2, divided in 2 (dimension 0)", "tensors": 1, "compared": 1}
     assert found["groups"][0]["shards"] == [layout | {"replica_groups": [[0, 2], [1, 3]]}]
 
 
@@ -62,7 +62,7 @@ def test_ranks_that_lay_a_tensor_out_in_unlike_ways(tmp_path: Path) -> None:
     (diff,) = report.groups[0].tensors
     assert (report.exit_code, codes(report.groups[0])[0], diff.reason) == (1, "SYN102", "shape")
     assert diff.detail == (
-        "shards, R S(0) over 2 x 2 ranks on ranks 0, 1, shards, S(0) R over 2 x 2 ranks on ranks 2, 3"
+        "copied to 2, divided in 2 (dimension 0) on ranks 0, 1, divided in 2 (dimension 0), copied to 2 on ranks 2, 3"
     )
 
 
@@ -125,7 +125,7 @@ def test_pure_shards_are_nothing_to_compare(tmp_path: Path) -> None:
     (group,) = report.groups
     assert (report.exit_code, group.tensors[0].reason) == (2, "sharded")
     assert "no tensor compared: every rank holds its own shards" in group.notes
-    assert group.tensors[0].detail == "shards, S(0) over 2 ranks: no two of these ranks hold the same part"
+    assert group.tensors[0].detail == "divided in 2 (dimension 0): no two of these ranks hold the same part"
     save_ranks(tmp_path / "both", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,), mean=BN)
     report = syncheck.compare(tmp_path / "both")
     assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (0, 1, 1)
@@ -151,9 +151,7 @@ def test_parts_of_a_sum_are_not_compared(tmp_path: Path) -> None:
     save_ranks(tmp_path / "sum", {0: ROWS, 1: 2 * ROWS}, ["P(sum)"], (2,))
     report = syncheck.compare(tmp_path / "sum")
     assert report.exit_code == 2
-    assert report.groups[0].tensors[0].detail == (
-        "partial sums, P(sum) over 2 ranks: no two of these ranks hold the same part"
-    )
+    assert report.groups[0].tensors[0].detail == ("2 parts of a sum: no two of these ranks hold the same part")
     parts = {0: ROWS, 1: 2 * ROWS, 2: ROWS, 3: off(2 * ROWS, (1, 1))}
     save_ranks(tmp_path / "both", parts, ["R", "P(sum)"], (2, 2))
     (diff,) = syncheck.compare(tmp_path / "both").groups[0].tensors

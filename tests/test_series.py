@@ -13,8 +13,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def save(folder: Path, run: str, rank: int, mean: torch.Tensor, *, epoch: int | None = None, step: float = 5.0) -> None:
-    """Write a rank file with one BatchNorm, one parameter, AdamW's counter, and an epoch where one is given."""
+def save(
+    folder: Path,
+    run: str,
+    rank: int,
+    mean: torch.Tensor,
+    *,
+    epoch: int | None = None,
+    step: float = 5.0,
+    batches: int | None = None,
+) -> None:
+    """Write a rank file with one BatchNorm, one parameter, AdamW's counter, and an epoch and batches where given."""
     state = {
         "bn.weight": torch.ones(2),
         "bn.running_mean": mean,
@@ -22,6 +31,8 @@ def save(folder: Path, run: str, rank: int, mean: torch.Tensor, *, epoch: int | 
         "fc.weight": torch.full((3,), step),
         "optimizer.fc.weight.step": torch.tensor(step),
     }
+    if batches is not None:
+        state["bn.num_batches_tracked"] = torch.tensor(batches)
     torch.save(state | ({} if epoch is None else {"epoch": epoch}), folder / f"{run}_rank{rank}.pth")
 
 
@@ -46,12 +57,62 @@ def test_the_same_runs_without_the_fault_are_a_pair(tmp_path: Path) -> None:
     assert (closure.plain.max_abs, closure.synced.max_abs) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(("epoch", "code"), [(3, "SYN299"), (None, "SYN106")])
-def test_optimizer_counters_say_progress_only_where_nothing_else_does(
-    tmp_path: Path, epoch: int | None, code: str
-) -> None:
-    """An equal epoch in the files shows that they are of one moment, whatever the optimizer counted."""
+def save_step(folder: Path, run: str, step: int, gap: float, *, sync_bn: bool, **config: object) -> None:
+    """Write two ranks' files of one step, whose running mean is `gap` apart, with metadata."""
+    (folder / f"step_{step}").mkdir(parents=True, exist_ok=True)
     for rank in range(2):
-        save(tmp_path, "ddp", rank, torch.zeros(2), epoch=epoch, step=5.0 + rank)
+        block = syncheck.metadata(
+            run=run, run_id=run, rank=rank, world_size=2, step=step, config={"sync_bn": sync_bn, **config}
+        )
+        state = {"bn.weight": torch.ones(2), "bn.running_mean": torch.full((2,), gap * rank)}
+        state["bn.running_var"] = torch.ones(2)
+        torch.save({"model": state, "syncheck": block}, folder / f"step_{step}" / f"{run}_rank{rank}.pth")
+
+
+def test_runs_of_other_lengths_are_compared_at_their_last_common_step(tmp_path: Path) -> None:
+    """A run that ended earlier, and was told to, is compared where both were saved, and the sentence says so."""
+    for step, gap in ((2, 0.25), (4, 0.5), (6, 4.0)):
+        save_step(tmp_path, "plain", step, gap, sync_bn=False, max_steps=6)
+    for step in (2, 4):
+        save_step(tmp_path, "synced", step, 0.0, sync_bn=True, max_steps=4)
+    (closure,) = syncheck.compare(tmp_path).closures
+    assert (closure.plain.step, closure.plain.max_abs, closure.synced.step, closure.synced.max_abs) == (4, 0.5, 4, 0.0)
+    assert closure.sentence == (
+        "SyncBatchNorm closed the gap: the largest drift of any running statistic was 0.5 in plain (bn.running_mean) "
+        "and is 0.0 in synced. That is step 4, the last of both; plain ends at step 6, synced at step 4."
+    )
+
+
+def test_runs_without_a_common_step_are_told(tmp_path: Path) -> None:
+    """Where no step was saved of both, no gap is said to be closed, and the reason is given."""
+    save_step(tmp_path, "plain", 6, 4.0, sync_bn=False, max_steps=6)
+    save_step(tmp_path, "synced", 4, 0.0, sync_bn=True, max_steps=4)
+    (closure,) = syncheck.compare(tmp_path).closures
+    assert closure.sentence == (
+        "plain ends at step 6, synced at step 4, and no step is there of both: save both at one step to see what "
+        "SyncBatchNorm does."
+    )
+
+
+def test_each_pair_is_told_and_others_are_none(tmp_path: Path) -> None:
+    """Two seeds with and without SyncBatchNorm are two pairs; runs that differ in the seed too are none."""
+    for seed in (0, 1):
+        for sync_bn in (False, True):
+            gap = 0.0 if sync_bn else 1.0 + seed
+            save_step(tmp_path, f"seed{seed}{'-sync' * sync_bn}", 3, gap, sync_bn=sync_bn, seed=seed)
+    pairs = {(closure.plain.run, closure.synced.run) for closure in syncheck.compare(tmp_path).closures}
+    assert pairs == {("seed0", "seed0-sync"), ("seed1", "seed1-sync")}
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batches", "code"), [(3, None, "SYN214"), (3, 5, "SYN214"), (None, None, "SYN214"), (None, 5, "SYN106")]
+)
+def test_optimizer_counters_say_progress_only_where_nothing_else_does(
+    tmp_path: Path, epoch: int | None, batches: int | None, code: str
+) -> None:
+    """A counter that lags by one is a skipped step; only with BatchNorm's, and no epoch, is it another moment."""
+    for rank in range(2):
+        counted = None if batches is None else batches + rank
+        save(tmp_path, "ddp", rank, torch.zeros(2), epoch=epoch, step=5.0 + rank, batches=counted)
     (group,) = syncheck.compare(tmp_path).groups
     assert [finding.code for finding in group.findings] == [code]

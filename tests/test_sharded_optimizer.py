@@ -40,7 +40,7 @@ def test_parts_are_not_missing(tmp_path: Path) -> None:
     (finding,) = group.findings
     assert (report.verdict, finding.code, finding.fails) == ("in_sync", "SYN104", False)
     assert finding.evidence == (
-        "2 tensors of the optimizer (each rank has its own part of the optimizer's state) not compared"
+        "2 tensors of the optimizer, of which each rank has its own: not compared, no two ranks hold the same part"
     )
     assert {diff.name: (diff.reason, diff.detail) for diff in group.tensors} == {
         "optimizer.fc.weight.exp_avg": (

@@ -31,7 +31,8 @@ class Snapshot:
     """What one rank knows after a step.
 
     model: its tensors without any wrapper's prefix. optimizer: the optimizer's own state dict. block: the
-    metadata that syncheck.metadata() made of the run. scaler: state of the loss scale, where there is one.
+    metadata that syncheck.metadata() made of the run. scaler: state of the loss scale, where there is one. ema: the
+    parameters' averages, where they are kept.
     """
 
     model: dict[str, Tensor]
@@ -40,6 +41,7 @@ class Snapshot:
     epoch: int
     step: int
     block: dict[str, Any]
+    ema: dict[str, Tensor] | None = None
 
 
 def encode_pth(snapshot: Snapshot) -> bytes:
@@ -47,6 +49,7 @@ def encode_pth(snapshot: Snapshot) -> bytes:
     buffer = io.BytesIO()
     content = {
         "model": {name: _copy(tensor) for name, tensor in snapshot.model.items()},
+        **({} if snapshot.ema is None else {"ema": {n: _copy(tensor) for n, tensor in snapshot.ema.items()}}),
         "optimizer": {
             "state": {
                 index: {key: _copy(value) for key, value in states.items()}
@@ -66,6 +69,7 @@ def encode_pth(snapshot: Snapshot) -> bytes:
 def encode_safetensors(snapshot: Snapshot) -> bytes:
     """Serialize flat: the model's tensors by name, the optimizer's as `optimizer.<parameter>.<state>`.
 
+    Averages are `ema.<parameter>`.
     The format keeps tensors and strings only, so the optimizer's param_groups and the loss scale stay out.
     Raises UserError where the library is missing.
     """
@@ -73,7 +77,7 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
         from safetensors.torch import save
     except ImportError as error:
         raise UserError("--save-format safetensors: not installed; pip install -e '.[train]'") from error
-    tensors = dict(snapshot.model)
+    tensors = snapshot.model | {f"ema.{name}": tensor for name, tensor in (snapshot.ema or {}).items()}
     names = snapshot.block["optimizer_parameters"]  # in the order of the state dict's integer ids
     for index, states in snapshot.optimizer["state"].items():
         for key, value in states.items():

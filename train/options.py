@@ -115,6 +115,9 @@ def _add_modifiers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--find-unused", action="store_true", help="let DDP look for parameters that a step does not use"
     )
+    group.add_argument(
+        "--ema", type=float, metavar="DECAY", help="also keep and save the moving average of the weights, like 0.999"
+    )
 
 
 def _add_faults(group: argparse._ArgumentGroup) -> None:
@@ -195,6 +198,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         accumulate=args.accumulate,
         grad_clip=args.grad_clip,
         find_unused=args.find_unused,
+        ema=args.ema,
         fault=args.fault,
         fault_step=args.fault_step,
         model=args.model,

@@ -49,11 +49,11 @@ class Saver:
         if not s.save_per_rank:
             return
         if s.save_every is not None and step % s.save_every == 0:
-            self._save([step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks], step)
-        if step == self.plan.steps:
-            self._save([final_path(s.out, s.run, rank, s.save_format) for rank in ranks], step)
+            self._save([step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks], step, final=False)
+        if step in (self.plan.steps, self.trainer.fault.early):
+            self._save([final_path(s.out, s.run, rank, s.save_format) for rank in ranks], step, final=True)
 
-    def _save(self, paths: list[Path], step: int) -> None:
+    def _save(self, paths: list[Path], step: int, *, final: bool) -> None:
         """Write this process's replicas to their `paths`; all ranks hear whether all of them could."""
         epoch = step // self.plan.steps_per_epoch  # epochs done
         config = self.settings.config(self.replicas)
@@ -82,6 +82,15 @@ class Saver:
                     **method.facts,
                 )
                 state = scaler.state_dict() if scaler.is_enabled() else None
-                snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block)
-                write_atomic(paths[index], FORMATS[self.settings.save_format](snapshot))
-        self.saved += paths
+                ema = None if self.trainer.average is None else self.trainer.average.parameters
+                snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block, ema)
+                self._write(paths[index], snapshot, final=final)
+        self.saved += [path for path in paths if path not in self.saved]
+
+    def _write(self, path: Path, snapshot: Snapshot, *, final: bool) -> None:
+        """Write one file, or what a planted fault makes of it."""
+        fault = self.trainer.fault
+        written = fault.saving(snapshot, final=final)
+        if written is not None:
+            write_atomic(path, FORMATS[self.settings.save_format](written))
+            fault.saved(path, final=final)

@@ -18,7 +18,8 @@ class Settings:
     """All that decides a run; the defaults are those of the command line.
 
     batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
-    micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient.
+    micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
+    decay of the weights' average, or None for no average.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
     average_every: steps between two averages of localsgd; None for its default. width: channels of the
     model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
@@ -36,6 +37,7 @@ class Settings:
     accumulate: int = 1
     grad_clip: float | None = None
     find_unused: bool = False
+    ema: float | None = None
     fault: str | None = None
     fault_step: int | None = None
     model: str = "resnet8"
@@ -74,6 +76,8 @@ class Settings:
             parts.append(f"clip{self.grad_clip:g}")
         if self.find_unused:
             parts.append("unused")
+        if self.ema is not None:
+            parts.append(f"ema{self.ema:g}")
         if self.fault is not None:
             parts.append(f"fault-{self.fault}")
         return "-".join(parts)
@@ -94,6 +98,7 @@ class Settings:
             "accumulate": self.accumulate,
             "grad_clip": self.grad_clip,
             "find_unused": self.find_unused,
+            "ema": self.ema,
             "fault": self.fault,
             "fault_step": self.fault_step,
             "model": self.model,
@@ -138,6 +143,8 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--lr {s.lr}: needs a positive number")
     if s.grad_clip is not None and not (math.isfinite(s.grad_clip) and s.grad_clip > 0):
         raise UserError(f"--grad-clip {s.grad_clip}: needs a positive number")
+    if s.ema is not None and not 0 < s.ema < 1:
+        raise UserError(f"--ema {s.ema}: needs a number between 0 and 1, like 0.999")
     if not 0 <= s.momentum < 1:
         raise UserError(f"--momentum {s.momentum}: needs a number from 0 to below 1")
     if not (math.isfinite(s.weight_decay) and s.weight_decay >= 0):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from train.ema import Average
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -44,6 +46,7 @@ class Step:
         # bfloat16 has the range of float32 and needs none of it.
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
         fault.scaler = self.scaler
+        self.average = None if settings.ema is None else Average(method.module, settings.ema)
 
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.
@@ -65,6 +68,8 @@ class Step:
             clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
         self.fault.before_step(step, self.method, self.optimizer, on_device)
         self.method.step(self.optimizer, self.scaler)
+        if self.average is not None and self.fault.averages(step):
+            self.average.update(self.method.module)
         self.fault.after_step(step, self.method, self.optimizer)
 
     def _accumulate(self, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:

@@ -16,6 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Records of 200,000 tensors hold no cycles; to search them for some every 700 takes a fifth of the whole run.
     gc.set_threshold(100_000)
+    from syncheck.cli import output
     from syncheck.cli.parser import build
     from syncheck.errors import OptionError, SyncheckError, Words
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except SyncheckError as error:
         text = error.spelled(Words("--", " ")) if isinstance(error, OptionError) else error
-        print(f"syncheck: error: {text}", file=sys.stderr)
+        output.tell(f"error: {text}")
         return error.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.

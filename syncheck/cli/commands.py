@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
-from syncheck.errors import CheckpointError, UsageError, one_line
+from syncheck.errors import CheckpointError, UsageError, logged, one_line
 from syncheck.report import files
 
 if TYPE_CHECKING:
@@ -66,10 +66,11 @@ def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     files.check_endings(arguments.output, option)
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
-        print(f"syncheck: options from {one_line(str(project.path))}: {', '.join(from_file)}", file=sys.stderr)
-    found = api.compare(*(arguments.paths or project.checkpoints or ["ckpts"]), options=options)
+        output.tell(f"options from {project.path}: {', '.join(from_file)}")
+    paths = arguments.paths or project.checkpoints or ["ckpts"]
+    found = api.compare(*paths, options=options, histograms=files.asks_for_histograms(arguments.output))
     for broken in found.unreadable:
-        print(f"syncheck: error: {one_line(f'{broken.path}: {broken.reason}')}", file=sys.stderr)
+        output.tell(f"error: {broken.path}: {broken.reason}")
     for path in arguments.output:
         files.write_file(path, found, option)
     if not arguments.quiet:
@@ -92,9 +93,9 @@ def show(arguments: argparse.Namespace) -> int:
 
     listed = contents.describe(arguments.path)
     if arguments.format == "json":
-        import json
+        from syncheck.report import json_document
 
-        sys.stdout.write(json.dumps(listed, indent=1, allow_nan=False) + "\n")
+        sys.stdout.write(json_document.written(listed))
     else:
         from syncheck.report import listing
 
@@ -119,9 +120,9 @@ def fingerprint(arguments: argparse.Namespace) -> int:
         made.write(place, text)
         if not arguments.quiet:
             size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
-            print(f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}")
+            print(logged(f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}"))
     for line in unreadable:
-        print(f"syncheck: error: {one_line(line)}", file=sys.stderr)
+        output.tell(f"error: {line}")
     return 2 if unreadable else 0
 
 

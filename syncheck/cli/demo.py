@@ -41,7 +41,7 @@ def run(color: str) -> int:
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
     _say(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth\n")
     output.write(text.comparison(compared, 5), color)
-    found = api.compare(str(FOLDER / "ckpts"))
+    found = api.compare(str(FOLDER / "ckpts"), histograms=True)
     _say(f"\n$ syncheck report {FOLDER}/ckpts --only-buffers -o {FOLDER}/index.html\n")
     buffers = api.compare(str(FOLDER / "ckpts"), options=api.Options(only=("buffers",)))
     output.write(text.overview(buffers, 3), color)

@@ -7,6 +7,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
+from syncheck.errors import logged, one_line
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,6 +31,24 @@ def color_wanted(choice: str) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or terminal_width() is not None
 
 
+def ascii_only() -> bool:
+    """Whether stdout may lack characters beyond ASCII: by its encoding, or because the user asks for the C locale.
+
+    Python writes UTF-8 in the C locale (PEP 538), but the terminal need not show it.
+    """
+    locale = os.environ.get("LC_ALL") or os.environ.get("LANG")
+    try:
+        "\u2500\u2588\u00b7".encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return True
+    return locale in ("C", "POSIX")
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr."""
+    print(f"syncheck: {logged(one_line(text))}", file=sys.stderr)
+
+
 def write(parts: Sequence[Part], color: str) -> None:
     """Print parts on stdout, drawn for where it leads."""
     width, colored = terminal_width(), color_wanted(color)
@@ -39,7 +59,7 @@ def write(parts: Sequence[Part], color: str) -> None:
     else:
         from syncheck.report import terminal  # rich is imported here, for terminals only
 
-        write_text(terminal.render(parts, width, colored))
+        write_text(terminal.render(parts, width, colored, ascii_only=ascii_only()))
 
 
 def write_text(drawn: str) -> None:

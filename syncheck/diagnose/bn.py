@@ -13,21 +13,33 @@ if TYPE_CHECKING:
 STATISTICS = ("bn_mean", "bn_var")
 
 
+def others_agree(case: Case) -> bool:
+    """Whether nothing differs that would explain differing statistics.
+
+    What was not compared does not, nor what has a cause of its own, such as a flipped bit.
+    """
+    return not case.of_kind("parameter", "bn_count", "optimizer")
+
+
 def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing running statistics if nothing that would explain them differs, else nothing.
 
     Parameters that were not compared, left out by an option or sharded, do not count as differing. Variances alone are
     no drift: other data moves the means too.
     """
-    found = case.of_kind(*STATISTICS) if case.agrees("parameter", "bn_count", "optimizer") else ()
+    found = case.of_kind(*STATISTICS) if others_agree(case) else ()
     return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in found) else found
 
 
 def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:
     """Say how many statistics differ and by how much, what agrees, and who agrees with whom."""
     parameters = case.compared("parameter")
+    explained = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "parameter"]
     agreeing = f"all {parameters} parameters agree" if parameters else "parameters were not compared"
-    if case.compared("bn_count"):
+    if explained:
+        verb = "differs" if len(explained) == 1 else "differ"
+        agreeing = f"{len(explained)} of {parameters} parameters {verb} for another reason"
+    if case.compared("bn_count") and case.agrees("bn_count"):
         agreeing += ", num_batches_tracked agrees"
     return (
         f"{len(statistics)} of {case.compared(*STATISTICS)} running statistics differ, {gap_text(worst(statistics))}; "

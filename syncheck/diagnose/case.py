@@ -52,12 +52,17 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a rule found: the tensors and values it covers, its suspects, and the evidence in numbers."""
+    """What a rule found: the tensors and values it covers, its suspects, and the evidence in numbers.
+
+    cause, fix: in place of the rule's own, where the evidence says more than that.
+    """
 
     tensors: tuple[TensorDiff, ...]
     ranks: tuple[int, ...]
     evidence: str
     values: tuple[str, ...] = ()
+    cause: str = ""
+    fix: str = ""
 
 
 class Rule(Protocol):

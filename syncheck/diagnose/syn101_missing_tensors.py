@@ -2,6 +2,8 @@
 
 Signature: a tensor name is present in some files of the group and absent from others.
 
+Where all that is missing of some ranks is the state of an optimizer that they did save, that is SYN215.
+
 Cause: the ranks did not build or save the same model. A layer was added or an adapter attached on some ranks only, a
 state dict was filtered on one rank, a file is of another version of the code, or `load_state_dict(strict=False)`
 swept a mismatch under the carpet.
@@ -17,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted, names_text
+from syncheck.diagnose.empty_state import without_state
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit every tensor that some replica lacks."""
-    lacking = tuple(diff for diff in case.tensors if diff.reason == "missing")
+    lost = ("optimizer", "optimizer_step") if without_state(case) else ()
+    lacking = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in lost)
     if not lacking:
         return None
     everyone = {rank for diff in lacking for rank in _expected(diff, case.group.ranks)}

@@ -47,13 +47,14 @@ def apply(case: Case) -> Match | None:
 
 
 def _text(shards: Shards) -> str:
+    """Say of one layout what is laid out so, how, and who was compared with whom."""
     what = {"DTensor": "DTensor", "optimizer": "tensor of the optimizer"}.get(shards.kind, "plain tensor")
     many = "tensors of the optimizer" if shards.kind == "optimizer" else ""
-    text = f"{counted(shards.tensors, what, many)} ({shards.layout})"
+    text = f"{counted(shards.tensors, what, many)}, {shards.layout}:"
     if not shards.compared:
-        return f"{text} not compared"
+        return f"{text} not compared, no two ranks hold the same part"
     sets = " and ".join(ranks_text(found) for found in shards.replica_groups[:_MOST])
     if len(shards.replica_groups) > _MOST:
         sets += f" and {len(shards.replica_groups) - _MOST} more sets"
     left = shards.tensors - shards.compared
-    return f"{text} compared within {sets}" + (f", {left} of them not compared" if left else "")
+    return f"{text} compared within {sets}" + (f", and {left} of them with no other rank's" if left else "")

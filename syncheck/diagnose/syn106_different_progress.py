@@ -1,7 +1,9 @@
 """The files are from different moments of the run.
 
-Signature: a step or epoch counter of the checkpoint is not equal on all ranks; or, where none is stored, the
-optimizer's step counter is not. Everything else may differ because of that.
+Signature: a step or epoch counter of the checkpoint is not equal on all ranks. Or BatchNorm's counts and all of the
+optimizer's step counters lag on the same ranks, by more than a step or two where the files do name an equal step. Or,
+where no step is stored, all of the optimizer's counters differ, and neither a skipped step (SYN214) nor a state that
+was not restored (SYN215) fits. Everything else may differ because of that.
 
 Cause: a rank did not save at the last step, an older file was left in the folder, the ranks resumed from checkpoints
 of different steps, or one rank stopped earlier than the others.
@@ -17,7 +19,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.case import Match
+from syncheck.diagnose.case import Match, counted
+from syncheck.diagnose.counters import (
+    StepCounter,
+    counted_text,
+    counters_of,
+    fitting,
+    forwards_lag,
+    odd_ranks,
+    scaler_explains,
+)
 from syncheck.errors import brief
 from syncheck.records import PROGRESS
 from syncheck.suspects import suspects
@@ -38,7 +49,9 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
-    differing = [diff for diff in case.group.values if diff.counts and diff.name in PROGRESS and _unlike(diff)]
+    differing = [
+        diff for diff in case.group.values if diff.name in case.values and diff.name in PROGRESS and _unlike(diff)
+    ]
     if differing:
         first = differing[0]
         by_value: dict[Any, list[int]] = {}
@@ -51,16 +64,32 @@ def apply(case: Case) -> Match | None:
             f"{first.name} {brief(value)} on rank {', '.join(map(str, found))}" for value, found in by_value.items()
         )
         return Match(case.tensors, odd, texts, case.values)
-    steps = case.of_kind("optimizer_step")
+    return _by_the_optimizer(case)
+
+
+def _by_the_optimizer(case: Case) -> Match | None:
+    """Fit optimizer counters that all differ, and that no rule on single steps or lost state explains better."""
+    known = counters_of(case)
+    steps = [diff for diff in case.of_kind("optimizer_step") if diff.status == "different"]
+    number = len(steps) + sum(counter.diff is None for counter in known)
+    if not number or case.agreeing("optimizer_step"):
+        return None
+    ranks = odd_ranks(known) or suspects(steps, case.group)
+    text = f"{counted(number, 'optimizer step counter')} differ{'s' * (number == 1)}"
+    if known:
+        text += f": {counted_text(max(known, key=_lag))}"
+    stored = case.group.stores_progress
+    if known and forwards_lag(case, known) and (not stored or any(counter.far for counter in known)):
+        text += "; num_batches_tracked lags as well" + (", though the files name one step" if stored else "")
+        return Match(case.tensors, ranks, text, case.values)
     # Where the files name their step, and it is equal, the optimizer's counters are another matter.
-    if steps and not case.group.stores_progress:
-        return Match(
-            case.tensors,
-            suspects(steps, case.group),
-            f"{len(steps)} optimizer step counters differ",
-            case.values,
-        )
-    return None
+    if stored or fitting(case, far=True) or fitting(case, far=False) or (known and scaler_explains(case, known)):
+        return None
+    return Match(case.tensors, ranks, text, case.values)
+
+
+def _lag(counter: StepCounter) -> float:
+    return counter.lag
 
 
 def _unlike(diff: ValueDiff) -> bool:

@@ -13,7 +13,7 @@ come from its share of the data alone. It does not matter when only rank 0's fil
 the others'; then `--allow SYN201` accepts it. With small or unlike per-rank batches the gap is large.
 
 From one snapshot, this one-step lag and freely running statistics (SYN202) cannot be told apart by size: both are
-flat after about 1/momentum steps. Save at two early steps, or record the metadata, to know.
+flat after about 1/momentum steps. Save at three or more early steps close together, or record the metadata, to know.
 
 Fix, best first: convert to SyncBatchNorm before wrapping, which uses the statistics of the global batch on every rank
 (`model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`); or broadcast or average the buffers before saving
@@ -34,7 +34,7 @@ from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
+    from syncheck.records import FreeRunning, Severity
 
 CODE = "SYN201"
 SLUG = "bn-local-stats"
@@ -57,10 +57,23 @@ def apply(case: Case) -> Match | None:
         return None
     text = evidence(case, statistics)
     recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
+    seen = case.group.free_running
     if recorded:
         text += "; the metadata says that buffers are synchronized once a step, and then this is one step's lag"
-    elif len(case.series) == 1:
+    if seen is not None and seen.misfit_free is not None:
         text += (
-            "; one step's lag and freely running statistics look alike here: save at two early steps to tell them apart"
+            f"; over {len(seen.steps)} early steps the gaps grew {seen.growth:.1f} times with a cosine of "
+            f"{seen.cosine:.2f} from step to step, which "
+            + ("fits such a lag" if _fits_lag(seen) else "tells such a lag from free-running statistics not for sure")
+        )
+    elif not recorded:
+        where = "here" if seen is None else f"at steps {', '.join(map(str, seen.steps[:4]))}"
+        text += (
+            f"; one step's lag and freely running statistics look alike {where}: save at three or more early steps, "
+            "close together, to tell them apart"
         )
     return Match(statistics, suspects(statistics, case.group), text)
+
+
+def _fits_lag(seen: FreeRunning) -> bool:
+    return seen.misfit_free is not None and seen.misfit_lag is not None and seen.misfit_lag < seen.misfit_free

@@ -1,6 +1,8 @@
 """Replicas differ in a way that no rule explains.
 
-Signature: what is left when every other rule has taken what it fits.
+Signature: what is left when every other rule has taken what it fits. The finding says what the evidence does tell:
+settings of the optimizer that are not the same, state of the optimizer that is apart alone, buffers, parameters whose
+gradients are equal by now, or digests that cannot say by how much.
 
 Cause: not known. The most common reasons for differing parameters are gradients that were not reduced, a model that
 was not broadcast before training, and state that was loaded on some ranks only.
@@ -13,14 +15,18 @@ Incidents: a report with the JSON attached is welcome: every rule here began as 
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, gap_text, names_text, worst
+from syncheck.diagnose.case import Match, agreement_text, gap_text, worst
+from syncheck.diagnose.gradients import cosines, course, moments_apart, only_decay
+from syncheck.errors import brief
+from syncheck.records import ranks_text
 from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
+    from syncheck.records import Severity, ValueDiff
 
 CODE = "SYN299"
 SLUG = "unexplained-difference"
@@ -33,6 +39,34 @@ FIX = (
     "See which ranks agree, and compare two early steps: a constant difference comes from the start, a "
     "growing one from every step."
 )
+
+# Cause and fix by what the evidence tells, in the place of those above.
+SETTINGS = (
+    "The optimizer's settings are not the same on all ranks, which takes their parameters apart step by step.",
+    "Build the optimizer from one configuration; give ReduceLROnPlateau and the like a loss averaged over all ranks.",
+)
+STATE_ALONE = (
+    "Only the optimizer's state differs: loaded, reset or averaged on some ranks only, or kept by each for itself.",
+    "Load the optimizer's state on every rank; where models are averaged, average or reset it on every rank too.",
+)
+BUFFERS = (
+    "Only buffers differ: each rank updates them from its own data, or they were loaded on some ranks only.",
+    "all_reduce what the buffers are updated from, on every rank, before updating them.",
+)
+EVENT = (
+    "The gradients are equal by now: parameters were edited, loaded, or updated at another rate on some ranks only.",
+    "See what the suspects did besides optimizer.step() since they last agreed, and whether all have one rate.",
+)
+AVERAGED = (
+    "The first moments are nearly alike, so gradients are averaged: a rank left a step out or lost its own momentum.",
+    "Look for steps left out (a bad batch, an overflow) and for state loaded on some ranks; AdamW's counters tell.",
+)
+DIGESTS = (
+    "Digests tell that bytes differ, not by how much or in which direction, and no rule fits that alone.",
+    "Compare the checkpoints themselves, not their fingerprints or stored checksums.",
+)
+# Median cosine of first moments from which gradients count as the same.
+ALIKE = 0.9
 
 
 def apply(case: Case) -> Match | None:
@@ -48,5 +82,59 @@ def apply(case: Case) -> Match | None:
         verb = "differs" if len(case.tensors) == 1 else "differ"
         parts.append(f"{kinds} {verb}, {gap_text(worst(case.tensors))}{agreement_text(case.tensors, case.group)}")
     if case.values:
-        parts.append(f"values differ: {names_text(case.values)}")
-    return Match(case.tensors, suspects(case.tensors, case.group), "; ".join(parts), case.values)
+        differing = [diff for diff in case.group.values if diff.name in case.values]
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        parts.append(f"values differ: {', '.join(map(_value_text, differing[:3]))}{more}")
+    cause, fix, told = _told(case)
+    if told:
+        parts.append(told)
+    return Match(case.tensors, _ranks(case), "; ".join(parts), case.values, cause, fix)
+
+
+def _told(case: Case) -> tuple[str, str, str]:
+    """Return cause, fix and a word of evidence, as far as they are known; '' for each that is not."""
+    kinds = {diff.kind for diff in case.tensors}
+    moments = cosines(moments_apart(case).values())
+    if any(".param_groups." in name for name in case.values):
+        return (*SETTINGS, "")
+    if not case.tensors:
+        return "", "", ""
+    since = course(case, *({"parameter"} & kinds or kinds))[1].removeprefix("; ")
+    if all(diff.mismatched is None for diff in case.tensors):
+        return (*DIGESTS, since)
+    if kinds <= {"optimizer"} and case.compared("parameter") and case.agrees("parameter"):
+        return (*STATE_ALONE, since or "all parameters agree")
+    if kinds <= {"buffer"}:
+        return (*BUFFERS, since)
+    if "parameter" not in kinds:
+        return "", "", since
+    if (case.compared("optimizer") and case.agrees("optimizer")) or only_decay(case):
+        return (*EVENT, since)
+    if moments and median(moments) >= ALIKE:
+        return (*AVERAGED, f"median cosine of the first moments {median(moments):.3f}{'; ' * bool(since)}{since}")
+    return "", "", since
+
+
+def _value_text(diff: ValueDiff) -> str:
+    """'optimizer.param_groups.0.lr (0.1 on ranks 0, 1; 0.2 on rank 2)'."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in diff.by_rank.items():
+        by_value.setdefault(brief(value), []).append(rank)
+    if len(by_value) > 4:
+        return diff.name
+    return f"{diff.name} ({'; '.join(f'{value} on {ranks_text(ranks)}' for value, ranks in by_value.items())})"
+
+
+def _ranks(case: Case) -> tuple[int, ...]:
+    """Return the suspects of the tensors, or, where values differ alone, the ranks outside their majority."""
+    if case.tensors:
+        return suspects(case.tensors, case.group)
+    odd: set[int] = set()
+    for diff in case.group.values:
+        if diff.name in case.values:
+            sets: dict[str, set[int]] = {}
+            for rank, value in diff.by_rank.items():
+                sets.setdefault(brief(value), set()).add(rank)
+            most = max(sets.values(), key=len)
+            odd |= set(diff.by_rank) - (most if 2 * len(most) > len(diff.by_rank) else set())
+    return tuple(sorted(odd)) or case.group.ranks

@@ -11,11 +11,12 @@ import matplotlib as mpl
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from syncheck.errors import one_line
 from syncheck.kinds import BN_STATISTICS
 from syncheck.report.heat import modules, natural
+from syncheck.report.histogram import POWERS, used
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from syncheck.records import Group, Report
+    from syncheck.records import Group, Histogram, Report
     from syncheck.report.curves import Curve
     from syncheck.report.heat import Heat
 
@@ -50,11 +51,15 @@ def drift(report: Report) -> list[str]:
 
 
 def over_steps(lines: Mapping[str, Curve]) -> str:
-    """Return the gap of each finding over the steps of a run, with breaks where no number tells it."""
+    """Return the gap of each finding over the steps of a run; where no number tells it, a cross stands at the foot."""
     figure, axes = _figure(9, 3.2)
     for i, (label, line) in enumerate(lines.items()):
         gaps = [math.nan if gap is None else min(gap, _LARGEST) for _, gap in line]
-        axes.plot([step for step, _ in line], gaps, "o-", color=_COLORS[i % len(_COLORS)], label=_plain(label))
+        color = _COLORS[i % len(_COLORS)]
+        axes.plot([step for step, _ in line], gaps, "o-", color=color, label=_plain(label))
+        untold = [step for step, gap in line if gap is None]
+        if untold:
+            axes.plot(untold, [0.0] * len(untold), "x", color=color, label="apart by no number", clip_on=False)
     known = [min(gap, _LARGEST) for line in lines.values() for _, gap in line if gap]
     if max(known, default=0) > 100 * min(known, default=0):
         # Over hundreds of decades matplotlib overflows, and nobody could tell two of them apart.
@@ -97,6 +102,50 @@ def heatmap(found: Heat) -> str:
     if any(cell == math.inf for row in found.cells for cell in row):
         keys.append(Patch(color=_COLORS[0], label="apart by no number"))
     return _svg(figure, axes, "rank", "Gap by tensor and rank", "heatmap", keys)
+
+
+def histograms(found: Sequence[Histogram]) -> str:
+    """Return a drawing of shares of elements by gap, in which one histogram at a time is shown: the first, then chosen.
+
+    They have one scale, so that two tensors can be told apart by looking from one to the other.
+    """
+    bins = used(found)
+    figure, axes = _figure(9, 3.2)
+    shares = [[100 * count / one.elements for count in _columns(one, bins)] for one in found]
+    least = 10.0 ** math.floor(math.log10(min(share for row in shares for share in row if share)))
+    last = len(bins)
+    # A column for what is equal, a gap, one for each decade, a gap, and one for what is not finite.
+    edges = [-2.0, -1.0, *(float(i) for i in range(last + 1)), last + 1.0, last + 2.0]
+    for i, (equal, *gaps, odd) in enumerate(shares):
+        values = [max(share, least / 2) for share in (equal, 0.0, *gaps, 0.0, odd)]
+        axes.stairs(values, edges, baseline=least / 2, fill=True, color=_COLORS[1], gid=f"histogram-{i}")
+    axes.set_yscale("log")
+    axes.set_ylim(least / 2, 150)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g}%"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    places, labels = [-1.5], ["equal"]
+    for at in range(last + 1):
+        # Bin b lies between the powers b - 1 and b; the outermost have no end.
+        power = bins[0] + at - 1
+        if 0 <= power < len(POWERS):
+            places.append(float(at))
+            labels.append(f"$10^{{{POWERS[power]}}}$")
+    if any(one.not_finite for one in found):
+        places.append(last + 1.5)
+        labels.append("not finite")
+    axes.set_xticks(places, labels)
+    axes.set_xlim(-2.2, edges[-1] + 0.2 if places[-1] > last + 1 else last + 0.2)
+    axes.set_ylabel("elements", color=_GREY)
+    axes.grid(color=_GREY, alpha=0.25)
+    axes.set_axisbelow(True)
+    drawn = _svg(figure, axes, "gap between ranks", "Elements by their gap", "histograms", ())
+    for i in range(len(found)):
+        drawn = drawn.replace(f'id="histogram-{i}"', f'class="histogram{" chosen" * (i == 0)}"')
+    return drawn
+
+
+def _columns(one: Histogram, bins: range) -> list[int]:
+    return [one.equal, *(one.counts[i] for i in bins), one.not_finite]
 
 
 def _has_statistics(group: Group) -> bool:
@@ -170,10 +219,11 @@ def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str, keys: S
         place: dict[str, Any] = {
             "loc": "lower right",
             "bbox_to_anchor": (1, 1),
-            "ncols": len(keys),
+            "ncols": max(1, len(keys)),
             "borderaxespad": 0.2,
         }
-        axes.legend(handles=keys, labelcolor=_GREY, framealpha=0, **place)
+        if keys:
+            axes.legend(handles=keys, labelcolor=_GREY, framealpha=0, **place)
     for spine in axes.spines.values():
         spine.set_color(_GREY)
     axes.set_facecolor("none")

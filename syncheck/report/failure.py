@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
+from syncheck.errors import logged, one_line
 from syncheck.records import Report
 from syncheck.report import plain, words
 from syncheck.report import text as text_of
@@ -47,7 +47,7 @@ def message(report: Report, limit: int = 10) -> str:
     title = f"replicas are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
     if report.verdict == "out_of_sync":
         title = f"replicas are out of sync: {', '.join(codes)}"
-    return "\n".join(_cut(in_python(line), MOST_COLUMNS) for line in [title, "", *lines])
+    return logged("\n".join(_cut(in_python(line), MOST_COLUMNS) for line in [title, "", *lines]))
 
 
 def of_group(group: Group, limit: int = 10) -> str:
@@ -130,4 +130,7 @@ def _cut_diff(diff: TensorDiff) -> TensorDiff:
 def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:
     failing_first = sorted(findings, key=lambda finding: not finding.fails)
     for finding in failing_first[:MOST_FINDINGS]:
-        yield replace(finding, evidence=_cut(finding.evidence, _SENTENCE))
+        history = finding.history
+        if history is not None:
+            history = replace(history, tensors=tuple(_cut(name) for name in history.tensors[:1]) + history.tensors[1:])
+        yield replace(finding, evidence=_cut(finding.evidence, _SENTENCE), history=history)

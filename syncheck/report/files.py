@@ -39,6 +39,11 @@ def check_endings(paths: Sequence[str], option: str = "-o") -> None:
             raise UsageError(f"{option} {path}: the ending names the format; needs one of {', '.join(ENDINGS)}")
 
 
+def asks_for_histograms(paths: Sequence[str]) -> bool:
+    """Whether one of the output files is a page, which draws them."""
+    return any(ENDINGS.get(_ending(path)) == "html" for path in paths)
+
+
 def write_file(path: str, report: Report, option: str = "-o") -> None:
     """Write a report in the format of the file's ending. Either the whole file is there afterwards or the old one.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.errors import one_line
-from syncheck.report import words
+from syncheck.report import when, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,9 @@ def _findings(report: Report) -> list[Annotation]:
         steps = sorted({_step(group) for group, _ in pairs})
         many = f"{len(steps) - 1} earlier step{'s' * (len(steps) > 2)}"
         before = f"Also at {many}, first at step {steps[0]}." if len(steps) > 1 else ""
-        shown += [(group, finding, before) for group, finding in pairs if _step(group) == steps[-1]]
+        shown += [
+            (group, finding, when.short(finding) or before) for group, finding in pairs if _step(group) == steps[-1]
+        ]
     shown.sort(key=lambda one: _SEVERITIES.index(one[1].severity))
     found: list[Annotation] = []
     drawn: Counter[str] = Counter()

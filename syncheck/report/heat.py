@@ -104,7 +104,7 @@ def _rows(names: Sequence[str]) -> dict[str, list[str]]:
     rows = _modules(ordered, depth)
     if len(rows) < _FEWEST_ROWS:
         rows = _ranges(rows, depth + 1)
-    return {f"{label} ({len(found)})": found for label, found in rows.items()}
+    return {found[0] if len(found) == 1 else f"{label} ({len(found)})": found for label, found in rows.items()}
 
 
 def _modules(names: Sequence[str], depth: int) -> dict[str, list[str]]:

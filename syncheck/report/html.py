@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs no network, and a script only to sort and filter.
+"""A report as one HTML file that needs no network, and a script only to sort, filter and choose.
 
 Charts are drawn by matplotlib (extra `html`); without it the same page comes without them and says so.
 """
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from syncheck.records import Counts
-from syncheck.report import tensor_table, words
+from syncheck.report import histogram, tensor_table, when, words
 from syncheck.report.curves import curves
 from syncheck.report.heat import heat
 from syncheck.report.markup import table, text
@@ -75,29 +75,30 @@ def _matrix(groups: Sequence[Group]) -> str:
     rows = [
         (
             group.name,
+            words.VERDICTS[group.verdict],
             str(len(group.replicas)),
             *(words.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
-            words.VERDICTS[group.verdict],
         )
         for group in groups
     ]
-    return table(("run", "ranks", *kinds, "verdict"), rows, numbers=("ranks",))
+    # Spaces let long headings fold; a page narrower than the table cuts the verdict last.
+    titles = (kind.replace("_", " ") for kind in kinds)
+    return f'<div class="runs">{table(("run", "verdict", "ranks", *titles), rows, numbers=("ranks",))}</div>'
 
 
 def _charts(report: Report) -> list[str]:
     if not report.drift:
         return []
-    rows = [
-        (point.run, "-" if point.step is None else str(point.step), f"{point.max_abs:.4g}", point.tensor or "-")
-        for point in report.drift
-    ]
+    if not any(point.max_abs for point in report.drift):
+        same = "No gap between the ranks' running statistics at any step at which it is known."
+        return ["<h2>Drift of BatchNorm's running statistics</h2>", f"<p>{same}</p>"]
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
     parts = ["<h2>Drift of BatchNorm's running statistics</h2>"]
     if find_spec("matplotlib") is not None:
         from syncheck.report import charts
 
         parts += [f"<figure>{drawn}</figure>" for drawn in charts.drift(report)]
-    return [*parts, table(columns, rows, numbers=("step", columns[2]))]
+    return [*parts, table(columns, words.drift_rows(report), numbers=("step", columns[2]))]
 
 
 def _group(groups: Sequence[Group], *, charts: bool, most_data: int) -> list[str]:
@@ -112,14 +113,15 @@ def _group(groups: Sequence[Group], *, charts: bool, most_data: int) -> list[str
             numbers=("rank", "tensors", "bytes"),
         ),
         *(_finding(finding) for finding in group.findings),
-        *_history(groups, charts=charts),
+        *_history(group, charts=charts),
         *(_heatmap(group) if charts else []),
+        *histogram.draw(group, charts=charts),
         *tensor_table.draw(group, most_data),
     ]
 
 
-def _history(groups: Sequence[Group], *, charts: bool) -> list[str]:
-    lines = curves(groups)
+def _history(group: Group, *, charts: bool) -> list[str]:
+    lines = curves(group)
     if not lines:
         return []
     parts = ["<h3>Largest gap of each finding's tensors over the steps</h3>"]
@@ -160,8 +162,9 @@ def _span(group: Group) -> str:
 
 
 def _finding(finding: Finding) -> str:
+    since = f"<p><b>When</b> {text(when.sentence(finding))}</p>" if finding.history is not None else ""
     return (
         f'<div class="finding {finding.severity}"><h3>{text(words.headline(finding))}</h3>'
-        f"<p><b>What</b> {text(finding.evidence)}</p><p><b>Why</b> {text(finding.cause)}</p>"
+        f"<p><b>What</b> {text(finding.evidence)}</p>{since}<p><b>Why</b> {text(finding.cause)}</p>"
         f"<p><b>Fix</b> {text(finding.fix)}</p></div>"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
-from syncheck.records import Evidence
+from syncheck.records import Evidence, Histogram
 
 if TYPE_CHECKING:
     from syncheck.records import Group, Report, TensorDiff, ValueDiff
@@ -34,7 +35,13 @@ def document(report: Report, version: str) -> dict[str, Any]:
 
 def render(report: Report, version: str) -> str:
     """Return the document as text, NaN and infinity nowhere in it."""
-    return json.dumps(document(report, version), indent=1, allow_nan=False) + "\n"
+    return written(document(report, version))
+
+
+def written(value: Any) -> str:
+    """Return JSON in which no name is a command for a CI system whose log it is printed to."""
+    # A number sign stands only in texts, and JSON has an escape of its own for it.
+    return re.sub(r"##(?=\w*\[)", r"#\\u0023", json.dumps(value, indent=1, allow_nan=False)) + "\n"
 
 
 def _group(group: Group) -> dict[str, Any]:
@@ -53,6 +60,7 @@ def _group(group: Group) -> dict[str, Any]:
         "values": [_value(diff) for diff in group.values],
         "findings": [asdict(finding) for finding in group.findings],
         "stale": {str(rank): step for rank, step in group.stale.items()},
+        "free_running": None if group.free_running is None else asdict(group.free_running),
         "notes": list(group.notes),
     }
 
@@ -63,7 +71,7 @@ def _tensor(diff: TensorDiff) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Evidence):
+    if isinstance(value, (Evidence, Histogram)):
         return {name: _plain(getattr(value, name)) for name in value.__slots__}
     return {str(rank): count for rank, count in value.items()} if isinstance(value, dict) else value
 

@@ -13,12 +13,13 @@ and no times: nothing here was measured.
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
+from syncheck.errors import logged, one_line
 from syncheck.records import Counts
 from syncheck.report import failure, items, words
 
@@ -50,6 +51,8 @@ def render(report: Report) -> str:
     ET.indent(root)
     # Characters beyond ASCII become references.
     body = ET.tostring(root, encoding="us-ascii", xml_declaration=False).decode("ascii")
+    # As `errors.logged` does, but in an attribute the name stays what it is.
+    body = re.sub(r"##(?=\w*\[)", "#&#35;", body)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{body}\n'
 
 
@@ -145,4 +148,4 @@ def _short(text: str) -> str:
 
 def _clean(text: str) -> str:
     """Escape all that is not printable: most of it has no place in XML, not even as a reference."""
-    return "\n".join(map(one_line, text.split("\n")))
+    return logged("\n".join(map(one_line, text.split("\n"))))

@@ -12,8 +12,8 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
-from syncheck.report import words
+from syncheck.errors import logged, one_line
+from syncheck.report import when, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,9 +142,11 @@ _DRAWINGS: tuple[tuple[Drawing, float], ...] = ((_with_table, 0.6), (_with_findi
 
 
 def _finding(finding: Finding) -> str:
+    since = f"- **When:** {text(when.sentence(finding))}\n" if finding.history is not None else ""
     return (
         f"#### {text(words.headline(finding))}\n\n"
         f"- **What:** {text(finding.evidence)}\n"
+        f"{since}"
         f"- **Why:** {text(finding.cause)}\n"
         f"- **Fix:** {text(finding.fix)}\n"
         f"- **More:** `syncheck explain {finding.code}`"
@@ -184,7 +186,7 @@ def _listed(names: Sequence[str]) -> str:
 def name(given: str) -> str:
     """Return a name from a file as a code span on one line, long ones without their middle."""
     # Inside a span only a backtick means anything, and in a table a bar; both are written as control characters are.
-    escaped = one_line(given).replace("`", "\\x60").replace("|", "\\x7c")
+    escaped = logged(one_line(given)).replace("`", "\\x60").replace("|", "\\x7c")
     if len(escaped) > _MOST_NAME:
         escaped = f"{escaped[: _MOST_NAME // 2]}...{escaped[-_MOST_NAME // 2 + 3 :]}"
     return f"`{escaped}`" if escaped.strip() else "`(blank)`"

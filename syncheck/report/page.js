@@ -1,4 +1,5 @@
-// Sorts, filters and turns the pages of the tables of tensors. Without it the page shows the worst rows of each.
+// Sorts, filters and turns the pages of the tables of tensors, and shows the histogram of a chosen one. Without it the
+// page shows the worst rows of each, and the histogram of the worst.
 // Texts enter the page as text only (textContent), so no name in a checkpoint can become markup.
 "use strict";
 (() => {
@@ -130,5 +131,27 @@
     apply();
   };
 
+  // One drawing holds the histograms of all tensors; that of the chosen one is shown.
+  const choose = (holder, n) => {
+    const drawn = [...holder.querySelectorAll("g.histogram")];
+    if (!drawn.length) return;
+    const rows = [...holder.querySelector("tbody").rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+    const options = rows.map(([name], value) => element("option", { value, textContent: name }));
+    const choice = element("select", {}, ...options);
+    const said = holder.querySelector(".said");
+    const show = () => {
+      const at = Math.max(0, rows.findIndex(([name]) => name === recall("histogram", n)));
+      const [name, differing, gap] = rows[at];
+      choice.value = at;
+      drawn.forEach((each, i) => each.classList.toggle("chosen", i === at));
+      said.textContent = `${name}: elements that differ: ${differing}; largest gap: ${gap}`;
+    };
+    choice.addEventListener("change", () => (remember("histogram", n, rows[choice.value][0]), show()));
+    addEventListener("hashchange", show);
+    holder.prepend(element("div", { className: "controls" }, element("label", {}, "Tensor ", choice)));
+    show();
+  };
+
+  document.querySelectorAll("div.histograms").forEach((holder, i) => choose(holder, i + 1));
   document.querySelectorAll("div.tensors").forEach((holder, i) => start(holder, i + 1));
 })();

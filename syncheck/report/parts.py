@@ -14,6 +14,8 @@ from syncheck.errors import one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.report.sparkline import Sparkline
+
 
 @dataclass(frozen=True)
 class Span:
@@ -33,9 +35,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Labels:
-    """Sentences behind labels, the labels under each other."""
+    """Sentences, or a curve, behind labels, the labels under each other."""
 
-    rows: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str | Sparkline], ...]
     indent: int = 0
 
 

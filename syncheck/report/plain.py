@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.errors import logged
 from syncheck.report.parts import Grid, Labels, Line
 
 if TYPE_CHECKING:
@@ -11,10 +12,13 @@ if TYPE_CHECKING:
 
     from syncheck.report.parts import Part
 
+# Columns of a curve; what reads it may have no characters beyond ASCII.
+_WIDTH = 100
+
 
 def render(parts: Iterable[Part]) -> str:
     """Return the text, ending in a line end."""
-    return "".join(f"{line.rstrip()}\n" for part in parts for line in _lines(part))
+    return logged("".join(f"{line.rstrip()}\n" for part in parts for line in _lines(part)))
 
 
 def _lines(part: Part) -> Iterator[str]:
@@ -24,7 +28,8 @@ def _lines(part: Part) -> Iterator[str]:
     elif isinstance(part, Labels):
         widest = max(len(label) for label, _ in part.rows)
         for label, text in part.rows:
-            yield f"{indent}{label:{widest}}  {text}"
+            drawn = text if isinstance(text, str) else text.drawn(_WIDTH, ascii_only=True)
+            yield f"{indent}{label:{widest}}  {drawn}"
     else:
         yield from (indent + line for line in _grid(part))
 

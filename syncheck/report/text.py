@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.errors import one_line
 from syncheck.records import Counts
-from syncheck.report import words
+from syncheck.report import when, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
+from syncheck.report.sparkline import Sparkline
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
-    from syncheck.records import Finding, Group, Report
+    from syncheck.records import Finding, Group, History, Report
 
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
 SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
@@ -40,7 +42,8 @@ def overview(report: Report, limit: int) -> list[Part]:
     for group in (groups[-1] for groups in runs.values()):
         if group.findings:
             parts.append(_title(group))
-            parts += [part for finding in group.findings for part in _finding(finding)] + _tensors(group, limit)
+            parts += [part for finding in group.findings for part in _finding(finding, curve=True)]
+            parts += _tensors(group, limit)
     alone = [group.name for group in report.groups if group.verdict == "alone"]
     if alone:
         more = f" and {len(alone) - 6} more" if len(alone) > 6 else ""
@@ -98,15 +101,28 @@ def _kinds(group: Group) -> Grid:
     return grid
 
 
-def _finding(finding: Finding) -> list[Part]:
-    rows = (
-        ("what", finding.evidence),
-        ("why", finding.cause),
-        ("fix", finding.fix),
-        ("more", f"syncheck explain {finding.code}"),
+def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
+    rows: list[tuple[str, str | Sparkline]] = [("what", one_line(finding.evidence))]
+    if finding.history is not None:
+        rows.append(("when", when.sentence(finding)))
+        if curve:
+            rows.append(("drift", _curve(finding.history)))
+    rows += [("why", one_line(finding.cause)), ("fix", one_line(finding.fix))]
+    rows.append(("more", f"syncheck explain {finding.code}"))
+    return [line(words.headline(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
+
+
+def _curve(history: History) -> Sparkline:
+    first, last = history.points[0], history.points[-1]
+    most = max(history.points, key=lambda point: point.max_abs or 0)
+    # What came and went would not show in the numbers at both ends.
+    greater = (most.max_abs or 0) > 1.1 * (last.max_abs or 0)
+    peak = f", most {when.number(most.max_abs)} at {most.step}" if greater else ""
+    return Sparkline(
+        tuple(point.max_abs for point in history.points),
+        f"step {first.step}: {when.number(first.max_abs)}",
+        f"{last.step}: {when.number(last.max_abs)}{peak}",
     )
-    escaped = tuple((label, line(text).spans[0].text) for label, text in rows)
-    return [line(words.headline(finding), SEVERITIES[finding.severity], 2), Labels(escaped, indent=4), BLANK]
 
 
 def _tensors(group: Group, limit: int) -> list[Part]:
@@ -142,9 +158,8 @@ def _matrix(last: list[Group]) -> Grid:
 
 def _drift(report: Report) -> Grid:
     grid = Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))
-    for point in report.drift:
-        step = "-" if point.step is None else str(point.step)
-        grid.add(point.run, step, f"{point.max_abs:.4g}", point.tensor or "-")
+    for row in words.drift_rows(report):
+        grid.add(*row)
     return grid
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
@@ -108,6 +109,16 @@ def gap_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
     absolute = "-" if diff.max_abs is None else f"{diff.max_abs:.3g}"
     relative = "-" if diff.max_rel is None else f"{diff.max_rel:.2%}"
     return differing, absolute, relative, "-" if diff.max_ulp is None else str(diff.max_ulp)
+
+
+def drift_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return run, step, gap and tensor of the largest drift at each step; steps that say the same have one row."""
+    rows = []
+    for (run, gap, tensor), points in groupby(report.drift, lambda point: (point.run, point.max_abs, point.tensor)):
+        steps = [str(point.step) for point in points if point.step is not None]
+        step = f"{steps[0]}-{steps[-1]}" if len(steps) > 1 else steps[0] if steps else "-"
+        rows.append((run, step, f"{gap:.4g}", tensor or "-"))
+    return rows
 
 
 def bytes_text(size: int) -> str:

@@ -35,8 +35,8 @@ def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert re.search(r"SyncBatchNorm closed the gap: .* was 0\.\d+ in ddp .* and is 0\.0 in ddp-syncbn\.", done.stdout)
     page = (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8")
     assert "SyncBatchNorm closed the gap" in page
-    # Two of the running statistics, and of the run that is out of sync its finding over the steps and its heatmap.
-    assert page.count("<svg") == 2 + 2
+    # Two of the running statistics, and of the run out of sync its finding over the steps, heatmap and histograms.
+    assert page.count("<svg") == 2 + 3
     assert TAGS_OF_THE_NETWORK.search(page) is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["syncheck-demo"]
 

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
+from required import unavailable
 
 PROGRAMS = Path(__file__).parent / "programs"
 # Variables that launchers set; pytest itself may have been started by one.
@@ -23,9 +23,7 @@ def need(name: str) -> None:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        if name in os.environ.get("SYNCHECK_REQUIRE", "").split(","):
-            pytest.fail(f"SYNCHECK_REQUIRE names {name}, which cannot be had here: {error}")
-        pytest.skip(f"{name}: {error}; pip install -e '.[layouts]'")
+        unavailable(name, f"{error}; pip install -e '.[layouts]'")
 
 
 def train(program: str, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> None:

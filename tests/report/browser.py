@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-import pytest
+from required import unavailable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,9 +23,7 @@ def opened(page: Path, folder: Path, fragment: str = "") -> tuple[str, list[str]
     """
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
-        if "chromium" in os.environ.get("SYNCHECK_REQUIRE", "").split(","):
-            pytest.fail("SYNCHECK_REQUIRE names chromium, which is not installed here")
-        pytest.skip("chromium is not installed")
+        unavailable("chromium", "not installed")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
     options += ["--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom"]
     command = [program, *options, page.as_uri() + fragment]

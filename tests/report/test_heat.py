@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from large import group, report, tensor
 
+from syncheck.records import Group, History, HistoryPoint
 from syncheck.report import charts
 from syncheck.report.curves import curves
 from syncheck.report.heat import MOST_COLUMNS, MOST_ROWS, heat, modules
@@ -56,7 +57,8 @@ def test_heatmaps_are_bounded(tensors: int, ranks: int) -> None:
     assert found is not None
     assert 6 <= len(found.rows) <= MOST_ROWS
     assert len(found.columns) <= MOST_COLUMNS
-    assert sum(int(row.rpartition("(")[2].rstrip(")")) for row in found.rows) == tensors
+    # A row of one tensor has its name, one of more their number.
+    assert sum(int(row.rpartition("(")[2].rstrip(")")) if "(" in row else 1 for row in found.rows) == tensors
     assert max(max(row) for row in found.cells) == 1e-6 * tensors
     assert all(row[-1] > 0 and not any(row[:-1]) for row in found.cells)
     assert len(charts.heatmap(found)) < 100_000
@@ -78,21 +80,26 @@ def test_names_without_modules_keep_the_largest_gaps() -> None:
     assert {row[1] for row in found.cells} == {float(i + 1) for i in range(40, 100)}
 
 
+def told(history: History | None) -> Group:
+    """Return a group of one finding with this history."""
+    one = group(tensor("a", 2), ranks=2, step=400)
+    return replace(one, findings=(replace(one.findings[0], history=history),))
+
+
 @pytest.mark.parametrize("gaps", [(5e-324, 1.7e308), (0.1, 0.1), (1.0, 1.0)])
 def test_any_gap_can_be_drawn(gaps: tuple[float, float]) -> None:
     """The smallest and the largest number of float64, and gaps that are all alike, have their place in both charts."""
-    steps = [group(tensor("a", 2, max_abs=gap), ranks=2, step=i) for i, gap in enumerate(gaps)]
+    points = tuple(HistoryPoint(step, 1, gap) for step, gap in enumerate(gaps))
+    last = told(History(points, 0, None, ("a",), (1,)))
     found = heat(group(*[tensor(f"a{i}", 2, max_abs=gap) for i, gap in enumerate(gaps)], ranks=2))
     assert found is not None
     assert "<image" in charts.heatmap(found)
-    assert "SYN212 on rank 1" in charts.over_steps(curves(steps))
+    assert "SYN212 on rank 1" in charts.over_steps(curves(last))
 
 
-def test_curves_tell_a_finding_at_every_step() -> None:
-    """The largest gap of its tensors: 0.0 where all agreed, a break where no number tells; one step is no curve."""
-    apart, others = tensor("a", 2, max_abs=0.5), tensor("b", 2, max_abs=9.0)
-    last = group(apart, tensor("c", 2, max_abs=0.25), ranks=2, step=400)
-    unknown = group(replace(apart, max_abs=None, mismatched=None, reason="digest"), ranks=2, step=300)
-    history = [group(ranks=2, step=100), group(others, ranks=2, step=200), unknown, last]
-    assert curves(history) == {"SYN212 on rank 1": ((100, 0.0), (200, 0.0), (300, None), (400, 0.5))}
-    assert curves([last]) == {}
+def test_curves_are_the_histories_of_the_findings() -> None:
+    """The largest gap at every step: 0.0 where all agreed, a break where no number tells; without a history none."""
+    gaps = {100: 0.0, 200: 0.0, 300: None, 400: 0.5}
+    points = tuple(HistoryPoint(step, int(gap != 0), gap) for step, gap in gaps.items())
+    assert curves(told(History(points, 300, 200, ("a",), (1,)))) == {"SYN212 on rank 1": tuple(gaps.items())}
+    assert curves(told(None)) == {}

@@ -27,7 +27,7 @@ def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) ->
     (finding,) = group.findings
     assert (finding.code, finding.fails) == ("SYN104", False)
     assert (
-        "DTensors (shards, R S(0) over 2 x 2 ranks (mesh replicate, shard)) compared within ranks 0, 2"
+        "DTensors, copied to 2 along replicate, divided in 2 along shard (dimension 0): compared within ranks 0, 2"
         in finding.evidence
     )
 

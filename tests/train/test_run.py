@@ -27,6 +27,7 @@ FLAGS = {
     "--batch-size",
     "--data",
     "--data-dir",
+    "--ema",
     "--epochs",
     "--fault",
     "--fault-step",

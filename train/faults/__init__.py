@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING
 from train.errors import UserError
 from train.faults.base import Fault
 from train.faults.batchnorm import BuffersNeverSynced, ExtraForward, VarianceOnly
+from train.faults.files import DamagedOnDisk, LastSaveFailed, OtherDtype
 from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
-from train.faults.progress import OptimizerOnOneRank, ScalerDiverged, SkippedStep, StaleRank
-from train.faults.reduction import ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
+from train.faults.progress import (
+    AverageNotUpdated,
+    OptimizerOnOneRank,
+    OtherLearningRate,
+    ScalerDiverged,
+    SkippedStep,
+    StaleRank,
+)
+from train.faults.reduction import AdapterOnOneRank, ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
 
 if TYPE_CHECKING:
@@ -23,6 +31,9 @@ __all__ = ["FAULTS", "Fault", "list_faults", "make_fault"]
 
 # In the order of the findings that they lead to.
 FAULTS: dict[str, type[Fault]] = {
+    "adapter-on-one-rank": AdapterOnOneRank,
+    "other-dtype-on-one-rank": OtherDtype,
+    "last-save-failed": LastSaveFailed,
     "buffers-never-synced": BuffersNeverSynced,
     "extra-forward": ExtraForward,
     "variance-only-bn": VarianceOnly,
@@ -35,12 +46,15 @@ FAULTS: dict[str, type[Fault]] = {
     "scaler-diverged": ScalerDiverged,
     "stale-rank": StaleRank,
     "frozen-not-broadcast": FrozenNotBroadcast,
+    "average-not-updated": AverageNotUpdated,
     "bit-flip-weight": BitFlipWeight,
     "bit-flip-exp-avg": BitFlipExpAvg,
     "contiguous-corruption": ContiguousCorruption,
     "nan-on-one-rank": NanOnOneRank,
+    "damaged-on-disk": DamagedOnDisk,
     "differs-by-node": DiffersByNode,
     "rounding-only": RoundsOtherwise,
+    "other-learning-rate": OtherLearningRate,
 }
 
 

@@ -11,11 +11,13 @@ from train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
+    from train.checkpoint import Snapshot
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
@@ -26,7 +28,8 @@ class Fault:
 
     says: what it does, for --list-faults. code: the finding that `syncheck` should make of it. when: the step
     at which it strikes without --fault-step: "half" of the run, or the "last"; "always" for one that is there
-    all the time. at: that step, counted from 1; 0 for "always". steps: of the whole run.
+    all the time. at: that step, counted from 1; 0 for "always". steps: of the whole run. early: a step after which
+    the final files are written too, to be replaced at the end.
 
     Every hook is called on every rank; one that communicates must do so on all of them, so that no rank waits
     for another. `bad` is the rank that goes wrong where a fault concerns only one: the last, for rank 0 is
@@ -39,6 +42,7 @@ class Fault:
     code: ClassVar[str] = ""
     when: ClassVar[str] = "always"
     scaler: GradScaler  # of the run; set by Step
+    early: int | None = None
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         self.settings, self.ctx, self.steps = settings, ctx, steps
@@ -53,8 +57,19 @@ class Fault:
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:
         """Act when the gradients are complete. step: counted from 1. x: [N, ...] this rank's last micro-batch."""
 
+    def averages(self, step: int) -> bool:  # noqa: ARG002 - for those that override it
+        """Whether the average of --ema is updated after this step, on this rank."""
+        return True
+
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:
         """Act when the parameters have been updated, before anything is saved."""
+
+    def saving(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:  # noqa: ARG002 - for those that override it
+        """Act before this rank's file is written. final: not one of the history. Returns what to write, or None."""
+        return snapshot
+
+    def saved(self, path: Path, *, final: bool) -> None:
+        """Act when this rank's file has reached the disk. final: not one of the history."""
 
     @property
     def host(self) -> str | None:

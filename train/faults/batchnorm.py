@@ -37,7 +37,7 @@ class BuffersNeverSynced(BatchNormFault):
     https://github.com/facebookresearch/detectron2/issues/1297.
     """
 
-    says = "DDP's buffer sync is off, and nobody knows (add --save-every: the drift shows over the steps)"
+    says = "DDP's buffer sync is off, and nobody knows (add --save-every 3: the drift shows over early steps)"
     code = "SYN202"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:

@@ -123,3 +123,41 @@ class StaleRank(Fault):
                     tensor.copy_(value)
             # Not the learning rate, which the trainer sets from the step, as it does on every rank.
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+class AverageNotUpdated(Fault):
+    """Update the average of the weights no more on the last rank.
+
+    A resume that restores it on some ranks only, an update behind a check of the rank:
+    https://github.com/lucidrains/ema-pytorch/issues/9. Training does not read it, so nothing else differs.
+    """
+
+    says = "one rank stops updating its moving average of the weights (needs --ema)"
+    code = "SYN219"
+    when = "half"
+
+    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
+        super().__init__(settings, ctx, steps)
+        if settings.ema is None:
+            self.refuse("no average is kept; add --ema 0.9")
+
+    def averages(self, step: int) -> bool:
+        """Leave it as it is from the step on."""
+        return not self.bad or step < self.at
+
+
+class OtherLearningRate(Fault):
+    """Halve the learning rate of the last rank.
+
+    A schedule that follows the rank's own loss, epoch or configuration. The averaged gradients are the same, and
+    so are the moments of AdamW that they make; the steps that follow from them are not.
+    """
+
+    says = "one rank takes steps of half the size (add --optimizer adamw: sgd's momentum holds decay too)"
+    code = "SYN299"
+
+    def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
+        """Halve it anew: the engine sets it before each step."""
+        if self.bad:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5

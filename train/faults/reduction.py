@@ -51,15 +51,8 @@ class ForwardThroughModule(UnequalGradients):
         return method.module
 
 
-class LateHead(UnequalGradients):
-    """Add a layer behind the classifier when DDP has collected its parameters.
-
-    The optimizer, built later, trains it on each rank's own gradients. Replacing the classifier would raise
-    instead: DDP knows the old one and waits for its gradient. Here the old one still takes part.
-    """
-
-    says = "a second linear layer, added behind the classifier after the wrap, is not averaged"
-    code = "SYN212"
+class LateLayer(UnequalGradients):
+    """Base of those that add a layer of which DDP does not know."""
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
@@ -69,15 +62,45 @@ class LateHead(UnequalGradients):
                 "pull everything apart; leave --grad-clip out"
             )
 
+
+class LateHead(LateLayer):
+    """Add a layer behind the classifier when DDP has collected its parameters.
+
+    The optimizer, built later, trains it on each rank's own gradients. Replacing the classifier would raise
+    instead: DDP knows the old one and waits for its gradient. Here the old one still takes part.
+    """
+
+    says = "a second linear layer, added behind the classifier after the wrap, is not averaged"
+    code = "SYN212"
+
     def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
         """Put the layer in, on all ranks alike."""
-        linear = [name for name, layer in method.module.named_modules() if isinstance(layer, nn.Linear)]
-        parent_name, _, name = linear[-1].rpartition(".")
-        parent, head = method.module.get_submodule(parent_name), method.module.get_submodule(linear[-1])
-        assert isinstance(head, nn.Linear)
+        path, head = classifier(method.module)
+        parent_name, _, name = path.rpartition(".")
         with self.seeded(self.settings.seed):
             late = nn.Linear(head.out_features, head.out_features).to(self.ctx.device)
-        parent.register_module(name, nn.Sequential(head, late))
+        method.module.get_submodule(parent_name).register_module(name, nn.Sequential(head, late))
+        return forward
+
+
+class AdapterOnOneRank(LateLayer):
+    """Attach an adapter to the classifier, after the wrap and on the last rank only.
+
+    A resume or a configuration that differs from rank to rank. The adapter starts from zeros and learns from its
+    own rank's samples; all else is averaged as before, and stays equal.
+    """
+
+    says = "an adapter is attached to the classifier on one rank only"
+    code = "SYN101"
+
+    def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Add the adapter's output to the classifier's."""
+        _, head = classifier(method.module)
+        if self.bad:
+            adapter = nn.Linear(head.in_features, head.out_features, bias=False)
+            nn.init.zeros_(adapter.weight)
+            head.register_module("adapter", adapter.to(self.ctx.device))
+            head.register_forward_hook(lambda layer, inputs, output: output + layer.adapter(*inputs))
         return forward
 
 
@@ -89,7 +112,7 @@ class ClipOnOneRank(Fault):
     The moments of AdamW show it: one direction, another length. SGD adds the weight decay before the momentum.
     """
 
-    says = "one rank clips its gradients to a far smaller norm (add --optimizer adamw: sgd's momentum holds decay too)"
+    says = "one rank clips its gradients to a far smaller norm"
     code = "SYN213"
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
@@ -138,3 +161,8 @@ class DiffersByNode(UnequalGradients):
     def host(self) -> str | None:
         """Name the half of one machine as a machine."""
         return None if self.real else f"{os.uname().nodename}-node{self.node}"
+
+
+def classifier(module: nn.Module) -> tuple[str, nn.Linear]:
+    """Find the last linear layer: its name and the layer."""
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)][-1]

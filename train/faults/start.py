@@ -26,7 +26,7 @@ class InitNotBroadcast(Fault):
     state is equal, with SGD its momentum holds the weight decay of the unequal parameters too.
     """
 
-    says = "one rank starts from another seed's parameters (add --optimizer adamw: sgd's weight decay feels the gap)"
+    says = "one rank starts from another seed's parameters"
     code = "SYN210"
 
     def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:

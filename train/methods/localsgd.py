@@ -37,6 +37,7 @@ class LocalSgd(Ddp):
 
     refuses: ClassVar[Mapping[str, str]] = {
         "--amp fp16": "each rank would scale its loss on its own, and leave out other steps than the rest; use bf16",
+        "--ema": "each rank would average a model of its own, and nothing would bring the averages together",
     }
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:

@@ -59,7 +59,7 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     from syncheck.pytest_plugin.checkpoints import judge as judging
     from syncheck.pytest_plugin.checkpoints.plan import plan
     from syncheck.pytest_plugin.checkpoints.text import terminal_width
-    from syncheck.report.files import check_endings
+    from syncheck.report.files import asks_for_histograms, check_endings
 
     start = config.invocation_params.dir
     check_endings(outputs, option="--syncheck-output")
@@ -70,7 +70,15 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     root = start if is_same(start, config.rootpath) else config.rootpath
     planned = plan(found, how, start, root)
     width = getattr(config, "workerinput", {}).get("syncheck_width") or terminal_width()
-    judge = judging.Judge(found, how, start, whole=bool(outputs) and not _is_worker(config), width=width)
+    writes = not _is_worker(config)
+    judge = judging.Judge(
+        found,
+        how,
+        start,
+        whole=bool(outputs) and writes,
+        width=width,
+        histograms=asks_for_histograms(outputs) and writes,
+    )
     return CheckpointPlugin(judge, _chosen(planned, asked, config), outputs)
 
 

@@ -40,10 +40,21 @@ class Judge:
 
     whole: compare all at once, because the whole report will be needed; else run by run, so that processes that run
     some of the items compare only what these need. width: columns of the terminal on which failures are shown.
+    histograms: gather those of what differs most, for a page.
     """
 
-    def __init__(self, found: api.Found, options: api.Options, start: Path, *, whole: bool, width: int) -> None:
+    def __init__(
+        self,
+        found: api.Found,
+        options: api.Options,
+        start: Path,
+        *,
+        whole: bool,
+        width: int,
+        histograms: bool = False,
+    ) -> None:
         self.found = found
+        self._histograms = histograms
         self.options = options
         self.width = width
         self._start = start
@@ -94,7 +105,7 @@ class Judge:
     def _judged(self, found: api.Found) -> Report | CheckpointError:
         with folder(self._start):
             try:
-                return api.judge(found, self.options)
+                return api.judge(found, self.options, histograms=self._histograms)
             except CheckpointError as error:
                 return error
 

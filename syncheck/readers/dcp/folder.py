@@ -241,7 +241,9 @@ def _moved(tensor: Tensor, chunk: Chunk) -> Tensor:
     """Count a tensor's place from the start of the file and not from that of its chunk."""
     if tensor.data is not None or tensor.refused:
         return tensor
-    record = None if tensor.record is None else (tensor.record[0], tensor.record[1] + chunk.offset)
+    record = tensor.record
+    if record is not None:
+        record = (record[0], record[1] + chunk.offset, record[2])
     return replace(tensor, offset=tensor.offset + chunk.offset, record=record)
 
 

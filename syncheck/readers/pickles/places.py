@@ -65,5 +65,5 @@ def tensor_at(
     return Tensor(
         name, place.dtype.name, place.shape, place.strides, path, record.start + place.offset * place.dtype.size,
         big_endian, place.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
-        record=(record.crc32, record.start) if record.crc32 else None, sharding=place.sharding,
+        record=(record.crc32, record.start, record.size) if record.crc32 else None, sharding=place.sharding,
     )  # fmt: skip

@@ -28,6 +28,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "buffers-never-synced": {"sync_bn": False},
     "extra-forward": {"sync_bn": False},
     "scaler-diverged": {"amp": "fp16"},
+    "average-not-updated": {"ema": 0.9},
 }
 # Files that claim to be synchronized once a step are believed: the drift is then one step's.
 ALIKE = {"SYN202": {"SYN202", "SYN201"}}
@@ -49,7 +50,7 @@ class Pair:
     @property
     def differing(self) -> set[str]:
         """Names of the tensors that differ between the ranks."""
-        return differing(self.good, self.bad)
+        return unlike(self.good, self.bad)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
         """One tensor as rank 0 and as rank 1 has it."""
@@ -59,6 +60,22 @@ class Pair:
         """Rank 0's and rank 1's file of an earlier step."""
         folder = self.settings.out / "history" / self.settings.run / f"step_{step}"
         return folder / "rank_0.pth", folder / "rank_1.pth"
+
+
+def unlike(a: Path, b: Path) -> set[str]:
+    """Names of the tensors that are in one of two checkpoints only, or differ in dtype or bytes."""
+    left, right = held(a), held(b)
+    return {n for n in left | right if n not in left or n not in right or raw(left[n]) != raw(right[n])}
+
+
+def held(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, the averages of --ema too."""
+    return tensors(path) | {f"ema.{name}": tensor for name, tensor in load(path).get("ema", {}).items()}
+
+
+def raw(tensor: Tensor) -> tuple[torch.dtype, bytes]:
+    """A tensor's dtype and bytes; numpy has no bfloat16."""
+    return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def plant(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **changes: Any) -> Pair:

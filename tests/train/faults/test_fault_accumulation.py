@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from planted import NEEDS, QUIET
-from scenarios import differing, run, tensors
+from planted import NEEDS, QUIET, unlike
+from scenarios import run, tensors
 
 from train.faults import FAULTS
 from train.faults.batchnorm import BatchNormFault
@@ -33,5 +33,5 @@ def test_micro_batches(ctx: RankContext, syncheck_rank: Rank, fault: str) -> Non
     files = [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)]
     quiet = {name for name in tensors(files[0]) if settings.sync_bn or not name.endswith(NEVER_EQUAL)}
     # What is never synchronized differs in no other tensors than what is a step behind.
-    assert bool(differing(*files) & quiet) == (fault != "buffers-never-synced")
-    assert differing(*files)
+    assert bool(unlike(*files) & quiet) == (fault != "buffers-never-synced")
+    assert unlike(*files)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from planted import NEEDS, QUIET
-from scenarios import differing, run
+from planted import NEEDS, QUIET, unlike
+from scenarios import run
 
 from train.errors import UserError
 from train.faults import FAULTS
@@ -29,9 +29,9 @@ def test_the_last_of_three_ranks_is_the_odd_one(ctx: RankContext, syncheck_rank:
     files = [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(3)]
     odd = files.pop(0 if fault == "optimizer-on-one-rank" else 2)
     drift = set() if settings.sync_bn else {"running_mean", "running_var"}
-    assert {name for name in differing(*files) if name.rpartition(".")[2] not in drift} == set()
+    assert {name for name in unlike(*files) if name.rpartition(".")[2] not in drift} == set()
     for other in files:
-        assert {name for name in differing(odd, other) if name.rpartition(".")[2] not in drift}
+        assert {name for name in unlike(odd, other) if name.rpartition(".")[2] not in drift}
 
 
 @pytest.mark.syncheck(ranks=2, timeout=60)

@@ -26,7 +26,7 @@ from train.settings import Settings
 
 TWO = RankContext(0, 2)
 DDP = Settings(method="ddp")
-BASES = {"Fault", "BatchNormFault", "MemoryFault", "UnequalGradients"}
+BASES = {"Fault", "BatchNormFault", "FileFault", "LateLayer", "MemoryFault", "UnequalGradients"}
 
 
 def test_every_fault_is_in_the_table() -> None:
@@ -37,10 +37,10 @@ def test_every_fault_is_in_the_table() -> None:
         found = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Fault)]
         classes |= {kind for kind in found if kind.__name__ not in BASES}
     assert classes == set(FAULTS.values())
-    assert len(FAULTS) == len(classes) >= 18
+    assert len(FAULTS) == len(classes) >= 24
     for name, kind in FAULTS.items():
         assert re.fullmatch(r"[a-z]+(-[a-z]+)+", name)
-        assert re.fullmatch(r"SYN2\d\d", kind.code)
+        assert re.fullmatch(r"SYN[12]\d\d", kind.code)
         assert kind.says
         assert "\n" not in kind.says
         assert kind.when in ("always", "half", "last")
@@ -60,7 +60,7 @@ def test_the_list_has_a_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
-    ("nothing", {}, "--fault nothing: unknown; there are buffers-never-synced, "),
+    ("nothing", {}, "--fault nothing: unknown; there are adapter-on-one-rank, "),
     (
         "late-head",
         {"method": "single"},
@@ -81,6 +81,11 @@ REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
     ("buffers-never-synced", {"sync_bn": True}, "with --sync-bn all ranks compute equal statistics"),
     ("buffers-never-synced", {"buffer_sync": False}, "--no-buffer-sync does the same, openly"),
     ("variance-only-bn", {}, "plain BatchNorm knows no count but its own; add --sync-bn"),
+    ("other-dtype-on-one-rank", {}, "it shows in the files, and none are saved; add --save-per-rank"),
+    ("last-save-failed", {"save_per_rank": True, "fault_step": 10}, "a step before the last one, 10; use a smaller"),
+    ("damaged-on-disk", {"save_per_rank": True, "save_format": "safetensors"}, "no checksum that could tell; use --sa"),
+    ("adapter-on-one-rank", {"grad_clip": 1.0}, "pull everything apart; leave --grad-clip out"),
+    ("average-not-updated", {}, "no average is kept; add --ema 0.9"),
     ("differs-by-node", {}, "needs 2 ranks or more on each of 2 nodes; start 4 or more"),
 ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from programs import ROOT, SHORT, TRAIN, assert_trained, errors
-from requirements import unavailable
+from required import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What some tests need of the machine."""
+"""What some tests need of the machine: programs, libraries, rights."""
 
 from __future__ import annotations
 

@@ -1,0 +1,32 @@
+"""Which ranks saved an optimizer, and no state in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+
+_STATE = ("optimizer", "optimizer_step")
+
+
+def without_state(case: Case) -> tuple[int, ...]:
+    """Return the ranks whose optimizer has parameter groups but no state, where that of the others has both.
+
+    Empty where the optimizer itself is missing, as in files of the model only, or where each rank holds a part of the
+    state.
+    """
+    group = case.group
+    lacking = [diff for diff in case.tensors if diff.reason == "missing" and diff.kind in _STATE]
+    if not lacking or not group.hyperparameters or (group.metadata is not None and group.metadata.optimizer_sharded):
+        return ()
+    if len(lacking) < sum(kind in _STATE for kind in group.names.values()):
+        return ()
+    holders = {frozenset(rank for ranks in diff.clusters for rank in ranks) for diff in lacking}
+    without = tuple(rank for rank in group.ranks if not any(rank in ranks for ranks in holders))
+    if len(holders) != 1 or not without:
+        return ()
+    # A rank that has no parameter groups either has no optimizer in its file.
+    groups = [value for value in group.values if value.name.startswith("optimizer.param_groups.")]
+    absent = any(value.by_rank.get(rank) is None for value in groups for rank in without)
+    return () if absent else without

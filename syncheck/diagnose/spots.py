@@ -1,0 +1,126 @@
+"""What the rules have in common that look for a few elements that differ where all else agrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import parameter_of
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.records import TensorDiff
+
+# Running statistics drift by themselves where each rank has its own, and are another matter then.
+STATISTICS = ("bn_mean", "bn_var", "bn_count")
+# Tensors of the model that may be hit at a time: where more differ here and there, something touches all of them.
+MOST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Elements of one tensor of the model that differ, and what the updates made of them.
+
+    hit: the tensor in which most of them differ, the parameter where that is no more than its optimizer's. followers:
+    its optimizer's and averaged copies, which differ within the same elements.
+    """
+
+    hit: TensorDiff
+    followers: tuple[TensorDiff, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorDiff, ...]:
+        """All that differ in this place."""
+        return (self.hit, *self.followers)
+
+
+def spots(case: Case) -> tuple[Spot, ...]:
+    """Sort what differs by place; empty where anything differs that is no small part of a few tensors.
+
+    Tensors that an earlier rule covers are not asked, nor are running statistics, unless one bit of them differs: a
+    batch of its own may move few channels of many.
+    """
+    apart = [diff for diff in case.tensors if diff.kind not in STATISTICS]
+    if not apart and len(case.tensors) == 1 and one_bit(case.tensors[0]):
+        apart = list(case.tensors)
+    if not all(_in_part(diff) for diff in apart):
+        return ()
+    by_name: dict[str, list[TensorDiff]] = {}
+    for diff in apart:
+        by_name.setdefault(_owner(diff, apart), []).append(diff)
+    if len(by_name) > MOST:
+        return ()
+    found = []
+    for diffs in by_name.values():
+        hit, *others = sorted(diffs, key=lambda diff: (-(diff.mismatched or 0), diff.kind == "optimizer"))
+        if not all(_within(other, hit) for other in others):
+            return ()
+        found.append(Spot(hit, tuple(others)))
+    return tuple(found)
+
+
+def _in_part(diff: TensorDiff) -> bool:
+    """Whether it is known that some elements of it differ and at least half do not.
+
+    Of several replica groups that differ only one is described.
+    """
+    if diff.status != "different" or diff.reason is not None or not diff.mismatched:
+        return False
+    differing = [group for group in diff.replica_groups if sum(found[0] in group for found in diff.clusters) > 1]
+    return 2 * diff.mismatched <= diff.numel and len(differing) < 2
+
+
+def _owner(diff: TensorDiff, apart: list[TensorDiff]) -> str:
+    """Return the parameter that a tensor is the optimizer's state or an averaged copy of, else its own name."""
+    if diff.kind == "optimizer":
+        return parameter_of(diff.name)
+    if diff.kind == "ema":
+        return next((other.name for other in apart if diff.name.endswith(f".{other.name}")), diff.name)
+    return diff.name
+
+
+def _within(other: TensorDiff, hit: TensorDiff) -> bool:
+    """Whether a follower differs where the tensor that was hit does, as far as its worst element tells."""
+    if other.shape != hit.shape:
+        return False
+    if hit.extent == "one":
+        return other.extent == "one" and other.index == hit.index
+    first = hit.evidence.first if hit.evidence else None
+    return first is None or first <= flat_index(other) < first + (hit.mismatched or 0)
+
+
+def one_bit(diff: TensorDiff) -> bool:
+    """Whether one element differs, and in one bit."""
+    return diff.extent == "one" and diff.evidence is not None and diff.evidence.flipped_bits == 1
+
+
+def flat_index(diff: TensorDiff) -> int:
+    """Return where in C order a tensor's worst element stands."""
+    flat = 0
+    for at, size in zip(diff.index or (), diff.shape, strict=False):
+        flat = flat * size + at
+    return flat
+
+
+def place_text(diff: TensorDiff) -> str:
+    """Name an element: 'fc.weight[3, 1]'."""
+    return f"{diff.name}[{', '.join(map(str, diff.index or ()))}]"
+
+
+def followers_text(spot: Spot) -> str:
+    """Say what else differs in the same place: ', and so does its momentum_buffer there'."""
+    names = [
+        f"its {diff.name.rpartition('.')[2]}"
+        if diff.kind == "optimizer" and spot.hit.kind != "optimizer"
+        else diff.name
+        for diff in sorted(spot.followers, key=lambda diff: diff.kind != "optimizer")
+    ]
+    return f", and so do{'es' * (len(names) == 1)} {' and '.join(names)} there" if names else ""
+
+
+def rest_text(case: Case) -> str:
+    """Say what agrees: '; all else of 20 parameters and 40 optimizer tensors agrees'."""
+    parameters, states = case.compared("parameter"), case.compared("optimizer")
+    counts = [f"{parameters} parameter{'s' * (parameters != 1)}"] if parameters else []
+    counts += [f"{states} optimizer tensor{'s' * (states != 1)}"] if states else []
+    return f"; all else of {' and '.join(counts)} agrees" if counts else ""

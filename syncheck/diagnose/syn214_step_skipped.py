@@ -1,0 +1,110 @@
+"""A rank left out an optimizer step that the others took.
+
+Signature: the optimizer's step counters differ by one or two steps, or by less than 5 % of the larger count, and
+parameters or optimizer state differ with them. The checkpoint's own step is equal, or none is stored. BatchNorm's
+counts usually agree, for the forward ran; where they lag too, the rank missed the whole step. SGD counts no steps:
+there a skipped step is told from other causes only where the step itself was saved and the one before: parameters and
+optimizer state of the rank are then, to the byte, the others' of the step before, and BatchNorm's counts agree.
+
+Cause: a rank decided alone to pass over a batch: `continue` on a bad or short batch, a loss or a gradient that was not
+finite on this rank only, gradients that were None there. In a run of a few steps a state that was lost at the start
+looks the same; the evidence says so.
+
+Fix: decide together. All-reduce the flag (MAX) before the step, and let all ranks step or none; then restart from a
+checkpoint in which the ranks agree, or broadcast parameters and optimizer state of one rank.
+
+Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank `continue`, micro-step counts apart), ecmwf/WeatherGenerator#2718 and
+#2724 (the same). Whether steps were left out again and again shows over several saved steps: the lag then grows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Match, counted, gap_text, worst
+from syncheck.diagnose.counters import (
+    FEW,
+    SHORT,
+    counters_of,
+    fitting,
+    followers,
+    forwards_lag,
+    lag_text,
+    lag_then,
+    odd_ranks,
+    scales_of,
+    trackers,
+)
+from syncheck.diagnose.origin import only_skipped, stale_at_first, stale_text
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.diagnose.counters import StepCounter
+    from syncheck.records import Severity, TensorDiff
+
+CODE = "SYN214"
+SLUG = "step-skipped"
+SEVERITY: Severity = "error"
+CAUSE = "A rank left out an optimizer step that the others took: it decided alone to pass over a batch."
+FIX = (
+    "Decide together: bad = torch.tensor(float(skip), device=device); dist.all_reduce(bad, op=dist.ReduceOp.MAX); "
+    "if bad: optimizer.zero_grad(); continue. Then restart from a checkpoint in which the ranks agree."
+)
+
+
+def apply(case: Case) -> Match | None:
+    """Fit counters that are a few steps apart, or a step that was saved in the making; cover what follows from it."""
+    counters = fitting(case, far=False)
+    first = stale_at_first(case)
+    if first is not None and (not only_skipped(first) or scales_of(case.group)):
+        first = None
+    if first is not None:
+        counters = counters_of(case)
+    elif not counters:
+        return None
+    tensors = followers(case, counters)
+    if not any(diff.kind in ("parameter", "optimizer") for diff in tensors) and not counters:
+        return None
+    most = max(counters, key=lambda counter: counter.lag, default=None)
+    moved = [diff for diff in tensors if diff.kind == "parameter"]
+    texts = [
+        "" if most is None else lag_text(counters),
+        _parameters(case, moved),
+        "" if first is None else f"{stale_text(first)}, and had counted that step's batches",
+        "" if first is not None else _forwards(case, counters),
+        "" if most is None else _then(case, most),
+        "" if most is None or first is not None else _doubt(case, most),
+    ]
+    values = tuple(counter.name for counter in counters if counter.diff is None)
+    ranks = odd_ranks(counters) if first is None else tuple(first.stale)
+    return Match(tensors, ranks, "; ".join(filter(None, texts)), (*values, *trackers(case)))
+
+
+def _parameters(case: Case, moved: list[TensorDiff]) -> str:
+    if not moved:
+        return ""
+    return f"{len(moved)} of {case.compared('parameter')} parameters differ, {gap_text(worst(moved))}"
+
+
+def _forwards(case: Case, counters: tuple[StepCounter, ...]) -> str:
+    if forwards_lag(case, counters):
+        return "num_batches_tracked lags as well: the whole step was missed, its forward too, or undone"
+    if case.compared("bn_count") and case.agrees("bn_count"):
+        return "num_batches_tracked agrees"
+    return ""
+
+
+def _then(case: Case, counter: StepCounter) -> str:
+    then = lag_then(counter, case.series)
+    if then is None or then[1] == counter.lag:
+        return ""
+    return f"at step {then[0]} it was {counted(int(then[1]), 'step')}: it happened more than once"
+
+
+def _doubt(case: Case, counter: StepCounter) -> str:
+    lag, texts = int(counter.lag), []
+    if lag > FEW or max(counter.by_rank.values()) <= SHORT:
+        texts.append(f"an optimizer state that was lost after {counted(lag, 'step')} would look the same")
+    if not case.group.stores_progress:
+        texts.append("the files do not say that they are of one step")
+    return ", and ".join(texts)

@@ -1,0 +1,90 @@
+"""The optimizer's state was loaded, or was lost, on some ranks only.
+
+Signature: the optimizer's step counters are far apart, by more than two steps and at least 5 % of the larger count; or
+the optimizer of some ranks holds no state at all while the others' does. At the moment of the resume the
+parameters still agree, for DDP broadcasts them; one step later all of them differ. SGD counts no steps: once it has
+stepped, only parameters and momentum that differ are left, and this cannot be told from other causes.
+
+Cause: a resume called `optimizer.load_state_dict()` on rank 0 only, a rank did not find its file and went on with an
+empty state, or the optimizer was made anew on some ranks. Nobody broadcasts the optimizer's state.
+
+Fix: load the optimizer's state on every rank, before the first step, and check it: all-gather one step counter and stop
+if they differ.
+
+Incidents: vllm-project/speculators#926 (only rank 0 loaded), PaddlePaddle/PaddleNLP#7256 (the same).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Match, counted, gap_text, worst
+from syncheck.diagnose.counters import fitting, followers, lag_text, lag_then, odd_ranks, trackers
+from syncheck.diagnose.empty_state import without_state
+from syncheck.records import ranks_text
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.diagnose.counters import StepCounter
+    from syncheck.records import Severity, TensorDiff
+
+CODE = "SYN215"
+SLUG = "optimizer-state-not-restored"
+SEVERITY: Severity = "error"
+CAUSE = "The optimizer's state was loaded, or lost, on some ranks only: their moments and step counts are others."
+FIX = (
+    "Load it on every rank before the first step: optimizer.load_state_dict(torch.load(path, map_location=device)"
+    "['optimizer']), outside any `if rank == 0`; DDP broadcasts the model, never the optimizer."
+)
+
+
+def apply(case: Case) -> Match | None:
+    """Fit counters that are far apart, and optimizers without any state beside others with theirs."""
+    empty = without_state(case)
+    if empty:
+        return _empty(case, empty)
+    counters = fitting(case, far=True)
+    if not counters:
+        return None
+    tensors = followers(case, counters)
+    first = max(counters, key=lambda counter: counter.lag)
+    moved = [diff for diff in tensors if diff.kind == "parameter"]
+    state = sum(diff.kind == "optimizer" for diff in tensors)
+    texts = [
+        lag_text(counters),
+        f"{counted(state, 'other optimizer tensor')} differ{'s' * (state == 1)} with it" if state else "",
+        _moved(case, moved),
+        "the loss scaler's state differs with it" if trackers(case) else "",
+        _then(case, first),
+        "" if case.group.stores_progress else "the files do not say that they are of one step",
+    ]
+    values = tuple(counter.name for counter in counters if counter.diff is None)
+    return Match(tensors, odd_ranks(counters), "; ".join(filter(None, texts)), (*values, *trackers(case)))
+
+
+def _moved(case: Case, moved: list[TensorDiff]) -> str:
+    if moved:
+        return f"{len(moved)} of {case.compared('parameter')} parameters differ, {gap_text(worst(moved))}"
+    if case.compared("parameter") and case.agrees("parameter"):
+        return "all parameters still agree: no step has been taken since"
+    return ""
+
+
+def _then(case: Case, counter: StepCounter) -> str:
+    then = lag_then(counter, case.series)
+    if then is None or then[1] == counter.lag:
+        return ""
+    return f"at step {then[0]} it was {counted(int(then[1]), 'step')}: it happened, or steps were left out, repeatedly"
+
+
+def _empty(case: Case, ranks: tuple[int, ...]) -> Match:
+    """Say whose optimizer has no state; without a majority these are the suspects, else the fewer."""
+    lacking = tuple(d for d in case.tensors if d.reason == "missing" and d.kind in ("optimizer", "optimizer_step"))
+    having = tuple(rank for rank in case.group.ranks if rank not in ranks)
+    agree = case.compared("parameter") and case.agrees("parameter")
+    return Match(
+        lacking,
+        having if len(having) < len(ranks) else ranks,
+        f"the optimizer of {ranks_text(ranks)} holds no state at all, that of {ranks_text(having)} has "
+        f"{counted(len(lacking), 'tensor')}" + ("; all parameters still agree" if agree else ""),
+    )

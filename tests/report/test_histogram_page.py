@@ -1,0 +1,128 @@
+"""Histograms on the HTML page: as text, and chosen in a real browser."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from browser import opened
+from large import group, tensor
+
+from syncheck.records import Histogram, Report
+from syncheck.report import html, tensor_table
+from syncheck.report.histogram import label
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.records import TensorDiff
+
+NAMES = ("a.weight", "<b>&\"'", "c" * 300)
+
+
+def bins(**counts: int) -> tuple[int, ...]:
+    """Return counts by place of the bin: b9=3."""
+    return tuple(counts.get(f"b{place}", 0) for place in range(20))
+
+
+def differing(name: str, gap: float, histogram: Histogram | None) -> TensorDiff:
+    """Return a tensor with a histogram."""
+    return replace(tensor(name, max_abs=gap), histogram=histogram)
+
+
+def report(others: int = 0) -> Report:
+    """Return a report of three tensors with a histogram, the largest gaps first, and others without."""
+    found = (
+        Histogram(262132, bins(b11=8, b12=4), 0),
+        Histogram(0, bins(b9=262144), 0),
+        Histogram(1000, bins(b0=1, b19=1), 2),
+    )
+    diffs = [differing(name, 3.0 - i, one) for i, (name, one) in enumerate(zip(NAMES, found, strict=True))]
+    return Report("out_of_sync", (group(*diffs, *(tensor(f"x{i}", max_abs=1e-9) for i in range(others))),))
+
+
+def shown(page: str) -> list[bool]:
+    """Return of each histogram in the drawing whether it is shown."""
+    return ["chosen" in kinds for kinds in re.findall(r'<g class="(histogram[^"]*)"', page)]
+
+
+def test_the_page_without_a_script() -> None:
+    """The worst tensor's histogram is drawn and named, and a table has the numbers of all."""
+    page = html.render(report(), "0")
+    assert shown(page) == [True, False, False]
+    assert '<p class="said">a.weight: elements that differ: 12 of 262144; largest gap: 3</p>' in page
+    assert "g.histogram:not(.chosen) { display: none; }" in page
+    table = page.partition("The numbers of 3 tensors")[2].partition("</details>")[0]
+    heads = re.findall(r"<th [^>]*>(.*?)</th>", table)
+    assert heads[:5] == ["tensor", "differing", "max abs", "equal", "&lt; 1e-12"]
+    assert heads[-3:] == ["1e5 to 1e6", "&gt;= 1e6", "not finite"]
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
+    assert [row[3] for row in cells] == ["262132", "0", "1000"]
+    assert cells[0][heads.index("1e-2 to 1e-1")] == "8"
+    assert cells[1][0] == "&lt;b&gt;&amp;&quot;&#x27;"
+    assert [row[-1] for row in cells] == ["0", "0", "2"]
+    assert "evenly spread parts" in page
+
+
+def test_bins_are_named_by_their_ends() -> None:
+    """The outermost bins have one end, the others two powers of ten next to each other."""
+    assert [label(place) for place in (0, 1, 18, 19)] == ["< 1e-12", "1e-12 to 1e-11", "1e5 to 1e6", ">= 1e6"]
+
+
+def test_without_histograms_there_is_no_part() -> None:
+    """A report that was made without them has no drawing and no heading of them."""
+    diffs = [replace(diff, histogram=None) for diff in report().groups[0].tensors]
+    page = html.render(Report("out_of_sync", (group(*diffs),)), "0")
+    assert "How far apart the elements are" not in page
+    assert shown(page) == []
+
+
+@pytest.mark.parametrize(
+    "one", [Histogram(5, bins(), 1), Histogram(0, bins(b0=1), 0), Histogram(0, bins(b19=1), 0), Histogram(7, bins(), 0)]
+)
+def test_any_histogram_can_be_drawn(one: Histogram) -> None:
+    """Of one element, of the outermost bins, of what is not finite only."""
+    page = html.render(Report("out_of_sync", (group(differing("a", 1.0, one)),)), "0")
+    assert shown(page) == [True]
+
+
+@pytest.mark.slow
+def test_a_reader_chooses_a_tensor(tmp_path: Path) -> None:
+    """Beside 50,000 tensors: the list has those with a histogram, the chosen one is shown and is in the address."""
+    driver = """
+      const choice = document.querySelector('.histograms select');
+      choice.value = '1'; choice.dispatchEvent(new Event('change'));
+      document.title = location.hash;
+    """
+    text = re.sub(r"<meta http-equiv=[^>]*>", "", html.render(report(50_000), "0"))
+    path = tmp_path / "page.html"
+    path.write_text(text.replace("</body>", f"<script>{driver}</script></body>"), encoding="utf-8")
+    page, console = opened(path, tmp_path / "b")
+    assert console == []
+    assert shown(page) == [False, True, False]
+    assert '<p class="said">&lt;b&gt;&amp;"\': elements that differ: 12 of 262144; largest gap: 2</p>' in page
+    assert "<title>#histogram1=%3Cb%3E%26%22%27</title>" in page
+    options = page.partition('class="histograms"')[2].partition("</select>")[0]
+    assert re.findall(r"<option[^>]*>(.*?)</option>", options) == ["a.weight", "&lt;b&gt;&amp;\"'", NAMES[2]]
+
+
+@pytest.mark.slow
+def test_a_link_shows_what_its_sender_saw(tmp_path: Path) -> None:
+    """The address chooses the tensor of each group with no error and no request; an unknown name shows the worst."""
+    twice = report().groups[0]
+    path = tmp_path / "page.html"
+    path.write_text(html.render(Report("out_of_sync", (twice, replace(twice, run="other"))), "0"), encoding="utf-8")
+    page, console = opened(path, tmp_path / "b", "#histogram2=" + NAMES[2])
+    assert console == []
+    assert shown(page) == [True, False, False, False, False, True]
+    page, console = opened(path, tmp_path / "b", "#histogram=none")
+    assert console == []
+    assert shown(page) == [True, False, False] * 2
+
+
+def test_the_table_of_tensors_is_still_bounded() -> None:
+    """Histograms add some kilobytes to the page of 50,000 tensors, whatever their number of ranks."""
+    assert len(html.render(report(50_000), "0")) < 6_100_000
+    assert tensor_table.MOST_DATA > 50_000

@@ -1,0 +1,78 @@
+"""What is printed in a CI system's log gives it no commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import changed, network, save_pth
+from hostile_report import HOSTILE, hostile
+
+from syncheck.errors import logged
+from syncheck.report import failure, files, plain, terminal, text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from checkpoints import Done
+
+OTHERS = [name for name in HOSTILE if ":" in name or "##" in name]
+COMMANDS = [*OTHERS, "::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "a ##[group]b", ":::", "::[::"]
+
+
+def obeyed(log: str) -> list[str]:
+    """Return the lines that GitHub's runner, or those of Azure and TeamCity, would take for commands.
+
+    The runner trims a line before it looks for `::`, and looks for `##[` anywhere:
+    https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
+    """
+    plain_lines = re.sub(r"\x1b\[[0-9;]*m", "", log).split("\n")
+    return [line for line in plain_lines if line.strip().startswith("::") or re.search(r"##\w*\[", line)]
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=lambda name: ascii(name[:20]))
+def test_no_name_is_a_command(name: str) -> None:
+    """In text of every kind, on every width of terminal, coloured or not, and in an assertion's message."""
+    shown = hostile(name)
+    parts = [*text.comparison(shown, 0), *text.overview(shown, 0)]
+    assert obeyed(plain.render(parts)) == []
+    for width, color in ((None, True), (30, True), (80, False)):
+        assert obeyed(terminal.render(parts, width, color)) == []
+    assert obeyed(failure.message(shown)) == []
+    for form in ("json", "junit", "markdown"):
+        assert obeyed(files.drawn(form, shown)) == []
+    assert {group["name"] for group in json.loads(files.drawn("json", shown))["groups"]} == {name}
+
+
+def test_only_commands_are_escaped() -> None:
+    """What a runner would not obey stands as it is, and the check of this file can fail."""
+    calm = "a::b\n  x ::y\n#[z]\n: :"
+    assert logged(calm) == calm
+    assert obeyed(calm) == []
+    assert logged("a\n \x1b[1m::b\n::\n##[c]##vso[d]") == "a\n \x1b[1m\\x3a:b\n\\x3a:\n#\\x23[c]#\\x23vso[d]"
+    assert len(obeyed("a\n \x1b[1m::b\n::\nx ##[c]\n##vso[d]")) == 4
+
+
+def test_nor_what_the_command_line_prints(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """Files whose names are commands: all commands print no such line on stdout or stderr."""
+    for rank, name in enumerate(["::error::a", "::error::b"]):
+        save_pth(tmp_path / f"{name}_rank{rank}.pth", changed(network(), "fc.weight", by=0.5 * rank))
+    (tmp_path / "##[error]c.pth").write_text("no checkpoint")
+    for command in (
+        ("compare", ".", "--group-by", ""),
+        ("compare", *sorted(path.name for path in tmp_path.iterdir())),
+        ("report", "."),
+        ("show", "::error::a_rank0.pth"),
+        ("show", "##[error]c.pth"),
+        ("show", "::error::a_rank0.pth", "--format", "json"),
+        ("fingerprint", "::error::a_rank0.pth", "##[error]c.pth", "-o", "##[group]out"),
+        ("compare", "::none::", "##[none]"),
+    ):
+        for color in ({}, {"FORCE_COLOR": "1"}):
+            done = cli(*command, **color)
+            assert obeyed(done.out) == [], command
+            assert obeyed(done.err) == [], command
+            assert done.out or done.err

@@ -1,0 +1,90 @@
+"""Planted desyncs that show in the files only, and those of one rank's own layer, average or learning rate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from planted import check_report, held, optimizer_names, parameters, plant, unlike
+from scenarios import load, tensors
+
+import syncheck
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+    from train.launch import RankContext
+
+pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
+
+
+@pytest.mark.parametrize("model", ["resnet8", "convnet"])
+def test_adapter_on_one_rank(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
+    """The last rank alone has the adapter and its optimizer state; it has learned, and all else is equal."""
+    pair = plant(ctx, syncheck_rank.shared, "adapter-on-one-rank", model=model)
+    assert pair.clean == set()
+    adapter = load(pair.bad)["syncheck"]["optimizer_parameters"].index("fc.adapter.weight")
+    states = {f"optimizer.{adapter}.{state}" for state in ("exp_avg", "exp_avg_sq", "step")}
+    assert pair.differing == {"fc.adapter.weight"} | states
+    assert tensors(pair.bad)["fc.adapter.weight"].abs().max() > 0
+
+
+def test_other_dtype_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The last rank's model is rank 0's, rounded to bfloat16; counts of batches and the optimizer are untouched."""
+    pair = plant(ctx, syncheck_rank.shared, "other-dtype-on-one-rank")
+    assert pair.clean == set()
+    assert pair.differing == {name for name in load(pair.good)["model"] if not name.endswith("num_batches_tracked")}
+    for name in pair.differing:
+        right, wrong = pair.values(name)
+        assert torch.equal(right.bfloat16(), wrong)
+
+
+def test_last_save_failed(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The last rank's final file is what it held at half of the run, and says so; its history is whole."""
+    pair = plant(ctx, syncheck_rank.shared, "last-save-failed", save_every=1, explained=False)
+    assert pair.clean == unlike(*pair.at(6)) == set()
+    assert unlike(pair.at(3)[1], pair.bad) == set()
+    assert [load(path)["step"] for path in (pair.good, pair.bad)] == [6, 3]
+    assert unlike(pair.without, pair.good) == set()
+    # Beside the history it is as well what the others held at an earlier step.
+    check_report(syncheck.compare(pair.good, pair.bad), "SYN106")
+
+
+def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """One element of one weight differs in the last rank's file, whose checksum tells; what it held was right."""
+    pair = plant(ctx, syncheck_rank.shared, "damaged-on-disk", save_every=6)
+    assert pair.clean == unlike(*pair.at(6)) == set()
+    (name,) = pair.differing
+    right, wrong = pair.values(name)
+    assert (right != wrong).sum() == 1
+    assert wrong.isfinite().all()
+    (group,) = syncheck.compare(pair.good, pair.bad).groups
+    evidence = {diff.name: diff.evidence for diff in group.tensors}[name]
+    assert evidence is not None
+    assert evidence.damaged == (1,)
+
+
+def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Every parameter differs, no moment of AdamW does, and the last rank's file names half the learning rate."""
+    pair = plant(ctx, syncheck_rank.shared, "other-learning-rate")
+    assert pair.clean == set()
+    # Gradients were averaged over unlike models, and are the same for both.
+    assert pair.differing == parameters(pair.good)
+    assert optimizer_names(pair.good, "exp_avg")
+    rates = [load(path)["optimizer"]["param_groups"][0]["lr"] for path in (pair.good, pair.bad)]
+    assert rates[1] == 0.5 * rates[0] > 0
+
+
+def test_average_not_updated(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The last rank's averages are those of the step before the fault, and all that is trained is equal."""
+    pair = plant(ctx, syncheck_rank.shared, "average-not-updated", save_every=1)
+    assert pair.clean == unlike(*pair.at(2)) == set()
+    averages = {f"ema.{name}" for name in parameters(pair.good)}
+    assert pair.differing == averages
+    before, after = held(pair.at(2)[1]), held(pair.bad)
+    assert all(torch.equal(before[name], after[name]) for name in averages)
+    # On rank 0 it is an average: 0.9 of the one before and 0.1 of the parameters.
+    first, second, now = (held(pair.at(step)[0])["ema.fc.weight"] for step in (1, 2, 3))
+    weight = held(pair.at(3)[0])["fc.weight"]
+    assert torch.equal(first, held(pair.at(1)[0])["fc.weight"])
+    assert torch.allclose(now, 0.9 * second + 0.1 * weight, atol=1e-6)

@@ -1,0 +1,38 @@
+"""A real run, 2 data-parallel x 2 tensor-parallel, with the fault of BLOOM-176B and without."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import ROOT
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from programs import Programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True])
+def test_clipping_on_one_tensor_parallel_rank(programs: Programs, tmp_path: Path, fault: bool) -> None:
+    """Without the fault plain parts and DTensors are in sync; with it norms and row-parallel biases are SYN231."""
+    out = tmp_path / "out"
+    done = programs.run(
+        sys.executable, ROOT / "fixtures" / "tensor_parallel.py", out, *["--fault"] * fault, timeout=150
+    )
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    for kind in ("plain", "dtensor"):
+        (group,) = syncheck.compare(out / kind).groups
+        failing = [finding for finding in group.findings if finding.fails]
+        assert [finding.code for finding in failing] == ["SYN231"] * fault
+        if not fault:
+            assert group.verdict == "in_sync"
+            continue
+        parameters = {name for name in failing[0].tensors if not name.startswith("optimizer.")}
+        wrong = {f"{i}.{name}" for i in (0, 1) for name in ("mlp_norm.weight", "mlp_norm.bias", "mlp.down_proj.bias")}
+        assert parameters == wrong
+        assert {diff.clusters for diff in group.tensors if diff.out_of_sync} == {((0, 2), (1, 3))}
