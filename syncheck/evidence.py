@@ -216,8 +216,8 @@ def _sums(row: DType, tensors: Sequence[Tensor], files: Files) -> tuple[list[flo
     step = _step(len(tensors))
     for start in range(0, size, step):
         blocks = [files.read(t, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
-        arrays = [widened(row, np.frombuffer(block, row.dtype())).astype(np.float64) for block in blocks]
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid to convert
+            arrays = [widened(row, np.frombuffer(block, row.dtype())).astype(np.float64) for block in blocks]
             own = [float(array @ array) for array in arrays]
             if not all(map(math.isfinite, own)):
                 finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])

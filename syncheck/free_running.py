@@ -160,7 +160,10 @@ def _usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
 
 
 def _moment(replicas: Replicas, names: Sequence[str], files: Files) -> _Moment | None:
-    """Read one step's statistics; None where a rank lacks one, or has counted other batches than rank 0."""
+    """Read one step's statistics; None where ranks cannot be held against each other.
+
+    That is where one lacks a statistic, has it in another shape, or has counted other batches than rank 0.
+    """
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts = set()
     for rank, snapshot in replicas.ranks[: RANKS + 1]:
@@ -176,7 +179,8 @@ def _moment(replicas: Replicas, names: Sequence[str], files: Files) -> _Moment |
             if count is None or count.size != 1:
                 return None
             counts.add(int(count[0]))
-    if len(counts) != 1 or len(values) < 2 or 0 in counts or replicas.step is None:
+    shapes = {tuple(vector.size for vector in vectors.values()) for vectors in values.values()}
+    if len(counts) != 1 or len(shapes) != 1 or len(values) < 2 or 0 in counts or replicas.step is None:
         return None
     return _Moment(replicas.step, counts.pop(), values)
 
@@ -190,7 +194,8 @@ def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
         return None
     row = DTYPES[tensor.dtype]
     data = np.frombuffer(bytes(files.read(tensor, 0, min(tensor.numel, CHANNELS), 0)), row.dtype())
-    found = (widened(row, data) if row.family == "float" else data).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is invalid to convert
+        found = (widened(row, data) if row.family == "float" else data).astype(np.float64)
     return found if np.isfinite(found).all() else None
 
 
@@ -208,8 +213,9 @@ def _pair(a: _Moment, b: _Moment) -> _Pair | None:
         y = after.get(key)
         if y is None or y.shape != x.shape:
             continue
-        lengths = float(np.linalg.norm(x)), float(np.linalg.norm(y))
-        if min(lengths) > 0:
+        with np.errstate(over="ignore"):
+            lengths = float(np.linalg.norm(x)), float(np.linalg.norm(y))
+        if min(lengths) > 0 and max(lengths) < math.inf:
             cosines.append(float(x @ y) / (lengths[0] * lengths[1]))
             growths.append(lengths[1] / lengths[0])
     return _Pair(a.batches, b.batches, fmean(cosines), median(growths)) if cosines and a.batches < b.batches else None

@@ -35,8 +35,8 @@ def gather(
 
     Raises CheckpointError when a file can no longer be read.
     """
-    floats = [diff for diff in diffs if DTYPES[diff.dtype].family == "float"]
-    apart = [diff for diff in floats if diff.status == "different" and diff.mismatched]
+    differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
+    apart = [diff for diff in differing if DTYPES[diff.dtype].family == "float"]
     apart.sort(key=lambda diff: (len(set(diff.nonfinite.values())) < 2, -(diff.max_abs or 0)))
     made = {diff.name: _worst(diff, found[diff.name], files) for diff in apart[:MOST]}
     return tuple(replace(diff, histogram=made[diff.name]) if diff.name in made else diff for diff in diffs)
@@ -88,4 +88,5 @@ def _counted(replicas: Sequence[Tensor], files: Files, starts: Sequence[int], *,
 
 def _read(row: DType, tensor: Tensor, files: Files, start: int, count: int, slot: int) -> NDArray[Any]:
     # float64, or the smallest and the largest gaps would fall into the next decade.
-    return widened(row, np.frombuffer(files.read(tensor, start, count, slot), row.dtype())).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is invalid to convert
+        return widened(row, np.frombuffer(files.read(tensor, start, count, slot), row.dtype())).astype(np.float64)

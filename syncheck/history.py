@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import History, HistoryPoint
 from syncheck.suspects import suspects
 
@@ -24,21 +25,27 @@ GROWING = 1.5
 def history_of(names: Collection[str], groups: Sequence[Group]) -> History | None:
     """Return how tensors stood over the steps of a run; None with fewer than two steps, or where none ever differed.
 
-    groups: of one run, in the order of their steps.
+    groups: of one run, in the order of their steps. Running statistics, which differ between ranks by themselves, are
+    left out where they follow from other tensors: they tell nothing of when those went apart.
     """
+    kinds = {diff.name: diff.kind for group in groups for diff in group.tensors}
+    names = {name for name in names if kinds.get(name) not in BN_STATISTICS} or names
     steps = [(group.step, _apart(names, group), group) for group in groups if group.step is not None]
     if len(steps) < 2 or not any(apart for _, apart, _ in steps):
         return None
-    points = tuple(HistoryPoint(step, len(apart), _largest(apart)) for step, apart, _ in steps)
+    gaps = _telling([apart for _, apart, _ in steps])
+    points = tuple(
+        HistoryPoint(step, len(apart), _largest(told)) for (step, apart, _), told in zip(steps, gaps, strict=True)
+    )
     first = next(i for i, (_, apart, _) in enumerate(steps) if apart)
     since, apart, group = steps[first]
     return History(
         points=points,
         since=since,
         agreed=steps[first - 1][0] if first else None,
-        tensors=tuple(diff.name for diff in apart),
+        tensors=tuple(dict.fromkeys(diff.name for diff in (*gaps[first], *apart))),
         ranks=suspects(apart, group),
-        trend=trend_of([found for _, found, _ in steps[first:]]),
+        trend=trend_of(gaps[first:]),
     )
 
 
@@ -72,9 +79,25 @@ def _apart(names: Collection[str], group: Group) -> list[TensorDiff]:
     return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
 
 
+def _telling(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:
+    """Return what the gaps at each step are of: of all steps the same, as long as something there is apart.
+
+    Parameters; else what is neither statistic nor counter, for statistics follow each step's batch even where weights
+    stay apart by one gap, and counters are no weights; else all.
+    """
+    for chosen in (
+        lambda diff: diff.kind == "parameter",
+        lambda diff: diff.kind not in (*_COUNTERS, *BN_STATISTICS),
+        lambda diff: diff.kind not in _COUNTERS,
+    ):
+        told = [[diff for diff in apart if chosen(diff)] for apart in steps]
+        if all(found or not apart for found, apart in zip(told, steps, strict=True)):
+            return told
+    return list(steps)
+
+
 def _largest(apart: Sequence[TensorDiff]) -> float | None:
-    """Return the largest gap; of counters only where nothing else is apart, for they are no weights."""
-    told = [diff for diff in apart if diff.kind not in _COUNTERS] or list(apart)
-    if any(diff.max_abs is None for diff in told):
+    """Return the largest gap, None where one is not known."""
+    if any(diff.max_abs is None for diff in apart):
         return None
-    return max((float(diff.max_abs or 0) for diff in told), default=0.0)
+    return max((float(diff.max_abs or 0) for diff in apart), default=0.0)

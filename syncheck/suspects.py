@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.kinds import BN_STATISTICS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -11,9 +13,15 @@ if TYPE_CHECKING:
 
 
 def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
-    """Return the ranks outside the majority of these tensors; where no majority stands, all that do not agree."""
+    """Return the ranks outside the majority of these tensors; where no majority stands, all that do not agree.
+
+    That two ranks agree on a few tensors of many, as on a bias of which only the rounding moves, makes no majority.
+    """
+    # Running statistics differ between ranks by themselves, so they accuse nobody beside tensors that do not.
     diffs = list(tensors)
+    diffs = [diff for diff in diffs if diff.kind not in BN_STATISTICS] or diffs
     odd = {rank for diff in diffs for rank in diff.minority}
-    if not odd or len(odd) >= len(group.replicas):
+    without = sum(len(diff.clusters) > 1 and not diff.minority for diff in diffs)
+    if not odd or len(odd) >= len(group.replicas) or 2 * without > len(diffs):
         odd = {rank for diff in diffs for found in diff.clusters for rank in found}
     return tuple(sorted(odd)) or group.ranks

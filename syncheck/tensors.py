@@ -133,7 +133,7 @@ def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mappi
         by_text[value].append(rank)
     sets = _largest_first(by_text.values())
     texts = {tuple(ranks): list(text) if isinstance(text, tuple) else text for text, ranks in by_text.items()}
-    detail = ", ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
+    detail = " and ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
     return replace(
         bare,
         reason=what,

@@ -29,7 +29,7 @@ ALLOWED = {
     "snapshots": set(),
     "clues": set(),
     "records": {"snapshots", "clues"},
-    "suspects": BASE,
+    "suspects": BASE | {"kinds"},
     "names": LEAVES,
     "tolerance": LEAVES,
     "metadata_block": BASE,
@@ -59,7 +59,7 @@ ALLOWED = {
     "stale": BASE | {"blocks", "kernel", "names", "layout_groups", "quick"},
     "free_running": BASE | {"blocks", "float_gaps", "names", "layout_groups"},
     "histograms": BASE | {"blocks", "float_gaps"},
-    "history": BASE | {"suspects"},
+    "history": BASE | {"kinds", "suspects"},
     "values": BASE | {"names", "kinds"},
     "reference": BASE | {"layout_groups", "tolerance", "blocks", "gaps"},
     "comparison": BASE

@@ -240,3 +240,18 @@ def test_digests_have_no_evidence(tmp_path: Path) -> None:
         path.unlink()
     found = apart(tmp_path)["w"]
     assert (found.status, found.mismatched, found.evidence) == ("different", None, None)
+
+
+def test_a_signalling_nan_is_no_warning(tmp_path: Path) -> None:
+    """NaNs of every payload are left out of norms and histograms without a word: warnings are errors here."""
+    for rank in range(2):
+        values = np.full(8, 2.0 + rank, np.float32)
+        values.view(np.uint32)[0] = 0x3F800000 if rank else 0x7F800001
+        save_safetensors(tmp_path / f"rank{rank}.safetensors", {"fc.weight": values})
+    (group,) = syncheck.compare(tmp_path, histograms=True).groups
+    (diff,) = group.tensors
+    assert diff.nonfinite == {0: 1, 1: 0}
+    assert diff.evidence is not None
+    assert diff.evidence.cosine == pytest.approx(1.0)
+    assert diff.histogram is not None
+    assert diff.histogram.not_finite == 1

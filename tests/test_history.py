@@ -96,3 +96,41 @@ def test_counters_are_no_gaps_of_weights() -> None:
     assert both is not None
     assert alone is not None
     assert (both.points[-1].max_abs, alone.points[-1].max_abs) == (0.5, 7.0)
+
+
+def test_statistics_tell_no_gap_of_weights() -> None:
+    """Weights that keep their gap are constant, named first, and their gap is told, whatever the statistics do."""
+
+    def step(number: int, factor: float) -> Group:
+        statistics = [apart(f"bn{i}.running_mean", factor + i, kind="bn_mean") for i in range(3)]
+        momentum = [apart(f"w{i}.momentum", factor * 3, kind="optimizer") for i in range(3)]
+        return at(number, *statistics, apart("w", 0.5), *momentum)
+
+    groups = [step(1, 1.0), step(2, 2.0)]
+    history = history_of({diff.name for diff in groups[0].tensors}, groups)
+    assert history is not None
+    assert (history.trend, history.tensors[0], len(history.tensors)) == ("constant", "w", 4)
+    assert [point.max_abs for point in history.points] == [0.5, 0.5]
+    assert [point.differing for point in history.points] == [4, 4]
+
+
+def test_gaps_of_all_steps_are_of_one_kind() -> None:
+    """Where a moment alone is apart at first, and weights later, the curve is not of moments and then of weights."""
+    momentum = apart("w.momentum", 3.0, kind="optimizer")
+    groups = [at(1), at(2, momentum), at(3, momentum, apart("w", 0.5))]
+    history = history_of({"w", "w.momentum"}, groups)
+    assert history is not None
+    assert [point.max_abs for point in history.points] == [0.0, 3.0, 3.0]
+    assert history.trend == "constant"
+
+
+def test_running_statistics_beside_weights_tell_nothing() -> None:
+    """Statistics that were always apart do not say since when weights are; alone they say it of themselves."""
+    drift = apart("bn.running_mean", 0.1, kind="bn_mean")
+    groups = [at(100, drift), at(200, drift, apart("a", 0.5))]
+    history = history_of({"a", "bn.running_mean"}, groups)
+    assert history is not None
+    assert (history.agreed, history.since, history.tensors) == (100, 200, ("a",))
+    alone = history_of({"bn.running_mean"}, groups)
+    assert alone is not None
+    assert alone.since == 100

@@ -23,6 +23,17 @@ def test_help_block_is_the_programs() -> None:
     assert block.strip() == printed.strip()
 
 
+def test_finding_block_is_the_programs() -> None:
+    """The finding that README prints is what the command above it prints, folded."""
+    (command, block) = re.findall(r"^    syncheck (report [^ ]+)\n\n```\n(.*?)\n```", README, re.DOTALL | re.MULTILINE)[
+        0
+    ]
+    line = [sys.executable, "-m", "syncheck", *command.split()]
+    printed = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT).stdout
+    assert block.startswith("  SYN217")
+    assert " ".join(block.split()) in " ".join(printed.split())
+
+
 def test_every_finding_is_listed() -> None:
     """README's table names every finding with its slug, and none that does not exist."""
     listed = dict(re.findall(r"^\| (SYN\d{3}) \| ([a-z-]+) \|", README, flags=re.MULTILINE))

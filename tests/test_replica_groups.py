@@ -62,7 +62,8 @@ def test_ranks_that_lay_a_tensor_out_in_unlike_ways(tmp_path: Path) -> None:
     (diff,) = report.groups[0].tensors
     assert (report.exit_code, codes(report.groups[0])[0], diff.reason) == (1, "SYN102", "shape")
     assert diff.detail == (
-        "copied to 2, divided in 2 (dimension 0) on ranks 0, 1, divided in 2 (dimension 0), copied to 2 on ranks 2, 3"
+        "copied to 2, divided in 2 (dimension 0) on ranks 0, 1 and "
+        "divided in 2 (dimension 0), copied to 2 on ranks 2, 3"
     )
 
 
@@ -182,7 +183,7 @@ def test_whole_shapes_that_differ_are_a_mismatch(tmp_path: Path) -> None:
         save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(hsdp(rank), ["S(0)"], place, (rows, 3))})
     (group,) = syncheck.compare(tmp_path).groups
     assert codes(group)[0] == "SYN102"
-    assert group.tensors[0].detail == "[8, 3] on rank 0, [10, 3] on rank 1"
+    assert group.tensors[0].detail == "[8, 3] on rank 0 and [10, 3] on rank 1"
 
 
 def test_copies_of_a_shard_of_unlike_shapes_are_a_mismatch(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_copies_of_a_shard_of_unlike_shapes_are_a_mismatch(tmp_path: Path) -> No
     save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2))
     (group,) = syncheck.compare(tmp_path).groups
     assert [(f.code, f.ranks) for f in group.findings if f.fails] == [("SYN102", (0, 2))]
-    assert group.tensors[0].detail == "[4, 3] on rank 0, [3, 3] on rank 2"
+    assert group.tensors[0].detail == "[4, 3] on rank 0 and [3, 3] on rank 2"
 
 
 def test_a_layout_that_differs_between_ranks_is_told(tmp_path: Path) -> None:

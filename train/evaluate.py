@@ -67,19 +67,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def as_table(runs: Sequence[RunScores]) -> str:
-    """Write a line for each rank, the spread of each run below it, and then a sentence for each run."""
-    rows = [HEAD]
+    """Write a line for each rank, the spread of each run below it, and then a sentence for each run.
+
+    The last of the steps saved and the final files say the same, once.
+    """
+    tables = {}
     for run in runs:
         r = run.replicas
         head = (r.run, "-" if r.step is None else str(r.step))
-        rows += [(*head, str(rank.rank), *_cells(rank.own), *_cells(rank.averaged)) for rank in run.ranks]
-        rows.append((*head, "spread", _points(run.spread), "", _points(run.averaged_spread), ""))
+        table = [(*head, str(rank.rank), *_cells(rank.own), *_cells(rank.averaged)) for rank in run.ranks]
+        table.append((*head, "spread", _points(run.spread), "", _points(run.averaged_spread), ""))
+        tables[tuple(table)] = run.sentence
+    rows = [HEAD, *(row for table in tables for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return "".join(f"{printable(line)}\n" for line in [*lines, "", *(run.sentence for run in runs)])
+    return "".join(f"{printable(line)}\n" for line in [*lines, "", *tables.values()])
 
 
 def _cells(score: Score | None) -> tuple[str, str]:

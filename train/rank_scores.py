@@ -163,7 +163,9 @@ def _build(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.Module
             if needed.get(name) != found.get(name):
                 has = f"{replicas.model} has {needed.get(name, 'no tensor of this name')}"
                 reason = f"{file.path}: {name} is {found.get(name, 'not there')}, {has}"
-                raise UserError(f"{reason}; needs a file as train/run.py saves it")
+                raise UserError(
+                    f"{reason}; needs a file as train/run.py saves it without a fault that changes the model"
+                )
     return model.to_empty(device="cpu")
 
 

@@ -36,6 +36,7 @@ from syncheck.diagnose import (
     syn299_unexplained_difference,
 )
 from syncheck.diagnose.case import Case, Rule
+from syncheck.diagnose.places import rest_text
 from syncheck.history import history_of
 from syncheck.records import Finding
 
@@ -92,8 +93,9 @@ def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str]
         if match is None:
             continue
         covered = {diff.name for diff in match.tensors}
+        covered_values = frozenset(match.values)
         tensors = tuple(diff for diff in tensors if diff.name not in covered)
-        values = tuple(name for name in values if name not in match.values)
+        values = tuple(name for name in values if name not in covered_values)
         findings.append(
             Finding(
                 code=rule.CODE,
@@ -101,7 +103,7 @@ def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str]
                 severity=rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(diff.name for diff in match.tensors),
-                evidence=match.evidence,
+                evidence=match.evidence + rest_text(match.tensors, match.ranks),
                 cause=match.cause or rule.CAUSE,
                 fix=match.fix or rule.FIX,
                 values=match.values,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import agreement_text, gap_text, worst
+from syncheck.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import Group, TensorDiff
-
-STATISTICS = ("bn_mean", "bn_var")
 
 
 def others_agree(case: Case) -> bool:
@@ -27,7 +26,7 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     Parameters that were not compared, left out by an option or sharded, do not count as differing. Variances alone are
     no drift: other data moves the means too.
     """
-    found = case.of_kind(*STATISTICS) if others_agree(case) else ()
+    found = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
     return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in found) else found
 
 
@@ -42,12 +41,12 @@ def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:
     if case.compared("bn_count") and case.agrees("bn_count"):
         agreeing += ", num_batches_tracked agrees"
     return (
-        f"{len(statistics)} of {case.compared(*STATISTICS)} running statistics differ, {gap_text(worst(statistics))}; "
-        f"{agreeing}{agreement_text(statistics, case.group)}"
+        f"{len(statistics)} of {case.compared(*BN_STATISTICS)} running statistics differ, {gap_text(worst(statistics))}"
+        f"; {agreeing}{agreement_text(statistics, case.group)}"
     )
 
 
 def drift(group: Group) -> float:
     """Return the mean over differing running statistics of their largest gap; 0.0 where all agree."""
-    gaps = [float(diff.max_abs) for diff in group.tensors if diff.kind in STATISTICS and diff.max_abs is not None]
+    gaps = [float(diff.max_abs) for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
     return sum(gaps) / len(gaps) if gaps else 0.0

@@ -12,7 +12,7 @@ from syncheck.suspects import suspects
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.records import Group, Severity, TensorDiff
+    from syncheck.records import Group, Severity, TensorDiff, ValueDiff
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Case:
     def of_kind(self, *kinds: str) -> tuple[TensorDiff, ...]:
         """Return the uncovered differences of these kinds."""
         return tuple(diff for diff in self.tensors if diff.kind in kinds)
+
+    def of_values(self) -> tuple[ValueDiff, ...]:
+        """Return the uncovered Python values that differ."""
+        uncovered = frozenset(self.values)
+        return tuple(diff for diff in self.group.values if diff.name in uncovered)
 
     def agrees(self, *kinds: str) -> bool:
         """Whether no tensor of these kinds is out of sync in the group, covered or not."""
@@ -117,9 +122,11 @@ def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
         sets = next(diff.replica_groups for diff in tensors if len(diff.replica_groups) > 1)
         compared = " and of ".join(ranks_text(found) for found in sets if len(found) > 1)
         return f"; compared within the replica groups of {compared}, suspect {ranks_text(divided)}"
-    common, times = (
-        Counter(diff.clusters for diff in tensors if diff.clusters).most_common(1)[0] if tensors else ((), 0)
-    )
+    # Of what some ranks lack altogether only one set may be told.
+    counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
+    if not counts and tensors:
+        return ""
+    common, times = counts.most_common(1)[0] if counts else ((), 0)
     together = [found for found in common if len(found) > 1]
     apart = sorted(rank for found in common for rank in found if len(found) == 1)
     if not times or not together:

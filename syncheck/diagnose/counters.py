@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import STATISTICS
 from syncheck.diagnose.case import counted, parameter_of
-from syncheck.kinds import SCALERS
+from syncheck.kinds import BN_STATISTICS, SCALERS
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.diagnose.case import Case
     from syncheck.records import Group, TensorDiff
@@ -63,9 +62,8 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
         counts = counts_of(diff)
         if len(set(counts.values())) > 1:
             found.append(StepCounter(diff.name, counts, diff, diff.minority))
-    uncovered = frozenset(case.values)
-    for value in case.group.values:
-        if value.name not in uncovered or not _is_counter(value.name):
+    for value in case.of_values():
+        if not _is_counter(value.name):
             continue
         numbers = {rank: float(count) for rank, count in value.by_rank.items() if _is_number(count)}
         if len(numbers) == len(value.by_rank) and len(set(numbers.values())) > 1:
@@ -135,11 +133,11 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
         elif diff.kind == "optimizer":
             taken = not known or parameter_of(diff.name) in names
         else:
-            taken = diff.kind in ("ema", "scaler") or (diff.kind in STATISTICS and case.agrees("bn_count"))
+            taken = diff.kind in ("ema", "scaler") or (diff.kind in BN_STATISTICS and case.agrees("bn_count"))
         if taken:
             found.append(diff)
     if counters and forwards_lag(case, counters):
-        found += case.of_kind("bn_count", *STATISTICS)
+        found += case.of_kind("bn_count", *BN_STATISTICS)
     return tuple(found)
 
 
@@ -179,39 +177,38 @@ def scales_of(group: Group) -> dict[int, float]:
 def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether loss scales differ so that steps were left out for overflows: each of them halves the scale.
 
-    A few steps always may be; more only where the ranks behind have a scale that is as many times halved.
+    The ranks behind then have a lower scale; for more than a few steps one that is as many times halved.
     """
     scales = scales_of(case.group)
     if not scales or min(scales.values()) <= 0:
         return False
     halved = math.log2(max(scales.values()) / min(scales.values()))
     lowest = {rank for rank, scale in scales.items() if scale < max(scales.values())}
-    return all(not c.far or (c.lag <= halved and set(c.behind) <= lowest) for c in counters)
+    return all(set(c.behind) <= lowest and (not c.far or c.lag <= halved) for c in counters)
 
 
-def trackers(case: Case) -> tuple[str, ...]:
+def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
     """Return the uncovered values of the loss scaler that differ, for it counts steps as well.
 
-    A scaler that some ranks lack is in no other state than theirs.
+    A scaler that some ranks lack is in no other state than theirs. ranks: only values in which no other is odd.
     """
-    uncovered = frozenset(case.values)
     return tuple(
         value.name
-        for value in case.group.values
-        if value.name in uncovered
-        and value.name.partition(".")[0] in SCALERS
+        for value in case.of_values()
+        if value.name.partition(".")[0] in SCALERS
         and len({str(found) for found in value.by_rank.values() if found is not None}) > 1
+        and (not ranks or set(minority_of(value.by_rank)) <= set(ranks))
     )
 
 
 def counted_text(counter: StepCounter) -> str:
-    """Say what the ranks counted: '12 steps on ranks 0, 1, 2, 11 on rank 3'."""
+    """Say what the ranks counted: '12 steps on ranks 0, 1, 2 and 11 on rank 3'."""
     sets: dict[float, list[int]] = {}
     for rank, count in sorted(counter.by_rank.items()):
         sets.setdefault(count, []).append(rank)
     first, *others = sorted(sets.items(), reverse=True)
     texts = [f"{first[0]:g} steps on {ranks_text(first[1])}", *(f"{n:g} on {ranks_text(r)}" for n, r in others[:3])]
-    return ", ".join(texts) + (", ..." if len(others) > 3 else "")
+    return " and ".join(texts) + (" and ..." if len(others) > 3 else "")
 
 
 def lag_text(counters: Sequence[StepCounter]) -> str:
@@ -222,14 +219,18 @@ def lag_text(counters: Sequence[StepCounter]) -> str:
     return f"{number} {verb}, by {counted(int(most.lag), 'step')}: {counted_text(most)}"
 
 
-def lag_then(counter: StepCounter, series: Sequence[Group]) -> tuple[int, float] | None:
-    """Return the first step of the run at which this counter was apart, and by how much; None where that is now."""
+def other_lag_text(counter: StepCounter, series: Sequence[Group]) -> str:
+    """Say how far this counter was apart at the first step of the run at which it was; '' where that is as far as now.
+
+    'at step 10 it was 1 step'.
+    """
     for group in series[:-1]:
         for diff in group.tensors:
             counts = counts_of(diff) if diff.name == counter.name else {}
             if counts and group.step is not None:
-                return group.step, max(counts.values()) - min(counts.values())
-    return None
+                lag = max(counts.values()) - min(counts.values())
+                return "" if lag == counter.lag else f"at step {group.step} it was {counted(int(lag), 'step')}"
+    return ""
 
 
 def _is_counter(name: str) -> bool:

@@ -64,8 +64,18 @@ def steps_of(case: Case) -> tuple[Group, ...]:
 
 def with_moment(case: Case) -> frozenset[str]:
     """The parameters, or the optimizer's ids where names are not known, whose first moments were compared."""
-    moments = (name for name in _compared(case, "optimizer") if name.rpartition(".")[2] in FIRST_MOMENTS)
+    moments = (name for name in _compared(case, "optimizer") if _is_first_moment(case, name))
     return frozenset(owner(case, name) for name in moments)
+
+
+def _is_first_moment(case: Case, name: str) -> bool:
+    """Whether an optimizer's tensor averages gradients.
+
+    RMSprop's momentum averages gradients over their own size, which says nothing of their length: clipped ones came out
+    longer (measured: 1.4 times, with cosines of 0.91 to 0.97).
+    """
+    of, _, state = name.rpartition(".")
+    return state in FIRST_MOMENTS and not (state == "momentum_buffer" and f"{of}.square_avg" in case.group.names)
 
 
 def trained(case: Case) -> frozenset[str]:
@@ -93,7 +103,7 @@ def moments_apart(case: Case) -> dict[str, TensorDiff]:
     return {
         owner(case, diff.name): diff
         for diff in case.of_kind("optimizer")
-        if diff.status == "different" and diff.name.rpartition(".")[2] in FIRST_MOMENTS
+        if diff.status == "different" and _is_first_moment(case, diff.name)
     }
 
 
@@ -178,19 +188,20 @@ def prefixes(names: Collection[str], others: Collection[str]) -> list[str]:
     return sorted({next((part for part in _modules(name) if part not in taken), name) for name in names})
 
 
-def marks(names: Collection[str], others: Collection[str]) -> list[str]:
+def marks(names: Collection[str], others: Collection[str], most: int) -> list[str]:
     """Return few parts of names, as lora_A and lora_B, of which each name has one and no other has any.
 
-    Empty where there are none. The part that stands in most names comes first.
+    Empty where there are none, or more than `most`. The part that stands in most names comes first.
     """
     foreign = {part for other in others for part in other.split(".")}
-    left, found = set(names), []
+    left = set(names)
+    found: list[str] = []
     while left:
         numbers: dict[str, int] = defaultdict(int)
         for name in left:
             for part in {part for part in name.split(".") if part not in foreign and not part.isdigit()}:
                 numbers[part] += 1
-        if not numbers:
+        if not numbers or len(found) == most:
             return []
         best = min(numbers, key=lambda part: (-numbers[part], part))
         found.append(best)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.case import names_text
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Iterable, Mapping
 
     from syncheck.records import TensorDiff
+
+# Kinds that a step moves on all ranks alike.
+_SHARED = ("parameter", "optimizer", "optimizer_step", "ema")
 
 
 def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
@@ -16,6 +21,22 @@ def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
     groups = [set(group) for group in diff.replica_groups or (everyone,)]
     found = [[ranks for ranks in diff.clusters if set(ranks) <= group] for group in groups]
     return [sets for sets in found if len(sets) > 1]
+
+
+def rest_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
+    """Name what differs among the other ranks too, so that nothing hides behind a cause that is of these ranks alone.
+
+    Running statistics and buffers follow each rank's data, and are not asked. '' where the others agree.
+    """
+    names = []
+    for diff in tensors:
+        left = [[set(of) - set(ranks) for of in sets] for sets in sets_within(diff)]
+        if diff.kind in _SHARED and any(sum(map(bool, sets)) > 1 for sets in left):
+            names.append(diff.name)
+    if not names:
+        return ""
+    verb = "differs" if len(names) == 1 else "differ"
+    return f"; {len(names)} of these tensors {verb} among the other ranks too: {names_text(names)}"
 
 
 def divided_by(diff: TensorDiff, places: Mapping[int, Hashable]) -> bool:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import parameter_of
+from syncheck.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from syncheck.diagnose.case import Case
     from syncheck.records import TensorDiff
 
 # Running statistics drift by themselves where each rank has its own, and are another matter then.
-STATISTICS = ("bn_mean", "bn_var", "bn_count")
+_OF_BATCHES = (*BN_STATISTICS, "bn_count")
 # Tensors of the model that may be hit at a time: where more differ here and there, something touches all of them.
 MOST = 4
 
@@ -40,14 +43,15 @@ def spots(case: Case) -> tuple[Spot, ...]:
     Tensors that an earlier rule covers are not asked, nor are running statistics, unless one bit of them differs: a
     batch of its own may move few channels of many.
     """
-    apart = [diff for diff in case.tensors if diff.kind not in STATISTICS]
+    apart = [diff for diff in case.tensors if diff.kind not in _OF_BATCHES]
     if not apart and len(case.tensors) == 1 and one_bit(case.tensors[0]):
         apart = list(case.tensors)
     if not all(_in_part(diff) for diff in apart):
         return ()
+    names = {diff.name for diff in apart}
     by_name: dict[str, list[TensorDiff]] = {}
     for diff in apart:
-        by_name.setdefault(_owner(diff, apart), []).append(diff)
+        by_name.setdefault(_owner(diff, names), []).append(diff)
     if len(by_name) > MOST:
         return ()
     found = []
@@ -70,12 +74,14 @@ def _in_part(diff: TensorDiff) -> bool:
     return 2 * diff.mismatched <= diff.numel and len(differing) < 2
 
 
-def _owner(diff: TensorDiff, apart: list[TensorDiff]) -> str:
+def _owner(diff: TensorDiff, names: Collection[str]) -> str:
     """Return the parameter that a tensor is the optimizer's state or an averaged copy of, else its own name."""
     if diff.kind == "optimizer":
         return parameter_of(diff.name)
     if diff.kind == "ema":
-        return next((other.name for other in apart if diff.name.endswith(f".{other.name}")), diff.name)
+        parts = diff.name.split(".")
+        tails = (".".join(parts[i:]) for i in range(1, len(parts)))
+        return next((tail for tail in tails if tail in names), diff.name)
     return diff.name
 
 

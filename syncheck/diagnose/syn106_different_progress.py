@@ -30,7 +30,7 @@ from syncheck.diagnose.counters import (
     scaler_explains,
 )
 from syncheck.errors import brief
-from syncheck.records import PROGRESS
+from syncheck.records import PROGRESS, ranks_text
 from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
-    differing = [
-        diff for diff in case.group.values if diff.name in case.values and diff.name in PROGRESS and _unlike(diff)
-    ]
+    differing = [diff for diff in case.of_values() if diff.name in PROGRESS and _unlike(diff)]
     if differing:
         first = differing[0]
         by_value: dict[Any, list[int]] = {}
@@ -60,9 +58,7 @@ def apply(case: Case) -> Match | None:
         sets = sorted(by_value.values(), key=len, reverse=True)
         tied = len(sets[0]) == len(sets[1])
         odd = case.group.ranks if tied else tuple(sorted(rank for found in sets[1:] for rank in found))
-        texts = "; ".join(
-            f"{first.name} {brief(value)} on rank {', '.join(map(str, found))}" for value, found in by_value.items()
-        )
+        texts = "; ".join(f"{first.name} {brief(value)} on {ranks_text(found)}" for value, found in by_value.items())
         return Match(case.tensors, odd, texts, case.values)
     return _by_the_optimizer(case)
 

@@ -40,7 +40,8 @@ SEVERITY: Severity = "error"
 CAUSE = "Nothing synchronizes the running statistics: each rank's follow its own share of the data for the whole run."
 FIX = (
     "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or leave DDP's "
-    "forward_sync_buffers on; under FSDP average the running statistics before saving."
+    "forward_sync_buffers on. Under FSDP, before saving: for b in filter(torch.is_floating_point, model.buffers()): "
+    "dist.all_reduce(b.div_(dist.get_world_size()))."
 )
 
 

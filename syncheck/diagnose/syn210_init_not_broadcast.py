@@ -15,7 +15,8 @@ Cause: unequal seeds with nothing that sends rank 0's parameters (`DDP(init_sync
 `sync_module_states`), or weights that are loaded after the wrap, on rank 0 only. Averaged gradients then move all
 ranks alike, each from its own start, by the gradients of models that they are not.
 
-Fix: load before wrapping, leave `init_sync` on, or send the parameters yourself after loading.
+Fix: load before wrapping, leave `init_sync` on, or send the parameters yourself after loading. FSDP1 sends them with
+`sync_module_states=True`; `fully_shard` sends nothing, so give all ranks one seed, or load on every rank.
 
 Incidents: mosaicml/llm-foundry#830, pytorch/pytorch#75870, pytorch/pytorch#140183, pytorch/torchtitan#1777,
 pytorch/xla#3216.
@@ -50,8 +51,9 @@ SLUG = "init-not-broadcast"
 SEVERITY: Severity = "error"
 CAUSE = "The ranks did not start from the same parameters: nothing sent rank 0's, or some rank loaded others later."
 FIX = (
-    "Load weights before wrapping and leave DDP's init_sync on (FSDP: sync_module_states=True), or send them after "
-    "loading: for t in model.state_dict().values(): torch.distributed.broadcast(t, 0)."
+    "Load weights before wrapping and leave DDP's init_sync on (FSDP1: sync_module_states=True; fully_shard sends "
+    "nothing: one seed on all ranks), or send them after loading: for t in model.state_dict().values(): "
+    "dist.broadcast(t, 0)."
 )
 
 # Unequal starts differ nearly everywhere.

@@ -121,7 +121,7 @@ def _without_moments(case: Case, apart: list[TensorDiff], trend: str | None) -> 
     if not case.agrees("optimizer") or any(".param_groups." in name for name in case.values):
         return ""
     found = cosines(apart)
-    told = "no first moments are saved: consistent with gradients that are not averaged"
+    told = "no first moments were compared: consistent with gradients that are not averaged"
     if trend == "growing" and len(case.group.replicas) == 2 and not agreed_before(case):
         return told
     of_one_start = bool(found) and median(found) >= ELSEWHERE

@@ -14,7 +14,7 @@ added or unfrozen later, a LoRA whose forward replaces the wrapped one, or a sub
 wrapper is trained on each rank's own data; the file of rank 0 that is kept is one of N different models.
 
 Fix: change the model first, wrap it last, and build the optimizer from the wrapped model; or average by hand before
-`optimizer.step()`: `torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)`.
+`optimizer.step()`: `dist.all_reduce(p.grad.div_(dist.get_world_size()))` for each parameter of the part.
 
 Incidents: hao-ai-lab/FastVideo#1666, huggingface/transformers#48873, kohya-ss/sd-scripts#989,
 huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
@@ -55,7 +55,8 @@ SEVERITY: Severity = "error"
 CAUSE = "Only a part of the model differs, with its optimizer state: its gradients are not averaged over the ranks."
 FIX = (
     "Add layers and adapters, and unfreeze, before wrapping: model.head = ...; model = DistributedDataParallel(model). "
-    "Or average their gradients before optimizer.step(): all_reduce(p.grad, ReduceOp.AVG)."
+    "Or average the gradients of that part before optimizer.step(): for p in model.head.parameters(): "
+    "dist.all_reduce(p.grad.div_(dist.get_world_size()))."
 )
 
 # Modules, or marks, in which all that differs must lie: more are no part of the model.
@@ -89,7 +90,7 @@ def apply(case: Case) -> Match | None:
             return None
         state = "with its optimizer state" if len(parameters) == 1 else "with their optimizer state"
     elif trend == "growing" or (trend is None and _is_adapter(where)):
-        state = "no first moments are saved; consistent with gradients of each rank's own"
+        state = "no first moments were compared; consistent with gradients of each rank's own"
     else:
         return None
     rest = len(model - apart)
@@ -121,8 +122,7 @@ def _where(case: Case, apart: set[str]) -> list[str]:
     modules = prefixes(apart, others)
     if len(modules) <= FEW:
         return modules
-    found = [f"*.{mark}.*" for mark in marks(apart, others)]
-    return found if len(found) <= FEW else []
+    return [f"*.{mark}.*" for mark in marks(apart, others, FEW)]
 
 
 def _is_adapter(where: list[str]) -> bool:

@@ -30,8 +30,8 @@ from syncheck.diagnose.counters import (
     followers,
     forwards_lag,
     lag_text,
-    lag_then,
     odd_ranks,
+    other_lag_text,
     scales_of,
     trackers,
 )
@@ -67,17 +67,18 @@ def apply(case: Case) -> Match | None:
         return None
     most = max(counters, key=lambda counter: counter.lag, default=None)
     moved = [diff for diff in tensors if diff.kind == "parameter"]
+    then = "" if most is None else other_lag_text(most, case.series)
     texts = [
         "" if most is None else lag_text(counters),
         _parameters(case, moved),
         "" if first is None else f"{stale_text(first)}, and had counted that step's batches",
         "" if first is not None else _forwards(case, counters),
-        "" if most is None else _then(case, most),
+        f"{then}: it happened more than once" if then else "",
         "" if most is None or first is not None else _doubt(case, most),
     ]
     values = tuple(counter.name for counter in counters if counter.diff is None)
     ranks = odd_ranks(counters) if first is None else tuple(first.stale)
-    return Match(tensors, ranks, "; ".join(filter(None, texts)), (*values, *trackers(case)))
+    return Match(tensors, ranks, "; ".join(filter(None, texts)), (*values, *trackers(case, ranks)))
 
 
 def _parameters(case: Case, moved: list[TensorDiff]) -> str:
@@ -92,13 +93,6 @@ def _forwards(case: Case, counters: tuple[StepCounter, ...]) -> str:
     if case.compared("bn_count") and case.agrees("bn_count"):
         return "num_batches_tracked agrees"
     return ""
-
-
-def _then(case: Case, counter: StepCounter) -> str:
-    then = lag_then(counter, case.series)
-    if then is None or then[1] == counter.lag:
-        return ""
-    return f"at step {then[0]} it was {counted(int(then[1]), 'step')}: it happened more than once"
 
 
 def _doubt(case: Case, counter: StepCounter) -> str:

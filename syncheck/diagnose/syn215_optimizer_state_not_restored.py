@@ -19,13 +19,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted, gap_text, worst
-from syncheck.diagnose.counters import fitting, followers, lag_text, lag_then, odd_ranks, trackers
+from syncheck.diagnose.counters import fitting, followers, lag_text, odd_ranks, other_lag_text, trackers
 from syncheck.diagnose.empty_state import without_state
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import Severity, TensorDiff
 
 CODE = "SYN215"
@@ -34,15 +33,15 @@ SEVERITY: Severity = "error"
 CAUSE = "The optimizer's state was loaded, or lost, on some ranks only: their moments and step counts are others."
 FIX = (
     "Load it on every rank before the first step: optimizer.load_state_dict(torch.load(path, map_location=device)"
-    "['optimizer']), outside any `if rank == 0`; DDP broadcasts the model, never the optimizer."
+    "['optimizer']), outside any 'if rank == 0'; DDP broadcasts the model, never the optimizer."
 )
 
 
 def apply(case: Case) -> Match | None:
     """Fit counters that are far apart, and optimizers without any state beside others with theirs."""
-    empty = without_state(case)
-    if empty:
-        return _empty(case, empty)
+    empty, lacking = without_state(case), tuple(diff for diff in case.tensors if _is_lost(diff))
+    if empty and lacking:
+        return _empty(case, empty, lacking)
     counters = fitting(case, far=True)
     if not counters:
         return None
@@ -50,16 +49,19 @@ def apply(case: Case) -> Match | None:
     first = max(counters, key=lambda counter: counter.lag)
     moved = [diff for diff in tensors if diff.kind == "parameter"]
     state = sum(diff.kind == "optimizer" for diff in tensors)
+    ranks = odd_ranks(counters)
+    scaler = trackers(case, ranks)
+    then = other_lag_text(first, case.series)
     texts = [
         lag_text(counters),
         f"{counted(state, 'other optimizer tensor')} differ{'s' * (state == 1)} with it" if state else "",
         _moved(case, moved),
-        "the loss scaler's state differs with it" if trackers(case) else "",
-        _then(case, first),
+        "the loss scaler's state differs with it" if scaler else "",
+        f"{then}: it happened, or steps were left out, repeatedly" if then else "",
         "" if case.group.stores_progress else "the files do not say that they are of one step",
     ]
     values = tuple(counter.name for counter in counters if counter.diff is None)
-    return Match(tensors, odd_ranks(counters), "; ".join(filter(None, texts)), (*values, *trackers(case)))
+    return Match(tensors, ranks, "; ".join(filter(None, texts)), (*values, *scaler))
 
 
 def _moved(case: Case, moved: list[TensorDiff]) -> str:
@@ -70,16 +72,12 @@ def _moved(case: Case, moved: list[TensorDiff]) -> str:
     return ""
 
 
-def _then(case: Case, counter: StepCounter) -> str:
-    then = lag_then(counter, case.series)
-    if then is None or then[1] == counter.lag:
-        return ""
-    return f"at step {then[0]} it was {counted(int(then[1]), 'step')}: it happened, or steps were left out, repeatedly"
+def _is_lost(diff: TensorDiff) -> bool:
+    return diff.reason == "missing" and diff.kind in ("optimizer", "optimizer_step")
 
 
-def _empty(case: Case, ranks: tuple[int, ...]) -> Match:
+def _empty(case: Case, ranks: tuple[int, ...], lacking: tuple[TensorDiff, ...]) -> Match:
     """Say whose optimizer has no state; without a majority these are the suspects, else the fewer."""
-    lacking = tuple(d for d in case.tensors if d.reason == "missing" and d.kind in ("optimizer", "optimizer_step"))
     having = tuple(rank for rank in case.group.ranks if rank not in ranks)
     agree = case.compared("parameter") and case.agrees("parameter")
     return Match(

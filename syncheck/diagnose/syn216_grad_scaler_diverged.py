@@ -21,10 +21,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import STATISTICS
 from syncheck.diagnose.case import Match, gap_text, worst
 from syncheck.diagnose.counters import counted_text, counters_of, minority_of, scales_of, trackers
 from syncheck.errors import brief
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ SEVERITY: Severity = "error"
 CAUSE = "The ranks' loss scalers are not in one state: a rank found an overflow, or was given a scale, of its own."
 FIX = (
     "Before scaler.step(optimizer), after scaler.unscale_(optimizer), let all ranks see an overflow: "
-    "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX), as torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler "
-    "does; or train in bfloat16 without a scaler."
+    "for found_inf in scaler._found_inf_per_device(optimizer).values(): "
+    "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX). "
+    "Or take torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which does this; or train in bfloat16 "
+    "without a scaler."
 )
 
 
@@ -77,7 +79,7 @@ def _moved(case: Case) -> tuple[TensorDiff, ...]:
     parameters = [diff for diff in case.of_kind("parameter") if diff.name not in frozen]
     if 2 * len(parameters) < case.compared("parameter") - len(frozen):
         return ()
-    statistics = STATISTICS if case.agrees("bn_count") else ()
+    statistics = BN_STATISTICS if case.agrees("bn_count") else ()
     return (*parameters, *case.of_kind("optimizer", "optimizer_step", "ema", *statistics))
 
 
@@ -100,11 +102,11 @@ def _scale_first(item: tuple[str, object]) -> tuple[bool, str]:
 
 
 def _apart(by_rank: Mapping[int, object]) -> str:
-    """'65536.0 on ranks 0, 1, 2, 32768.0 on rank 3'."""
+    """'65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3'."""
     sets: dict[str, list[int]] = {}
     for rank, value in by_rank.items():
         sets.setdefault("missing" if value is None else brief(value), []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in list(sets.items())[:4])
+    return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in list(sets.items())[:4])
 
 
 def _read(diff: TensorDiff) -> Mapping[int, object]:

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import STATISTICS
 from syncheck.diagnose.case import Match, counted
 from syncheck.diagnose.counters import fitting, scales_of
 from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_text
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import PROGRESS, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from syncheck.diagnose.case import Case
-    from syncheck.records import Group, Severity, TensorDiff
+    from syncheck.records import Group, Severity, TensorDiff, ValueDiff
 
 CODE = "SYN217"
 SLUG = "stale-replica"
@@ -83,10 +83,10 @@ def _stale_now(case: Case) -> Match | None:
             + f" to the byte what other ranks held at step {step}"
         )
     texts = texts[:4] + ([f"{len(texts) - 4} more ranks alike"] if len(texts) > 4 else [])
-    statistics = sum(diff.kind in (*STATISTICS, "bn_count") for diff in covered)
+    statistics = sum(diff.kind in (*BN_STATISTICS, "bn_count") for diff in covered)
     if statistics:
         texts.append(f"{counted(statistics, 'tensor')} of BatchNorm differ{'s' * (statistics == 1)} with it")
-    values = tuple(name for name in case.values if _of_stale(name, stale, case))
+    values = tuple(value.name for value in case.of_values() if _of_stale(value, stale))
     if any(name in PROGRESS for name in values):
         texts.append(f"the file of {ranks_text(sorted(stale))} names another step as well")
     return Match(covered, tuple(stale), "; ".join(texts), values)
@@ -94,9 +94,8 @@ def _stale_now(case: Case) -> Match | None:
 
 def _explained(diff: TensorDiff, stale: Collection[int]) -> bool:
     """Whether a tensor differs only because of these ranks. Running statistics differ between ranks anyway."""
-    return diff.kind in STATISTICS or sum(not set(ranks) <= set(stale) for ranks in diff.clusters) <= 1
+    return diff.kind in BN_STATISTICS or sum(not set(ranks) <= set(stale) for ranks in diff.clusters) <= 1
 
 
-def _of_stale(name: str, stale: Collection[int], case: Case) -> bool:
-    (value,) = (value for value in case.group.values if value.name == name)
+def _of_stale(value: ValueDiff, stale: Collection[int]) -> bool:
     return len({str(found) for rank, found in value.by_rank.items() if rank not in stale}) <= 1

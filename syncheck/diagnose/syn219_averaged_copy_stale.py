@@ -31,8 +31,8 @@ SLUG = "averaged-copy-stale"
 SEVERITY: Severity = "error"
 CAUSE = "The averaged copy of the weights was updated, or restored, on some ranks only; the model itself agrees."
 FIX = (
-    "Call ema.update() on every rank after optimizer.step(), not under `if rank == 0`, and load the copy on every rank "
-    "when resuming."
+    "After optimizer.step() update the copy on every rank, not under 'if rank == 0': ema.update_parameters(model) with "
+    "torch's AveragedModel. Load it on every rank when resuming."
 )
 
 _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")

@@ -9,7 +9,7 @@ it happened after the last averaged step; where all of a rank's parameters are, 
 loss scaler it can stay where it is: every later step is left out on all ranks.
 
 Fix: check before the step, together, and skip or stop on all ranks alike:
-`ok = torch.tensor(float(loss.isfinite())); dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint
+`ok = loss.detach().isfinite().float(); dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint
 whose ranks agree; look after the device if it happens again.
 
 Incidents: NVIDIA/Megatron-LM#5281 (NaN three steps after one rank loaded a corrupt checkpoint),
@@ -35,8 +35,8 @@ CAUSE = (
     "gradients were averaged: such a step takes NaNs to all ranks."
 )
 FIX = (
-    "Check together before each step: ok = torch.tensor(float(loss.isfinite())); "
-    "dist.all_reduce(ok, dist.ReduceOp.MIN), and skip or stop on all ranks. Resume from files that agree."
+    "Check together before each step: ok = loss.detach().isfinite().float(); "
+    "dist.all_reduce(ok, dist.ReduceOp.MIN); where ok is 0, skip or stop on all ranks. Resume from files that agree."
 )
 
 

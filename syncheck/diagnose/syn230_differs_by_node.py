@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import STATISTICS
 from syncheck.diagnose.case import Match, counted, gap_text, worst
 from syncheck.diagnose.places import divided_by, sets_within
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
 from syncheck.suspects import suspects
 
@@ -52,12 +52,12 @@ def apply(case: Case) -> Match | None:
     if None in hosts.values() or len(set(hosts.values())) < 2:
         return None
     apart = [diff for diff in case.tensors if diff.status == "different"]
-    told = [diff for diff in apart if diff.kind not in STATISTICS] or apart
+    told = [diff for diff in apart if diff.kind not in BN_STATISTICS] or apart
     if not told or not all(divided_by(diff, hosts) for diff in told):
         return None
     if not any(_two_nodes(diff, hosts) for diff in told):
         return None
-    statistics = [diff for diff in apart if diff.kind in STATISTICS and diff not in told]
+    statistics = [diff for diff in apart if diff.kind in BN_STATISTICS and diff not in told]
     return Match((*told, *statistics), suspects(told, case.group), _text(told, statistics, hosts))
 
 

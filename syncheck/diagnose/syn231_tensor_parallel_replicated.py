@@ -12,7 +12,9 @@ missing (norms under sequence parallelism, routers, norms of queries and keys), 
 unequal values. Losses look normal for weeks; merging the parts then has to choose one of them.
 
 Fix: reduce these gradients over the tensor-parallel group before the optimizer's step, and clip by one norm on all of
-its ranks. Mend what is saved in parameters, fp32 masters and optimizer state alike, or the difference comes back.
+its ranks: the sum where each rank has a part of the gradient, as norms under sequence parallelism do, the mean where
+each computes the whole. Mend what is saved in parameters, fp32 masters and optimizer state alike, or the difference
+comes back.
 
 Incidents: deepspeedai/DeepSpeed#1801 (clipping on tensor-parallel rank 0 only, BLOOM-176B),
 bigscience-workshop/Megatron-DeepSpeed#271, NVIDIA/Megatron-LM#206, NVIDIA/Megatron-LM#1446, pytorch/torchtitan#2387,
@@ -41,8 +43,9 @@ CAUSE = (
     "or clipped or scaled on some of them only."
 )
 FIX = (
-    "Before optimizer.step(), for each parameter that is not divided: dist.all_reduce(p.grad, dist.ReduceOp.AVG, "
-    "group=tp_group), and clip by one norm on all of them; repair parameters, fp32 masters and optimizer state."
+    "Before optimizer.step(), for each parameter p that is not divided: dist.all_reduce(p.grad, group=tp_group), and "
+    "p.grad.div_(tp_group.size()) where each rank computes the whole gradient and not, as under sequence parallelism, "
+    "a part of it; clip by one norm on all of them; repair parameters, fp32 masters and optimizer state."
 )
 # Running statistics follow each rank's data, and counters have rules of their own.
 _KINDS = ("parameter", "optimizer", "buffer", "ema")

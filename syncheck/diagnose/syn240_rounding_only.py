@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import averaging_of
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import MEASURED
 from syncheck.suspects import suspects
 
@@ -60,13 +61,12 @@ _LIMITS = {
 _SHORT = ("float16", "bfloat16")
 # Machine epsilons of the root mean square: one step of elements up to 32 times as large as that.
 _EPSILONS = 32
-_STATISTICS = ("bn_mean", "bn_var")
 
 
 def apply(case: Case) -> Match | None:
     """Fit what differs by rounding where nothing differs by more."""
-    others = [diff for diff in case.tensors if diff.kind not in _STATISTICS]
-    statistics = [diff for diff in case.tensors if diff.kind in _STATISTICS]
+    others = [diff for diff in case.tensors if diff.kind not in BN_STATISTICS]
+    statistics = [diff for diff in case.tensors if diff.kind in BN_STATISTICS]
     # Ranks that take steps of their own drift apart by little at first: SYN241.
     if averaging_of(case.group) is not None or not all(map(_is_rounding, others)) or case.values:
         return None

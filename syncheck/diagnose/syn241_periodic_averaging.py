@@ -7,8 +7,9 @@ are not of this finding, and nor are frozen ones.
 
 Cause: by design. The files are no replicas all the same: which rank's file is kept decides which model it is.
 
-Fix: save right after an averaging step, and evaluate and keep that; or average once more before the last save. To let
-a check pass: `--allow SYN241`. The momentum may be averaged too, which most recipes leave out.
+Fix: save right after an averaging step, and evaluate and keep that; or average once more before the last save.
+(`averager.average_parameters()` averages when its own count says so and not whenever it is called.) To let a check
+pass: `--allow SYN241`. The momentum may be averaged too, which most recipes leave out.
 
 Incidents: none known; measured with torch's PostLocalSGDOptimizer and PeriodicModelAverager: with a period of 4, ranks
 are equal at steps 5, 9 and 13, and differ at 6 to 8 and 10 to 12.
@@ -19,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import averaging_of
-from syncheck.diagnose.bn import STATISTICS
 from syncheck.diagnose.case import Match, counted, gap_text, worst
+from syncheck.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from syncheck.diagnose.averaging import Averaging
@@ -32,8 +33,9 @@ SLUG = "periodic-averaging"
 SEVERITY: Severity = "warning"
 CAUSE = "Local SGD: ranks train on their own between two averages of the parameters, and never average the momentum."
 FIX = (
-    "Save right after an averaging step: if step % averager.period == 0: torch.save(...), or call "
-    "averager.average_parameters(model.parameters()) once more before the last save; --allow SYN241 accepts it."
+    "Save right after an averaging step: if (averager.step - 1 - averager.warmup_steps) % averager.period == 0: "
+    "torch.save(...). Or average before the last save: for p in model.parameters(): "
+    "dist.all_reduce(p.data.div_(dist.get_world_size())). --allow SYN241 accepts it."
 )
 
 
@@ -48,7 +50,7 @@ def apply(case: Case) -> Match | None:
     # A difference that outlasts the average may have brought about all others.
     if averaging.just_averaged and not case.agrees("parameter"):
         return None
-    statistics = case.of_kind(*STATISTICS) if case.agrees("bn_count") else ()
+    statistics = case.of_kind(*BN_STATISTICS) if case.agrees("bn_count") else ()
     state = case.of_kind("optimizer")
     if not parameters and not state:
         return None

@@ -82,7 +82,7 @@ def apply(case: Case) -> Match | None:
         verb = "differs" if len(case.tensors) == 1 else "differ"
         parts.append(f"{kinds} {verb}, {gap_text(worst(case.tensors))}{agreement_text(case.tensors, case.group)}")
     if case.values:
-        differing = [diff for diff in case.group.values if diff.name in case.values]
+        differing = case.of_values()
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         parts.append(f"values differ: {', '.join(map(_value_text, differing[:3]))}{more}")
     cause, fix, told = _told(case)
@@ -130,11 +130,10 @@ def _ranks(case: Case) -> tuple[int, ...]:
     if case.tensors:
         return suspects(case.tensors, case.group)
     odd: set[int] = set()
-    for diff in case.group.values:
-        if diff.name in case.values:
-            sets: dict[str, set[int]] = {}
-            for rank, value in diff.by_rank.items():
-                sets.setdefault(brief(value), set()).add(rank)
-            most = max(sets.values(), key=len)
-            odd |= set(diff.by_rank) - (most if 2 * len(most) > len(diff.by_rank) else set())
+    for diff in case.of_values():
+        sets: dict[str, set[int]] = {}
+        for rank, value in diff.by_rank.items():
+            sets.setdefault(brief(value), set()).add(rank)
+        most = max(sets.values(), key=len)
+        odd |= set(diff.by_rank) - (most if 2 * len(most) > len(diff.by_rank) else set())
     return tuple(sorted(odd)) or case.group.ranks

@@ -67,10 +67,10 @@ def over_steps(lines: Mapping[str, Curve]) -> str:
         axes.set_yscale("symlog", linthresh=least)
         axes.set_ylim(0, max(known) * 2)
     else:
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
     axes.set_ylabel("largest gap", color=_GREY)
     # A step has no fractions.
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return _svg(figure, axes, "optimizer step", "Findings over steps", "findings")
 
 
@@ -187,8 +187,14 @@ def _over_steps(report: Report) -> str:
         steps, gaps = [step for step, _ in points], [gap for _, gap in points]
         axes.plot(steps, gaps, "o-", color=_COLORS[i % len(_COLORS)], label=_plain(run))
     axes.set_ylabel("largest gap", color=_GREY)
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     return _svg(figure, axes, "optimizer step", "Drift over steps", "steps")
+
+
+def _from_zero(axes: Axes) -> None:
+    """Leave room above the lines, so that the legend covers none of them."""
+    axes.margins(y=0.25)
+    axes.set_ylim(bottom=0)
 
 
 def _plain(text: str) -> str:

@@ -76,6 +76,7 @@ def _matrix(groups: Sequence[Group]) -> str:
         (
             group.name,
             words.VERDICTS[group.verdict],
+            ", ".join(finding.code for finding in group.findings) or "-",
             str(len(group.replicas)),
             *(words.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
         )
@@ -83,7 +84,9 @@ def _matrix(groups: Sequence[Group]) -> str:
     ]
     # Spaces let long headings fold; a page narrower than the table cuts the verdict last.
     titles = (kind.replace("_", " ") for kind in kinds)
-    return f'<div class="runs">{table(("run", "verdict", "ranks", *titles), rows, numbers=("ranks",))}</div>'
+    return (
+        f'<div class="runs">{table(("run", "verdict", "findings", "ranks", *titles), rows, numbers=("ranks",))}</div>'
+    )
 
 
 def _charts(report: Report) -> list[str]:

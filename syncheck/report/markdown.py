@@ -16,7 +16,7 @@ from syncheck.errors import logged, one_line
 from syncheck.report import when, words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from syncheck.records import Finding, Group, Report, TensorDiff
 
@@ -31,6 +31,7 @@ _MOST_ITEMS = 10
 _MOST_NAME = 200
 _MOST_TEXT = 1_000
 _MOST_CELL = 80
+_MOST_PIECES = 8
 
 # A word that is only a word: no character of it means anything to markdown or GitHub,
 _PLAIN = re.compile(r"(?:[^\W_]|[.,;:()'\"%/=+?-])+")
@@ -196,7 +197,7 @@ def text(given: str) -> str:
     """Return a sentence that may hold names from files: words that could be more than words become code spans."""
     done: list[str] = []
     room = _MOST_TEXT
-    for word in one_line(given).split():
+    for word in _whole(one_line(given).split()):
         done.append(_word(word))
         room -= len(done[-1]) + 1
         if room < 0:
@@ -204,8 +205,31 @@ def text(given: str) -> str:
     return " ".join(done)
 
 
+def _whole(split: Sequence[str]) -> Iterator[str]:
+    """Put together what brackets hold together and code spans would take apart: call(a, b=c_d), weight_1[0, 2]."""
+    at = 0
+    while at < len(split):
+        end = at + 1
+        if not _is_plain(split[at]):
+            # Not far: a bracket that is never closed may not swallow a sentence.
+            for after in range(end, min(at + _MOST_PIECES, len(split)) + 1):
+                if _closed(" ".join(split[at:after]).lstrip(_OPENING)):
+                    end = after
+                    break
+        yield " ".join(split[at:end])
+        at = end
+
+
+def _closed(piece: str) -> bool:
+    return all(piece.count(opening) <= piece.count(closing) for opening, closing in ("()", "[]"))
+
+
+def _is_plain(word: str) -> bool:
+    return len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) is not None and not _MEANT.search(word)
+
+
 def _word(word: str) -> str:
-    if len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) and not _MEANT.search(word):
+    if _is_plain(word):
         return word
     core = word.lstrip(_OPENING)
     before = word[: len(word) - len(core)]

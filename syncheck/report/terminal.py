@@ -9,11 +9,12 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from syncheck.errors import logged
-from syncheck.report.parts import Grid, Labels, Line
+from syncheck.report.parts import Grid, Labels, Line, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,8 +26,16 @@ if TYPE_CHECKING:
 
 # Wider than any line: coloured output that goes to a pipe is not wrapped.
 _UNWRAPPED = 100_000
-# A column whose cells are never broken.
-_WHOLE = "verdict"
+# Columns whose cells are never broken, beside those of numbers.
+_WHOLE = ("verdict", "kind")
+# Columns whose cells are broken only where they are longer than this: '0 | 1 | 2 | 3'.
+_SHORT, _ENOUGH = ("ranks", "differing"), 13
+# A name may take so many lines of its column; a longer one has a line of its own above its row.
+_LINES = 2
+# Of the tensor that a row names beside its run.
+_NAME = 32
+# Stands in a cell for a name that is drawn above: a private character, which no name has (they are escaped).
+_ABOVE = "\uf8ff"
 _ASCII_RULE = box.Box(str(box.SIMPLE_HEAD).replace("\u2500", "-"), ascii=True)
 
 
@@ -46,22 +55,70 @@ def render(parts: Iterable[Part], width: int | None, color: bool, *, ascii_only:
         legacy_windows=False,
     )
     for part in parts:
-        made = drawn(part, ruled=width is not None, ascii_only=ascii_only)
-        narrow = width is not None and isinstance(part, Grid) and _WHOLE in part.columns
-        console.print(made, width=_asked(console, made) if narrow else None)
+        if width is not None and isinstance(part, Grid):
+            _print_table(console, part, ascii_only)
+        else:
+            console.print(drawn(part, ruled=width is not None, ascii_only=ascii_only))
     return logged("\n".join(line if color else line.rstrip() for line in out.getvalue().split("\n")))
 
 
-def _asked(console: Console, made: RenderableType) -> int:
-    """Return the width to ask for so that a table fits: rich makes room first and then gives columns their least width.
+def _print_table(console: Console, grid: Grid, ascii_only: bool) -> None:
+    """Print a table, with names above their rows where its first column leaves them less than two lines' room."""
+    room, margin = console.width - grid.indent, Segment(" " * grid.indent)
+    asked, names = _asked(console, grid, room, _least(grid)), None
+    if not asked:
+        _print_name(console, Span(grid.columns[0], "bold"), grid.indent)
+        names = iter(grid.rows)
+        rows = [(Span(_ABOVE), *row[1:]) for row in grid.rows]
+        grid = Grid((" " * len(_ABOVE), *grid.columns[1:]), grid.right, grid.indent, rows)
+        asked = _asked(console, grid, room) or room
+    table = _table(grid, True, ascii_only, least=_least(grid))
+    last = None
+    for segments in Segment.split_lines(console.render(table, console.options.update(width=asked))):
+        if names and any(_ABOVE in segment.text for segment in segments):
+            name = next(names)[0]
+            # Of a run's rows the first one names it.
+            if name != last:
+                _print_name(console, name, grid.indent)
+            last = name
+        shown = [Segment(segment.text.replace(_ABOVE, " "), segment.style) for segment in segments]
+        console.print(Segments([margin, *shown, Segment.line()]), crop=False)
 
-    What then stands out on the right would be cut.
+
+def _print_name(console: Console, name: Span, indent: int) -> None:
+    console.print(Padding(Text(name.text, style=name.style, overflow="fold"), (0, 0, 0, indent)))
+
+
+def _least(grid: Grid, place: int = 0) -> int:
+    """Return the width that a column needs, so that no name in it takes more lines than it may.
+
+    The name of a run, which has no parts as that of a tensor has, is broken at spaces only.
     """
-    for asked in range(console.width, console.width // 2, -1):
-        text = "".join(segment.text for segment in console.render(made, console.options.update(width=asked)))
-        if max(map(cell_len, text.split("\n"))) <= console.width:
+    if grid.columns[place] == "run":
+        return max((_longest_word(row[place].text) for row in grid.rows), default=0)
+    return max((-(-cell_len(row[place].text) // _LINES) for row in grid.rows), default=0)
+
+
+def _asked(console: Console, grid: Grid, room: int, least: int = 0) -> int:
+    """Return the width to ask for so that a table fits into this one, or 0 where none is found.
+
+    Rich makes room first and then gives columns their least width: what then stands out on the right would be cut.
+    """
+    # Columns are as wide as their widest cell and word want, so that other rows need not be drawn to see it.
+    rows: dict[int, tuple[Span, ...]] = {}
+    for place in range(len(grid.columns)):
+        for size in (cell_len, _longest_word):
+            rows |= dict([max(enumerate(grid.rows), key=lambda row: size(row[1][place].text))] if grid.rows else [])
+    table = _table(Grid(grid.columns, grid.right, rows=list(rows.values())), True, True, least)
+    for asked in range(room, room // 2, -1):
+        text = "".join(segment.text for segment in console.render(table, console.options.update(width=asked)))
+        if max(map(cell_len, text.split("\n"))) <= room:
             return asked
-    return console.width
+    return 0
+
+
+def _longest_word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)
 
 
 def drawn(part: Part, ruled: bool = True, *, ascii_only: bool = False) -> RenderableType:
@@ -89,20 +146,25 @@ class _Curve:
         yield Text(self.line.drawn(options.max_width, ascii_only=self.ascii_only))
 
 
-def _table(grid: Grid, ruled: bool, ascii_only: bool) -> Table:
+def _table(grid: Grid, ruled: bool, ascii_only: bool, least: int = 0) -> Table:
     # Two columns between cells: every one counts on a terminal of 80.
     padding = (0, 1, 0, 0) if ruled else (0, 2, 0, 0)
     lines = _ASCII_RULE if ascii_only else box.SIMPLE_HEAD
     made = Table(box=lines if ruled else None, padding=padding, pad_edge=False, show_edge=False, header_style="bold")
     for place, column in enumerate(grid.columns):
-        # A header of one word is never broken, nor is a verdict.
-        widest = max((len(row[place].text) for row in grid.rows), default=0) if column == _WHOLE else len(column)
+        # A header of one word is never broken, nor are numbers, verdicts and kinds.
+        widest = _longest_word(column)
+        if column in (*_WHOLE, *_SHORT, *grid.right):
+            most = max([len(column), *(cell_len(row[place].text) for row in grid.rows)])
+            widest = min(most, _ENOUGH) if column in _SHORT else most
+        elif place and column == "tensor":
+            widest = min(_LINES * _least(grid, place), _NAME)
         made.add_column(
             column,
             overflow="fold",
             justify="right" if column in grid.right else "left",
             no_wrap=not ruled,
-            min_width=None if " " in column else max(widest, len(column)),
+            min_width=max(widest, 0 if place else least),
         )
     for row in grid.rows:
         made.add_row(*(Text(cell.text, style=cell.style) for cell in row))

@@ -37,7 +37,7 @@ def overview(report: Report, limit: int) -> list[Part]:
     runs = by_run(report.groups)
     if runs:
         parts += [_matrix([groups[-1] for groups in runs.values()]), BLANK]
-    if any(len(groups) > 1 for groups in runs.values()):
+    if report.drift and any(len(groups) > 1 for groups in runs.values()):
         parts += [_drift(report), BLANK]
     for group in (groups[-1] for groups in runs.values()):
         if group.findings:

@@ -59,6 +59,7 @@ class TestDamagedOnDisk:
         assert (fitted["SYN223"].ranks, fitted["SYN223"].tensors) == ((1,), ("fc.weight",))
         assert fitted["SYN223"].evidence == (
             "1 tensor of rank 1 does not match the CRC-32 that torch.save stored: fc.weight, in rank1.pth"
+            "; 1 of these tensors differs among the other ranks too: fc.weight"
         )
 
     def test_it_comes_before_all_that_damage_looks_like(self) -> None:

@@ -123,7 +123,7 @@ def test_another_dtype_is_named(syncheck_rank: Any) -> None:
     model, _ = trained()
     outcome = all_raise(each_rank(assert_in_sync, model.module.bfloat16() if syncheck_rank.rank == 1 else model.module))
     assert outcome.codes == ["SYN102"]
-    assert "float32 on rank 0, bfloat16 on rank 1" in outcome.text
+    assert "float32 on rank 0 and bfloat16 on rank 1" in outcome.text
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -53,9 +53,9 @@ def test_one_that_is_refused_on_one_replica_only_is_a_difference(what: str) -> N
 @pytest.mark.parametrize(
     "first, second, says",
     [
-        (torch.eye(3).to_sparse(), torch.eye(4).to_sparse(), "[3, 3] on rank 0, [4, 4] on rank 1"),
-        (torch.eye(3).to_sparse(), torch.eye(3).double().to_sparse(), "float32 on rank 0, float64 on rank 1"),
-        (torch.eye(3).to_sparse(), torch.empty(3, 3, device="meta"), "a sparse tensor on rank 0, a meta tensor"),
+        (torch.eye(3).to_sparse(), torch.eye(4).to_sparse(), "[3, 3] on rank 0 and [4, 4] on rank 1"),
+        (torch.eye(3).to_sparse(), torch.eye(3).double().to_sparse(), "float32 on rank 0 and float64 on rank 1"),
+        (torch.eye(3).to_sparse(), torch.empty(3, 3, device="meta"), "a sparse tensor on rank 0 and a meta tensor"),
     ],
     ids=["shape", "dtype", "kind"],
 )

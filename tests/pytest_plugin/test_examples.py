@@ -21,7 +21,7 @@ def test_the_suite_finds_the_bug(pytester: pytest.Pytester) -> None:
         [
             "rank 0 of 2 failed:",
             ">       assert_in_sync(trainer.fine_tune(trained[[]0[]]))",
-            "E       *replicas are out of sync: SYN299",
+            "E       *replicas are out of sync: SYN210",
             "E * weight * parameter * 0 | 1 * 288 of 288 *",
             "*rank 1: failed too*",
             "with the same failure",

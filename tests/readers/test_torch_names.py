@@ -103,7 +103,7 @@ def test_dtypes_that_are_not_read_have_a_name_and_a_shape(tmp_path: Path) -> Non
     tensor = syncheck.read(str(tmp_path / "rank0.pth")).tensors["c"]
     assert (tensor.refused, tensor.shape) == ("dtype complex32 is not read", (2, 3))
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
-    assert (diff.reason, diff.detail) == ("shape", "[2, 3] on rank 0, [2, 4] on rank 1")
+    assert (diff.reason, diff.detail) == ("shape", "[2, 3] on rank 0 and [2, 4] on rank 1")
 
 
 def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:

@@ -172,11 +172,11 @@ def test_what_is_not_read_has_its_shape(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2), **odd}, tmp_path / f"m_rank{rank}.pth")
     (group,) = syncheck.compare(tmp_path).groups
     assert {diff.name: diff.detail for diff in group.tensors} == {
-        "coo": "[3, 3] on rank 0, [4, 4] on rank 1",
-        "csr": "[3, 3] on rank 0, [4, 4] on rank 1",
-        "bsr": "[6, 6] on rank 0, [8, 8] on rank 1",
-        "q": "[3, 2] on rank 0, [4, 2] on rank 1",
-        "meta": "[3] on rank 0, [4] on rank 1",
+        "coo": "[3, 3] on rank 0 and [4, 4] on rank 1",
+        "csr": "[3, 3] on rank 0 and [4, 4] on rank 1",
+        "bsr": "[6, 6] on rank 0 and [8, 8] on rank 1",
+        "q": "[3, 2] on rank 0 and [4, 2] on rank 1",
+        "meta": "[3] on rank 0 and [4] on rank 1",
     }
     assert [finding.code for finding in group.findings] == ["SYN102"]
 

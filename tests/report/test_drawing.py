@@ -13,7 +13,7 @@ import pytest
 
 import syncheck
 from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff
-from syncheck.report import charts, html, json_document, plain, terminal, text
+from syncheck.report import charts, html, json_document, parts, plain, terminal, text
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 # Runs of the clone in which BatchNorm drifts by a lag, and freely, and such as agree.
@@ -183,3 +183,61 @@ def test_document_is_strict_json(hostile: Report) -> None:
     found = json.loads(json_document.render(hostile, "0"), parse_constant=lambda text: pytest.fail(text))
     assert found["groups"][0]["tensors"][0]["name"] == HOSTILE
     assert found["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 0}
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_long_names_of_runs_are_not_broken_into_pieces(report: Report, width: int) -> None:
+    """A run whose name would take more than two lines of its column has a line of its own, above its numbers, once."""
+    group = report.groups[0]
+    name = "ddp-fault-optimizer-on-one-rank"
+    runs = [replace(group, run=f"{name}-{i}", name=f"{name}-{i} step {i}", step=i) for i in (1, 2)]
+    drawn = terminal.render(text.overview(Report("out_of_sync", tuple(runs)), 1), width, color=False)
+    table = drawn.partition("\n\n")[0].splitlines()
+    assert max(map(len, table)) <= width
+    starts = [line for line in table if line.startswith(name)]
+    assert [line.split("  ")[0] for line in starts] == [run.name for run in runs]
+    assert "\uf8ff" not in drawn
+    assert table[0].split()[0] == "run"
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_numbers_and_kinds_of_a_tensor_are_not_broken(report: Report, color: bool) -> None:
+    """On 80 columns four ranks that all differ, and a large number of ULP, stay whole, and a long name does too."""
+    bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
+    name = "optimizer.layer4.1.conv2.weight.momentum_buffer"
+    odd = replace(
+        bn, name=name, kind="optimizer_step", clusters=((0,), (1,), (2,), (3,)), mismatched=1000, numel=1000,
+        max_abs=1.49, max_rel=1.9774, max_ulp=2120711899,
+    )  # fmt: skip
+    group = replace(report.groups[0], tensors=(odd, replace(odd, name="fc.weight")))
+    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5), 80, color=color)
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
+    assert max(map(len, bare.splitlines())) <= 80
+    assert f"\n  {name}" in bare
+    assert re.search(r"optimizer_step +0 \| 1 \| 2 \| 3 +1000 of 1000 +1.49 +197.74% +2120711899", bare)
+
+
+def test_a_run_of_many_steps_is_named_once() -> None:
+    """In the table of drift a long name stands once above its steps."""
+    grid = parts.Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))
+    name = "ddp-" + "long-" * 10 + "name"
+    for step in (10, 20, 30):
+        grid.add(name, str(step), "0.1969", "layer3.0.bn1.running_var")
+    grid.add("short", "10", "0.1969", "layer3.0.bn1.running_var")
+    drawn = terminal.render([grid], 58, color=False)
+    assert max(map(len, drawn.splitlines())) <= 58
+    assert (drawn.count(name), drawn.count("0.1969"), drawn.count("short")) == (1, 4, 1)
+
+
+def test_the_table_of_runs_names_the_findings(report: Report) -> None:
+    """A reader of the page sees at its top what was found, ahead of the charts; a run without findings has a dash."""
+    top = html.render(report, "0").partition("Drift of BatchNorm")[0]
+    cells = re.findall(r'SYNC</td><td class="">([^<]+)</td>', top)
+    assert sorted(cells) == ["-", "-", "SYN201", "SYN202"]
+
+
+def test_no_table_of_drift_without_running_statistics() -> None:
+    """A run of several steps whose model has no BatchNorm has no empty table of their drift."""
+    found = syncheck.compare(FIXTURES / "desync/init_not_broadcast_over_steps")
+    assert "running statistic" not in plain.render(text.overview(found, 3))
+    assert "running statistic" in plain.render(text.overview(syncheck.compare(REAL[1]), 3))

@@ -178,13 +178,13 @@ def test_checksums_that_do_not_tell(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("allow", [(), ("SYN201",), ("SYN201", "SYN202")])
 @pytest.mark.parametrize("only", [(), ("params",), ("buffers",), ("optimizer",), ("rng",)])
-@pytest.mark.parametrize("folder", ["desync", "in_sync", "desync/bn_local_stats"])
+@pytest.mark.parametrize("folders", [REAL, REAL[2:], REAL[:1]])
 def test_ends_agree_with_the_exit_code(
-    folder: str, only: tuple[str, ...], allow: tuple[str, ...], quick: bool, tmp_path: Path
+    folders: list[Path], only: tuple[str, ...], allow: tuple[str, ...], quick: bool, tmp_path: Path
 ) -> None:
     """Whatever the options leave to compare, failures and errors stand for the exit code, and nothing is no pass."""
     (tmp_path / "broken.pth").write_text("no checkpoint")
-    for paths in ([FIXTURES / folder], [FIXTURES / folder, tmp_path / "broken.pth"]):
+    for paths in (folders, [*folders, tmp_path / "broken.pth"]):
         report = syncheck.compare(*paths, options=syncheck.Options(only=only, allow=allow, quick=quick))
         agree(report, parse(junit.render(report)))
 

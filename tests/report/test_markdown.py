@@ -14,6 +14,7 @@ from hostile_report import HOSTILE, hostile
 from markdown_it import MarkdownIt  # of rich, which we need anyway
 
 import syncheck
+from syncheck.diagnose import RULES
 from syncheck.report import markdown, words
 
 if TYPE_CHECKING:
@@ -138,6 +139,16 @@ def test_names_are_told_apart_and_long_ones_cut_in_the_middle() -> None:
     assert markdown.name("") == "`(blank)`"
 
 
+def test_code_stays_in_one_piece() -> None:
+    """A call with arguments and an element with its place are one span; a bracket left open takes no sentence along."""
+    call = "dist.all_reduce(bad, op=dist.ReduceOp.MAX)"
+    assert markdown.text(f"at once: {call}; then stop") == f"at once: `{call}`; then stop"
+    assert markdown.text("in (conv_1.weight[0, 12, 3], which grows)") == "in (`conv_1.weight[0, 12, 3]`, which grows)"
+    words = "and so on " * 5
+    assert markdown.text(f"open_( {words}@team") == f"`open_(` {words}`@team`"
+    assert not [rule.CODE for rule in RULES if "\\x60" in markdown.text(rule.FIX)]
+
+
 def test_sentences_stay_sentences() -> None:
     """Only the words that need it become code, without the punctuation around them."""
     assert markdown.text("All 23 agree; see running_mean (in bn_1), x@y.") == (
@@ -150,7 +161,7 @@ def test_sentences_stay_sentences() -> None:
 @pytest.mark.parametrize(
     "name", ["x" * 5000, "_ " * 5000, "`" * 5000, "\x00" * 5000, "\u4e2d|" * 3000, "(" * 5000 + "@a", "calm"]
 )
-@pytest.mark.parametrize("groups", [1, 30, 2000])
+@pytest.mark.parametrize("groups", [1, 30, 800])
 def test_a_page_fits_into_a_comment(name: str, groups: int) -> None:
     """However many groups, findings, tensors and unread files, and however long their names: the page fits, keeps
     verdict and counts, and counts what it leaves out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -211,3 +212,15 @@ def test_as_a_user_types_it(drifted: Path, programs: Programs) -> None:
     helped = programs.run(*command, "--help", cwd=ROOT)
     assert helped.returncode == 0
     assert "exit codes:" in helped.stdout
+
+
+def test_the_last_step_saved_is_told_once(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--save-every and --save-per-rank both write the last step: one table and one sentence have it."""
+    assert main([str(synced)]) == 0
+    once = capsys.readouterr().out
+    step = synced / "history" / "ddp-syncbn" / "step_12"
+    step.mkdir(parents=True)
+    for rank in range(2):
+        shutil.copy(synced / f"ddp-syncbn_rank{rank}.pth", step / f"rank_{rank}.pth")
+    assert main([str(synced)]) == 0
+    assert capsys.readouterr().out == once

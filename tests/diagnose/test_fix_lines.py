@@ -1,0 +1,167 @@
+"""Findings can be taken at their word: code in fixes runs as it is printed, on gloo too, and ranks are told clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import syncheck
+from syncheck.diagnose import RULES
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+
+ROOT = Path(__file__).resolve().parents[2]
+FIX = {rule.CODE: rule.FIX for rule in RULES}
+
+
+def run(code: str, line: str, **names: Any) -> dict[str, Any]:
+    """Run a line that the fix of a finding holds, with these names, and return all names after it."""
+    import torch
+    from torch import distributed as dist
+
+    assert line in FIX[code]
+    space = {"torch": torch, "dist": dist, **names}
+    exec(line, space)
+    return space
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_lines_that_make_tensors_equal(syncheck_rank: Rank) -> None:
+    """Buffers, parameters and gradients of two ranks become rank 0's, their mean or their sum, as the fix says."""
+    import torch
+    from torch import distributed as dist
+
+    def model() -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        with torch.no_grad():
+            for tensor in [*made.parameters(), *made.buffers()]:
+                tensor.fill_(syncheck_rank.rank)
+        for p in made.parameters():
+            p.grad = torch.full_like(p, syncheck_rank.rank)
+        return made
+
+    for code in ("SYN201", "SYN203", "SYN204"):
+        made = model()
+        run(code, "for b in model.buffers(): dist.broadcast(b, 0)", model=made)
+        assert not any(b.any() for b in made.buffers())
+    made = model()
+    average = (
+        "for b in filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))"
+    )
+    run("SYN202", average, model=made)
+    assert made[1].running_mean.unique().tolist() == [0.5]
+    made = model()
+    run("SYN210", "for t in model.state_dict().values(): dist.broadcast(t, 0)", model=made)
+    assert not any(t.any() for t in made.state_dict().values())
+    made = model()
+    run(
+        "SYN218", "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0)", model=made
+    )
+    assert not any(t.any() for t in made.state_dict().values())
+    made = model()
+    line = "for p in model.parameters(): dist.all_reduce(p.data.div_(dist.get_world_size()))"
+    run("SYN241", line, model=made)
+    assert made[0].weight.unique().tolist() == [0.5]
+    line = "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))"
+    run("SYN212", line, model=SimpleNamespace(head=made))
+    assert made[0].weight.grad.unique().tolist() == [0.5]
+    p = model()[0].weight
+    run("SYN231", "dist.all_reduce(p.grad, group=tp_group)", p=p, tp_group=dist.group.WORLD)
+    assert p.grad.unique().tolist() == [1]
+    run("SYN231", "p.grad.div_(tp_group.size())", p=p, tp_group=dist.group.WORLD)
+    assert p.grad.unique().tolist() == [0.5]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_lines_that_decide_together(syncheck_rank: Rank) -> None:
+    """What one of two ranks alone meets, a NaN, a bad batch or an overflow, both then know of."""
+    import torch
+
+    odd = syncheck_rank.rank == 1
+    loss = torch.tensor(float("nan") if odd else 1.0, requires_grad=True)
+    line = "ok = loss.detach().isfinite().float(); dist.all_reduce(ok, dist.ReduceOp.MIN)"
+    assert run("SYN222", line, loss=loss)["ok"] == 0
+    line = "bad = torch.tensor(float(skip), device=device); dist.all_reduce(bad, op=dist.ReduceOp.MAX)"
+    assert run("SYN214", line, skip=odd, device="cpu")["bad"] == 1
+
+    model = torch.nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    if odd:
+        model.weight.grad[0] = torch.inf
+    scaler.unscale_(optimizer)
+    line = (
+        "for found_inf in scaler._found_inf_per_device(optimizer).values(): "
+        "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)"
+    )
+    run("SYN216", line, scaler=scaler, optimizer=optimizer)
+    before = model.weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_local_sgd_is_saved_where_ranks_agree(syncheck_rank: Rank) -> None:
+    """The condition under which SYN241 says to save holds after the very steps at which the ranks are equal."""
+    import torch
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    line = "(averager.step - 1 - averager.warmup_steps) % averager.period == 0"
+    model, averager = torch.nn.Linear(2, 2), PeriodicModelAverager(period=4, warmup_steps=4)
+    said, equal = [], []
+    for step in range(1, 15):
+        model.weight.grad = torch.ones_like(model.weight)
+        with torch.no_grad():
+            model.weight.fill_(step * (1 + syncheck_rank.rank))
+        averager.average_parameters(model.parameters())
+        space = run("SYN241", line, averager=averager)
+        if step > averager.warmup_steps and eval(line, space):
+            said.append(step)
+        if len({tuple(map(tuple, weight)) for weight in syncheck_rank.gather(model.weight.tolist())}) == 1:
+            equal.append(step)
+    assert said == equal == [5, 9, 13]
+
+
+def test_lines_of_one_process(tmp_path: Any) -> None:
+    """A model and optimizer are loaded, an averaged copy updated and a model converted by the lines of the fixes."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "rank_0.pth"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    for code in ("SYN220", "SYN221"):
+        run(code, "model.load_state_dict(torch.load(FILE)['model'])", model=model, FILE=path)
+    line = "optimizer.load_state_dict(torch.load(path, map_location=device)['optimizer'])"
+    run("SYN215", line, optimizer=optimizer, path=path, device="cpu")
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    run("SYN219", "ema.update_parameters(model)", ema=ema, model=model)
+    assert int(ema.n_averaged) == 1
+    for code in ("SYN201", "SYN202"):
+        space = run(code, "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)", model=model)
+        assert isinstance(space["model"][1], torch.nn.SyncBatchNorm)
+    line = "clip_grad_norm_(model.parameters(), max_norm)"
+    run("SYN213", line, clip_grad_norm_=torch.nn.utils.clip_grad_norm_, model=model, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("different_progress", "step 12 on ranks 0, 1, 2; step 6 on rank 3"),
+        ("step_skipped", "12 steps on ranks 0, 1, 2 and 11 on rank 3"),
+        ("scaler_diverged", "scaler.scale is 65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3"),
+        ("other_dtype", "float32 on ranks 0, 1, 2 and bfloat16 on rank 3"),
+    ],
+)
+def test_a_value_is_not_taken_for_a_rank(folder: str, said: str) -> None:
+    """Which ranks have which value reads in one way only: a list of ranks does not run on into the next value."""
+    report = syncheck.compare(ROOT / "fixtures" / "desync" / folder)
+    assert said in report.groups[0].findings[0].evidence
