@@ -11,23 +11,22 @@ from syncheck import comparison, kinds, layout, reference, series
 from syncheck import paths as files
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
-from syncheck.diagnose import RULES, diagnose
 from syncheck.errors import CheckpointError, OptionError, UsageError
-from syncheck.free_running import with_free_running
 from syncheck.layout_groups import last_steps
 from syncheck.names import normalize
 from syncheck.records import Report, Unreadable
 from syncheck.stale import with_stale
 from syncheck.tolerance import tolerances
 from syncheck.values import holds_counted
+from syncheck.verdicts import judged_group, overall
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
     from syncheck.layout_groups import Replicas
-    from syncheck.records import Group, TensorDiff, Verdict
+    from syncheck.records import Group
 
 ONLY = {
     "params": kinds.PARAMETERS,
@@ -73,13 +72,16 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_types()
-        known = {rule.CODE for rule in RULES}
         for name in self.only:
             if name not in ONLY:
                 raise OptionError(f"needs one of {', '.join(ONLY)}", only=name)
-        for code in self.allow:
-            if code.upper() not in known:
-                raise OptionError(f"no such finding; needs one of {', '.join(sorted(known))}", allow=code)
+        if self.allow:
+            from syncheck.diagnose import RULES
+
+            known = {rule.CODE for rule in RULES}
+            for code in self.allow:
+                if code.upper() not in known:
+                    raise OptionError(f"no such finding; needs one of {', '.join(sorted(known))}", allow=code)
         if self.group_by is not None:
             try:
                 re.compile(self.group_by)
@@ -196,14 +198,16 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         for replicas in found.groups
     ]
     groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
-    if not options.quick:  # which reads no tensor
+    if len(groups) > 1 and not options.quick:  # which reads no tensor
+        from syncheck.free_running import with_free_running
+
         groups = with_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
-    judged = tuple(_judge(group, runs.get(group.run, ()), allow) for group in groups)
+    judged = tuple(judged_group(group, runs.get(group.run, ()), allow) for group in groups)
     return Report(
-        verdict=_verdict(judged, unreadable),
+        verdict=overall(judged, unreadable),
         groups=judged,
         unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
         skipped=found.skipped,
@@ -263,36 +267,3 @@ def _with_note(groups: list[Group], idle: Sequence[str]) -> list[Group]:
         return groups
     note = f"tolerances of names that no tensor of any group has: {', '.join(idle)}; kinds are {', '.join(kinds.KINDS)}"
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]
-
-
-def _judge(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:
-    """Add the findings and the verdict. What a series tells stands in the run's last step."""
-    if group.verdict == "alone":
-        return group
-    # The final files may lie beside a history that has their step too.
-    is_last = bool(run) and run[-1].step == group.step
-    findings = diagnose(group, (*run[:-1], group) if is_last else (), allow)
-    verdict: Verdict = "in_sync"
-    if any(finding.fails for finding in findings):
-        verdict = "out_of_sync"
-    elif not _compared(group) or any(_is_untold(diff) for diff in group.tensors):
-        verdict = "undecided"
-    return replace(group, findings=findings, verdict=verdict)
-
-
-def _is_untold(diff: TensorDiff) -> bool:
-    """Whether --quick could not tell of a tensor that a comparison of its bytes would tell of."""
-    return diff.status == "not_compared" and diff.reason == "checksum"
-
-
-def _compared(group: Group) -> int:
-    """How many tensors were compared that say something of a model; an optimizer's step counters do not."""
-    return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
-
-
-def _verdict(groups: Sequence[Group], unreadable: Iterable[Unreadable]) -> Verdict:
-    found = {group.verdict for group in groups}
-    if "out_of_sync" in found:
-        return "out_of_sync"
-    untold = any(_is_untold(diff) for group in groups for diff in group.tensors)
-    return "in_sync" if "in_sync" in found and not untold and not list(unreadable) else "undecided"

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from syncheck.blocks import is_plain
 from syncheck.dtypes import DTYPES
 from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence
+from syncheck.snapshots import flat_index
+from syncheck.suspects import sets_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -115,28 +117,13 @@ def _sides(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tuple[int, .
     """Return one tensor of each set of ranks that agree; none where several replica groups differ, each elsewhere."""
     if diff.reason is not None:  # missing on some ranks: then not all of its sets were compared with each other
         return {}
-    differing = _differing(diff)
+    differing = sets_within(diff)
     return {ranks: tensors[ranks[0]] for ranks in differing[0]} if len(differing) == 1 else {}
-
-
-def _differing(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
-    """Return the sets of ranks that agree within each replica group that differs."""
-    groups = [set(group) for group in diff.replica_groups]
-    within = [[ranks for ranks in diff.clusters if ranks[0] in group] for group in groups]
-    return [sets for sets in within if len(sets) > 1]
 
 
 def _step(replicas: int) -> int:
     """Return how many elements to read at a time of each of so many replicas."""
     return max(1024, min(_BLOCK, _ALL_BLOCKS // replicas))
-
-
-def _place(diff: TensorDiff) -> int:
-    """Return where in C order the worst element stands."""
-    flat = 0
-    for at, size in zip(diff.index or (0,) * len(diff.shape), diff.shape, strict=True):
-        flat = flat * size + at
-    return flat
 
 
 def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
@@ -145,7 +132,9 @@ def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> di
 
     row = DTYPES[diff.dtype]
     sides = _sides(diff, tensors)
-    bits = {ranks: bytes(files.read(tensor, _place(diff), 1, 0)) for ranks, tensor in sides.items()}
+    bits = {
+        ranks: bytes(files.read(tensor, flat_index(diff.index, diff.shape), 1, 0)) for ranks, tensor in sides.items()
+    }
     numbers = [int.from_bytes(data, "little") for data in bits.values()]
     known: dict[str, Any] = {}
     if 1 < len(numbers) <= _PAIRED:
@@ -174,7 +163,7 @@ def _start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dic
     sides = list(_sides(diff, tensors).values())
     if not sides:
         return {}
-    worst = _place(diff)
+    worst = flat_index(diff.index, diff.shape)
     step = _step(len(sides))
     for at in range(max(0, worst - (diff.mismatched or 1) + 1), worst, step):
         count = min(step, worst - at)
@@ -193,7 +182,7 @@ def _directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
     """Compute norms, and how far the replicas point in one direction, of a majority's replica against each other."""
     norms: dict[int, float] = {}
     cosines = []
-    for sets in _differing(diff):
+    for sets in sets_within(diff):
         squares, products = _sums(DTYPES[diff.dtype], [tensors[ranks[0]] for ranks in sets], files)
         for ranks, square in zip(sets, squares, strict=True):
             if math.isfinite(square):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from syncheck.blocks import Files
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError
+from syncheck.layout_groups import by_step
 from syncheck.names import bn_sibling, normalize
 from syncheck.records import FreeRunning, Unreadable
 
@@ -85,16 +86,13 @@ def with_free_running(
     `unreadable`.
     """
     found = list(groups)
-    runs: dict[str, dict[int, Replicas]] = {}
-    for _, replicas in compared:
-        if replicas.step is not None:
-            runs.setdefault(replicas.run, {}).setdefault(replicas.step, replicas)
+    runs = by_step(replicas for _, replicas in compared)
     for i, (group, (_, now)) in enumerate(zip(groups, compared, strict=True)):
         steps = runs.get(now.run, {})
         if now.step is None or len(steps) < 2 or now.step != max(steps) or not _apart(group):
             continue
         try:
-            told = free_running(group, [replicas for _, replicas in sorted(steps.items())], jobs)
+            told = free_running(group, list(steps.values()), jobs)
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue

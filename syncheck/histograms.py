@@ -10,6 +10,8 @@ import numpy as np
 from syncheck.dtypes import DTYPES
 from syncheck.float_gaps import pairs, widened
 from syncheck.records import DECADES, Histogram
+from syncheck.snapshots import flat_index
+from syncheck.suspects import sets_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,14 +47,12 @@ def gather(
 def _worst(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> Histogram | None:
     """Return the histogram of the replica group of which most elements differ."""
     made = []
-    for group in diff.replica_groups:
-        sets = [ranks for ranks in diff.clusters if set(ranks) <= set(group)]
-        if len(sets) > 1:
-            # Against the only set outside the minority, if there is one.
-            sets.sort(key=lambda ranks: not set(ranks).isdisjoint(diff.minority))
-            majority = sum(set(ranks).isdisjoint(diff.minority) for ranks in sets) == 1
-            replicas = [tensors[ranks[0]] for ranks in sets]
-            made.append(_counted(replicas, files, _starts(diff), majority=majority))
+    for sets in sets_within(diff):
+        # Against the only set outside the minority, if there is one.
+        sets.sort(key=lambda ranks: not set(ranks).isdisjoint(diff.minority))
+        majority = sum(set(ranks).isdisjoint(diff.minority) for ranks in sets) == 1
+        replicas = [tensors[ranks[0]] for ranks in sets]
+        made.append(_counted(replicas, files, _starts(diff), majority=majority))
     return max(made, key=lambda one: one.elements - one.equal, default=None)
 
 
@@ -61,7 +61,7 @@ def _starts(diff: TensorDiff) -> list[int]:
     blocks, most = -(-diff.numel // _BLOCK), ELEMENTS // _BLOCK
     chosen = set(range(blocks))
     if blocks > most:
-        worst = int(np.ravel_multi_index(diff.index, diff.shape)) if diff.index else 0
+        worst = flat_index(diff.index, diff.shape)
         chosen = {i * blocks // (most - 1) for i in range(most - 1)} | {worst // _BLOCK}
     return [block * _BLOCK for block in sorted(chosen)]
 

@@ -111,3 +111,12 @@ def last_steps(groups: Sequence[Replicas]) -> tuple[Replicas, ...]:
     several = [group for group in reversed(groups) if len(group.ranks) > 1]
     several.sort(key=lambda group: -1 if group.step is None else group.step)
     return tuple({group.run: group for group in several}.values())
+
+
+def by_step(groups: Iterable[Replicas]) -> dict[str, dict[int, Replicas]]:
+    """Sort the groups that name their step by run and step; of two of one step, the first stands."""
+    runs: dict[str, dict[int, Replicas]] = defaultdict(dict)
+    for group in groups:
+        if group.step is not None:
+            runs[group.run].setdefault(group.step, group)
+    return {run: dict(sorted(steps.items())) for run, steps in runs.items()}

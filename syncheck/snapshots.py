@@ -18,6 +18,11 @@ def in_c_order(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def flat_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
+    """Return where in C order an element stands; the first where no index is given."""
+    return sum(at * stride for at, stride in zip(index or (), in_c_order(shape), strict=False))
+
+
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """What `syncheck.metadata()` wrote into a checkpoint, checked."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.blocks import Files
 from syncheck.errors import CheckpointError
 from syncheck.kernel import clusters
+from syncheck.layout_groups import by_step
 from syncheck.names import normalize
 from syncheck.records import Unreadable
 
@@ -37,14 +37,11 @@ def with_stale(
     compared: groups with their files. quick: by stored checksums only. A file that breaks while it is read is added to
     `unreadable`.
     """
-    runs: dict[str, dict[int, Replicas]] = defaultdict(dict)
-    for _, replicas in compared:
-        if replicas.step is not None:
-            runs[replicas.run].setdefault(replicas.step, replicas)
+    runs = by_step(replicas for _, replicas in compared)
     found = []
     for group, now in compared:
         step = now.step
-        earlier = [] if step is None else [(s, r) for s, r in sorted(runs[now.run].items()) if s < step]
+        earlier = [] if step is None else [(s, r) for s, r in runs[now.run].items() if s < step]
         try:
             stale = stale_ranks(group, now, earlier, jobs, quick=quick)
         except CheckpointError as error:  # of this step or of an earlier one

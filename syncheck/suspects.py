@@ -25,3 +25,11 @@ def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
     if not odd or len(odd) >= len(group.replicas) or 2 * without > len(diffs):
         odd = {rank for diff in diffs for found in diff.clusters for rank in found}
     return tuple(sorted(odd)) or group.ranks
+
+
+def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
+    """Return, of each replica group within which bytes differ, the sets of ranks that hold equal bytes."""
+    everyone = tuple(sorted(rank for ranks in diff.clusters for rank in ranks))
+    groups = [set(group) for group in diff.replica_groups or (everyone,)]
+    found = [[ranks for ranks in diff.clusters if set(ranks) <= group] for group in groups]
+    return [sets for sets in found if len(sets) > 1]

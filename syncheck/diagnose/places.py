@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import names_text
+from syncheck.suspects import sets_within
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
 
 # Kinds that a step moves on all ranks alike.
 _SHARED = ("parameter", "optimizer", "optimizer_step", "ema")
-
-
-def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
-    """Return, of each replica group within which bytes differ, the sets of ranks that hold equal bytes."""
-    everyone = tuple(sorted(rank for ranks in diff.clusters for rank in ranks))
-    groups = [set(group) for group in diff.replica_groups or (everyone,)]
-    found = [[ranks for ranks in diff.clusters if set(ranks) <= group] for group in groups]
-    return [sets for sets in found if len(sets) > 1]
 
 
 def rest_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:

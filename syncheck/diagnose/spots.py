@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import parameter_of
 from syncheck.kinds import BN_STATISTICS
+from syncheck.snapshots import flat_index
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -92,20 +93,12 @@ def _within(other: TensorDiff, hit: TensorDiff) -> bool:
     if hit.extent == "one":
         return other.extent == "one" and other.index == hit.index
     first = hit.evidence.first if hit.evidence else None
-    return first is None or first <= flat_index(other) < first + (hit.mismatched or 0)
+    return first is None or first <= flat_index(other.index, other.shape) < first + (hit.mismatched or 0)
 
 
 def one_bit(diff: TensorDiff) -> bool:
     """Whether one element differs, and in one bit."""
     return diff.extent == "one" and diff.evidence is not None and diff.evidence.flipped_bits == 1
-
-
-def flat_index(diff: TensorDiff) -> int:
-    """Return where in C order a tensor's worst element stands."""
-    flat = 0
-    for at, size in zip(diff.index or (), diff.shape, strict=False):
-        flat = flat * size + at
-    return flat
 
 
 def place_text(diff: TensorDiff) -> str:

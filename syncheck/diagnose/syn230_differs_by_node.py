@@ -24,10 +24,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted, gap_text, worst
-from syncheck.diagnose.places import divided_by, sets_within
+from syncheck.diagnose.places import divided_by
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
-from syncheck.suspects import suspects
+from syncheck.suspects import sets_within, suspects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

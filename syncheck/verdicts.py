@@ -1,0 +1,49 @@
+"""From what a comparison found to findings and a verdict: of one group, and of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncheck.records import Finding, Group, TensorDiff, Unreadable, Verdict
+
+
+def judged_group(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:
+    """Add the findings and the verdict. What a series tells stands in the run's last step."""
+    if group.verdict == "alone":
+        return group
+    findings: tuple[Finding, ...] = ()
+    if group.tensors or group.values or group.normalized or group.shards or group.ties:
+        from syncheck.diagnose import diagnose  # some thirty modules, for nothing where there is nothing to tell
+
+        # The final files may lie beside a history that has their step too.
+        is_last = bool(run) and run[-1].step == group.step
+        findings = diagnose(group, (*run[:-1], group) if is_last else (), allow)
+    verdict: Verdict = "in_sync"
+    if any(finding.fails for finding in findings):
+        verdict = "out_of_sync"
+    elif not _compared(group) or any(_is_untold(diff) for diff in group.tensors):
+        verdict = "undecided"
+    return replace(group, findings=findings, verdict=verdict)
+
+
+def _is_untold(diff: TensorDiff) -> bool:
+    """Whether --quick could not tell of a tensor that a comparison of its bytes would tell of."""
+    return diff.status == "not_compared" and diff.reason == "checksum"
+
+
+def _compared(group: Group) -> int:
+    """How many tensors were compared that say something of a model; an optimizer's step counters do not."""
+    return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
+
+
+def overall(groups: Sequence[Group], unreadable: Iterable[Unreadable]) -> Verdict:
+    """Return the verdict on all groups: of those in which something was compared, and of files that could not be."""
+    found = {group.verdict for group in groups}
+    if "out_of_sync" in found:
+        return "out_of_sync"
+    untold = any(_is_untold(diff) for group in groups for diff in group.tensors)
+    return "in_sync" if "in_sync" in found and not untold and not list(unreadable) else "undecided"
