@@ -1,1 +1,24 @@
-"""Models in memory: seen as checkpoints are, and compared across ranks."""
+"""Inside a running job: check that all ranks hold the same model, watch it, and repair it.
+
+    from syncheck.live import check
+
+    report = check(model, optimizer)    # on all ranks
+
+Importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from syncheck.live.checks import check
+
+__all__ = ["check"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'syncheck.live' has no attribute {name!r}")
+    return getattr(import_module("syncheck.live.checks"), name)
