@@ -4,6 +4,8 @@
 
     report = check(model, optimizer)    # on all ranks
 
+and `resync(model, optimizer)` copies what differs from a healthy rank.
+
 Importing this package does not import torch.
 """
 
@@ -14,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncheck.live.checks import check
+    from syncheck.live.repair import Resync, resync
 
-__all__ = ["check"]
+__all__ = ["Resync", "check", "resync"]
+
+# Where each name is: imported when it is first asked for.
+_MODULES = {"check": "checks", "resync": "repair", "Resync": "repair"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'syncheck.live' has no attribute {name!r}")
-    return getattr(import_module("syncheck.live.checks"), name)
+    return getattr(import_module(f"syncheck.live.{_MODULES[name]}"), name)

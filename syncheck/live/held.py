@@ -36,6 +36,11 @@ class Held:
         self._source = source
         self._flat: Any = None
 
+    @property
+    def source(self) -> Any:
+        """The tensor or array itself; of a DTensor its local one."""
+        return self._source
+
     def __getitem__(self, part: slice) -> bytes:
         if self._flat is None:
             self._flat = _flat(self._source)
