@@ -74,7 +74,7 @@ ALLOWED = {
     "contents": BASE | {"readers", "blocks", "kinds", "moments", "syncheck"},
     "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "atomic"},
     "config": LEAVES | {"api", "report"},
-    "live": BASE | {"reference", "names", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"},
+    "live": BASE | {"reference", "names", "kinds", "readers", "layout_groups", "metadata_block", "api", "live"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
 }

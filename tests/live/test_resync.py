@@ -47,18 +47,14 @@ def test_the_first_rank_can_be_the_bad_one(syncheck_rank: Any) -> None:
     assert done.copied == (("optimizer.head.bias.exp_avg_sq", 1, (0,), 8),)
 
 
-@pytest.mark.syncheck(ranks=4)
+@pytest.mark.syncheck(ranks=3)
 def test_independent_faults_take_a_rank_that_has_none(syncheck_rank: Any) -> None:
-    """Ranks 0, 1 and 3 differ in one tensor each: rank 2, healthy in all of them, is the source of all."""
+    """Ranks 0 and 1 differ in another tensor each: rank 2, healthy in both, is the source of both."""
     model, optimizer = trained()
-    for rank, tensor in ((0, model.module.fc.weight), (1, model.module.fc.bias), (3, model.module.head.weight)):
-        if syncheck_rank.rank == rank:
-            flip(tensor)
-    done = healed(model, optimizer, bad=(0, 1, 3), source=2)
-    assert [(of.name, of.source, of.ranks) for of in done.copied] == [
-        ("fc.weight", 2, (0,)), ("fc.bias", 2, (1,)), ("head.weight", 2, (3,)),
-    ]  # fmt: skip
-    assert "majority of 3 of 4" in done.summary
+    if syncheck_rank.rank < 2:
+        flip(model.module.fc.bias if syncheck_rank.rank else model.module.fc.weight)
+    done = healed(model, optimizer, bad=(0, 1), source=2)
+    assert [(of.name, of.source, of.ranks) for of in done.copied] == [("fc.weight", 2, (0,)), ("fc.bias", 2, (1,))]
 
 
 @pytest.mark.syncheck(ranks=2)

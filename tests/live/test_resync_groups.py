@@ -1,0 +1,130 @@
+"""`resync` where a tensor has several replica groups, as under HSDP: a source for each, by the report's own groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from healing import on_all
+
+from syncheck.errors import UsageError
+from syncheck.live import repair_copy
+from syncheck.live.channel import Channel
+from syncheck.live.repair_copy import Copier
+from syncheck.live.repair_plan import Job, Plan, planned
+from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
+
+PAIRS = ((0, 2), (1, 3))
+TRIPLES = ((0, 2, 4), (1, 3, 5))
+
+
+def differing(name: str, groups: tuple[tuple[int, ...], ...], *clusters: tuple[int, ...]) -> TensorDiff:
+    return TensorDiff(
+        name, "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters, numel=4
+    )  # fmt: skip
+
+
+def lacking(name: str, kind: str, ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
+    return TensorDiff(
+        name, kind, "float32", (4,), "not_compared", "missing", replica_groups=(ranks,), clusters=clusters
+    )  # fmt: skip
+
+
+def report(size: int, *found: TensorDiff | ValueDiff) -> Report:
+    replicas = tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size))
+    group = Group(
+        "model", "model", None, "out_of_sync", replicas, Counts(),
+        tensors=tuple(diff for diff in found if isinstance(diff, TensorDiff)),
+        values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
+    )  # fmt: skip
+    return Report("out_of_sync", (group,))
+
+
+def jobs(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(job.name, job.source, job.targets) for job in plan.jobs]
+
+
+def test_each_replica_group_has_a_source_of_its_own() -> None:
+    """Rank 2's shard is healed from rank 0 and rank 1's from rank 3; a group that agrees is left alone."""
+    both = report(6, differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,)))
+    assert jobs(planned(both, "majority")) == [("w", 0, (2,)), ("w", 3, (1,))]
+    one = report(6, differing("w", TRIPLES, (3, 5), (1,)))
+    plan = planned(one, "majority")
+    assert jobs(plan) == [("w", 3, (1,))]
+    assert plan.sources == {(1, 3, 5): 3}
+
+
+def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
+    """Rank 0 is in the majority of w, and not of v: w comes from rank 2."""
+    plan = planned(report(6, differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,))), "majority")
+    assert jobs(plan) == [("w", 2, (4,)), ("v", 2, (0,))]
+
+
+def test_two_replicas_have_no_majority() -> None:
+    """Where the groups are pairs neither side is the healthy one, and the tensor is named."""
+    with pytest.raises(UsageError, match=r"no majority: w \(2 versions on 2 ranks, the largest on 0\)"):
+        planned(report(4, differing("w", PAIRS, (0,), (2,))), "majority")
+
+
+def test_a_rank_that_is_named_stands_for_its_replica() -> None:
+    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh."""
+    plan = planned(report(4, differing("w", PAIRS, (0,), (2,), (1,), (3,))), 2)
+    assert jobs(plan) == [("w", 2, (0,)), ("w", 3, (1,))]
+
+
+def test_groups_of_unlike_sizes_take_their_own_majority() -> None:
+    """A named rank says nothing of a group that is not laid out as its own; that one has to have a majority."""
+    groups = ((0, 2), (1, 3, 4))
+    assert jobs(planned(report(5, differing("w", groups, (0,), (2,), (3, 4), (1,))), 2)) == [
+        ("w", 2, (0,)), ("w", 3, (1,)),
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"rank 2 is in no replica group of ranks 1, 3, 4, and they have no majority"):
+        planned(report(5, differing("w", groups, (0,), (2,), (3,), (1,), (4,))), 2)
+
+
+def test_a_majority_that_lacks_something_removes_it() -> None:
+    """What two of three ranks lack is removed from the third; what one of three lacks is created there."""
+    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority")
+    assert (plan.jobs, [(leaf.source, leaf.held) for leaf in plan.leaves]) == ((), [(0, False)])
+    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority")
+    assert jobs(plan) == [("optimizer.w.exp_avg", 0, (1,))]
+    assert [(leaf.source, leaf.held) for leaf in plan.leaves] == [(0, True)]
+
+
+def test_values_vote_too() -> None:
+    """A rank with another learning rate is no source of a tensor; NaN is equal to NaN."""
+    nan = float("nan")
+    values = (
+        ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True),
+        ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False),
+    )
+    plan = planned(report(3, differing("w", ((0, 1, 2),), (0, 1), (2,)), *values), "majority")
+    assert jobs(plan) == [("w", 1, (2,))]
+    assert [(leaf.name, leaf.source) for leaf in plan.leaves] == [("optimizer.param_groups.0.lr", 1)]
+    tied = ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True)
+    with pytest.raises(UsageError, match=r"best \(3 versions on 4 ranks, the largest on 0, 1\)"):
+        planned(report(4, tied), "majority")
+
+
+def test_many_names_are_cut_short() -> None:
+    """An error names five tensors and counts the others."""
+    with pytest.raises(UsageError, match=r"w4 \(2 versions on 2 ranks, the largest on 0\) and 7 more; source=RANK"):
+        planned(report(2, *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12))), "majority")
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("batch", [1, 40, 1 << 20])
+def test_pieces_reach_their_group_alone(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Tensors of some ranks, of unlike sizes, are copied among these in batches of any size; the rest keep theirs."""
+    monkeypatch.setattr(repair_copy, "BATCH", batch)
+    rank = syncheck_rank.rank
+    held = {"pair": torch.full((5,), float(rank)), "whole": torch.full((3, 2), float(rank)).t()}
+    if rank == 1:  # in no job of its own: another shape, which must not matter
+        held["pair"] = torch.full((2,), 1.0)
+    listed = (Job("pair", (0, 2), 2, (0,)), Job("whole", (0, 1, 2), 1, (0, 2)))
+    sizes = Copier(Channel(), dist.group.WORLD).copy(listed, held.__getitem__)
+    assert sizes == (20, 24)
+    assert on_all(held["pair"].tolist()) == [[2.0] * 5, [1.0] * 2, [2.0] * 5]
+    assert torch.equal(held["whole"], torch.ones(2, 3))
