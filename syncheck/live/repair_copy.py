@@ -70,7 +70,7 @@ class Copier:
         """Return the row of bytes to broadcast or receive, and what to do with it when it is there."""
         torch: Any = sys.modules["torch"]
         if self._channel.rank not in job.ranks:
-            return torch.empty(shape.size, dtype=torch.uint8, device=_device(shape.device)), _nothing
+            return torch.empty(shape.size, dtype=torch.uint8, device=device_of(shape.device)), _nothing
         tensor = live(job.name)
         tensor = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
         # Subclasses may redefine what the methods do; the bytes are torch's business alone.
@@ -79,10 +79,10 @@ class Copier:
         here = plain.device.type == shape.device
         if job.source == self._channel.rank:
             row = _bytes(plain.resolve_conj().resolve_neg().contiguous())
-            return row if here else row.to(_device(shape.device)), _nothing
+            return row if here else row.to(device_of(shape.device)), _nothing
         if here and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
             return _bytes(plain), _nothing
-        row = torch.empty(shape.size, dtype=torch.uint8, device=plain.device if here else _device(shape.device))
+        row = torch.empty(shape.size, dtype=torch.uint8, device=plain.device if here else device_of(shape.device))
 
         def arrived() -> None:
             plain.copy_(row.view(plain.dtype).view(plain.shape))
@@ -100,7 +100,7 @@ def _bytes(plain: Any) -> Any:
     return plain.reshape(-1).view(torch.uint8)
 
 
-def _device(kind: str) -> Any:
+def device_of(kind: str) -> Any:
     """Return this process's device of a type."""
     torch: Any = sys.modules["torch"]
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

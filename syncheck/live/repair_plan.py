@@ -136,16 +136,17 @@ def planned(report: Report, source: int | str) -> Plan:
     for vote in sorted(votes, key=lambda vote: not vote.counts):  # first those that say who is healthy
         chosen = sources.of(vote.ranks, vote.groups)
         held = chosen not in vote.absent
+        if _is_extra(vote.name):
+            leaves[_whole(vote.name)] = Leaf(_whole(vote.name), vote.ranks, chosen, held=False)
+            continue
         if vote.absent or vote.kind == "value":
             leaves[vote.name] = Leaf(vote.name, vote.ranks, chosen, held)
-        if held and vote.kind != "value" and not _is_extra(vote.name):
+        if held and vote.kind != "value":
             same = next(found for found in vote.sets if chosen in found)
             targets = tuple(rank for rank in vote.ranks if rank not in same)
             jobs.append(Job(vote.name, vote.ranks, chosen, targets))
-        elif _is_extra(vote.name):
-            leaves[vote.name] = Leaf(vote.name, vote.ranks, chosen, held=False)
     for value in values:  # None here and missing there look alike in a report
-        leaves.setdefault(value.name, Leaf(value.name, ranks, sources.of(ranks), held=False))
+        leaves.setdefault(_whole(value.name), Leaf(_whole(value.name), ranks, sources.of(ranks), held=False))
     return Plan(tuple(jobs), tuple(leaves.values()), dict(sources.found), _why(source, votes))
 
 
@@ -159,6 +160,12 @@ def named(names: Iterable[str]) -> str:
 def _is_extra(name: str) -> bool:
     """Whether a name is of what a module gives as its extra state: that is set as a whole."""
     return EXTRA_STATE in name.split(".")
+
+
+def _whole(name: str) -> str:
+    """Return the name of the extra state that a name is of; any other name as it is."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index(EXTRA_STATE) + 1]) if EXTRA_STATE in parts else name
 
 
 def _allowed(group: Group) -> set[str]:

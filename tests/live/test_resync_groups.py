@@ -115,10 +115,17 @@ def test_many_names_are_cut_short() -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-@pytest.mark.parametrize("batch", [1, 40, 1 << 20])
-def test_pieces_reach_their_group_alone(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """Tensors of some ranks, of unlike sizes, are copied among these in batches of any size; the rest keep theirs."""
+@pytest.mark.parametrize("batch, device", [(1, "cpu"), (40, "cpu"), (1 << 20, "cpu"), (40, "elsewhere")])
+def test_pieces_reach_their_group_alone(
+    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, batch: int, device: str
+) -> None:
+    """Tensors of some ranks, of unlike sizes, are copied among these in batches of any size; the rest keep theirs.
+
+    So they are where the backend does not send from their device, and the bytes go through another one.
+    """
     monkeypatch.setattr(repair_copy, "BATCH", batch)
+    monkeypatch.setattr(repair_copy, "device_of", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
     rank = syncheck_rank.rank
     held = {"pair": torch.full((5,), float(rank)), "whole": torch.full((3, 2), float(rank)).t()}
     if rank == 1:  # in no job of its own: another shape, which must not matter

@@ -118,6 +118,13 @@ def untouched_unlike(*parts: Any) -> str:
     return outcome.text
 
 
+@pytest.mark.syncheck(ranks=3)
+def test_without_anything_to_compare_it_is_refused(syncheck_rank: Any) -> None:
+    """Tensors without values tell nothing, so that no rank can be called healthy."""
+    outcome = all_raise(each_rank(resync, nn.Linear(2, 2, device="meta")), "UsageError")
+    assert outcome.text == "nothing could be compared, so that there is nothing to tell a healthy rank by"
+
+
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "a rank outside": ({"source": 3}, "source=3 is no rank of the group; needs one of ranks 0, 1, 2"),
     "a word": ({"source": "rank0"}, "source='rank0': needs \"majority\" or the number of a rank"),
