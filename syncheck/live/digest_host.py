@@ -143,7 +143,7 @@ def digests(sources: Sequence[Any], algorithm: str, threads: int | None = None) 
 
 
 def row_of(array: Any) -> Any:
-    """Return the bytes of a numpy array as a row of uint8, little-endian, copied only where they do not lie like that."""
+    """Return the bytes of a numpy array as a row of uint8, little-endian, copied where they do not lie like that."""
     numpy = sys.modules["numpy"]
     plain = numpy.asarray(array)
     return numpy.ascontiguousarray(plain, dtype=plain.dtype.newbyteorder("<")).reshape(-1).view(numpy.uint8)
@@ -185,11 +185,12 @@ def _memory(source: Any, number: int) -> memoryview | None:
     """
     if not parts.is_tensor(source):
         return memoryview(row_of(source))
-    parts.require_storage(source, number)
-    if not source.is_cpu or not parts.lies_in_order(source):
-        return None
     size = source.nbytes
-    return _view_of(source.data_ptr(), size, _READ_ONLY) if size else memoryview(b"")
+    if source.untyped_storage().nbytes() < size + source.storage_offset() * source.element_size():
+        parts.require_storage(source, number)
+    elif source.is_cpu and source.is_contiguous() and not source.is_neg() and not source.is_conj():
+        return _view_of(source.data_ptr(), size, _READ_ONLY) if size else memoryview(b"")
+    return None
 
 
 def _copied(tensor: Any, algorithm: str) -> bytes:

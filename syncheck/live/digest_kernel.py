@@ -6,6 +6,7 @@ Importing this module imports Triton where it is installed; `add` raises where i
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.digest_lanes import MIX_A, MIX_B, STEP_A, STEP_B
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from syncheck.live.digest_lanes import Row
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
 except ImportError:  # as where torch came without it: the eager form does the work
     triton = None
 
@@ -51,7 +52,7 @@ def add(rows: Sequence[Row], sums: Any) -> None:
     owners = np.repeat(np.arange(len(rows)), programs)
     both = torch.from_numpy(np.concatenate([table.reshape(-1), owners])).to(sums.device)
     with torch.cuda.device(sums.device) if sums.is_cuda else contextlib.nullcontext():
-        sum_words[(len(owners),)](both, both[table.size :], sums, **CONSTANTS)
+        sum_words[(len(owners),)](both, both[table.size :], sums, **CONSTANTS, **OPTIONS)
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -59,22 +60,37 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @_jit
-def mixed(x: Any, mix: tl.constexpr) -> Any:
+def mixed(
+    x: tl.tensor,
+    shift_1: tl.constexpr,
+    shift_2: tl.constexpr,
+    shift_3: tl.constexpr,
+    factor_1: tl.constexpr,
+    factor_2: tl.constexpr,
+) -> tl.tensor:
     """Mix a block of words as `digest_lanes.Mix` says. They are uint64, so that a shift brings zeros."""
-    x = (x ^ (x >> mix[0])) * mix[3]
-    x = (x ^ (x >> mix[1])) * mix[4]
-    return x ^ (x >> mix[2])
+    x = (x ^ (x >> shift_1)) * factor_1
+    x = (x ^ (x >> shift_2)) * factor_2
+    return x ^ (x >> shift_3)
 
 
 @_jit
 def sum_words(
-    table: Any,
-    owners: Any,
-    sums: Any,
+    table: tl.tensor,
+    owners: tl.tensor,
+    sums: tl.tensor,
     step_a: tl.constexpr,
     step_b: tl.constexpr,
-    mix_a: tl.constexpr,
-    mix_b: tl.constexpr,
+    a1: tl.constexpr,
+    a2: tl.constexpr,
+    a3: tl.constexpr,
+    a4: tl.constexpr,
+    a5: tl.constexpr,
+    b1: tl.constexpr,
+    b2: tl.constexpr,
+    b3: tl.constexpr,
+    b4: tl.constexpr,
+    b5: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
     steps: tl.constexpr,
@@ -101,8 +117,8 @@ def sum_words(
         at = begin + step * block + lane
         there = at < words
         word = tl.load(source + at, mask=there, other=0).to(tl.uint64, bitcast=True)
-        sum_a += tl.where(there, mixed(word + key_a, mix_a), 0)
-        sum_b += tl.where(there, mixed(word ^ key_b, mix_b), 0)
+        sum_a += tl.where(there, mixed(word + key_a, a1, a2, a3, a4, a5), 0)
+        sum_b += tl.where(there, mixed(word ^ key_b, b1, b2, b3, b4, b5), 0)
         key_a += (block * step_a) & 0xFFFFFFFFFFFFFFFF
         key_b += (block * step_b) & 0xFFFFFFFFFFFFFFFF
     # The bytes after the last whole word, padded with zeros, belong to the first program.
@@ -113,19 +129,21 @@ def sum_words(
     last = (first + words + 1).to(tl.uint64, bitcast=True)
     # In one lane of a block: the sum is over blocks.
     there = (lane == 0) & (rest > 0)
-    sum_a += tl.where(there, mixed(tail + last * step_a, mix_a), 0)
-    sum_b += tl.where(there, mixed(tail ^ (last * step_b), mix_b), 0)
+    sum_a += tl.where(there, mixed(tail + last * step_a, a1, a2, a3, a4, a5), 0)
+    sum_b += tl.where(there, mixed(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
     tl.atomic_add(sums + slot * 2, tl.sum(sum_a.to(tl.int64, bitcast=True), axis=0))
     tl.atomic_add(sums + slot * 2 + 1, tl.sum(sum_b.to(tl.int64, bitcast=True), axis=0))
 
 
-# What is compiled into `sum_words`.
+# What is compiled into `sum_words`. One by one: the Triton of torch 2.6 takes no tuple.
 CONSTANTS = {
     "step_a": STEP_A,
     "step_b": STEP_B,
-    "mix_a": (*MIX_A.shifts, *MIX_A.factors),
-    "mix_b": (*MIX_B.shifts, *MIX_B.factors),
+    **{f"a{i}": number for i, number in enumerate(itertools.chain(*MIX_A), start=1)},
+    **{f"b{i}": number for i, number in enumerate(itertools.chain(*MIX_B), start=1)},
     "columns": COLUMNS,
     "block": BLOCK,
     "steps": STEPS,
 }
+# Of the compiler. Nothing here is a float; but newer Tritons warn where it is not said.
+OPTIONS = {"enable_fp_fusion": False}

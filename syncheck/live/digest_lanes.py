@@ -57,7 +57,7 @@ EAGER = 8 << 20
 
 
 class Row(NamedTuple):
-    """Bytes to add to a digest. tensor: lies in order, aligned. first: its first word in the whole. slot: of the sums."""
+    """Bytes to add to the sums of a slot. tensor: lies in order, aligned. first: the number of its first word."""
 
     tensor: Any
     first: int
@@ -151,7 +151,7 @@ def _words(row: Any) -> Any:
 
 
 def _sums(words: Any, first: int) -> Any:
-    """Return both sums over words, of which the first is number `first`. int64 is modulo 2**64, as torch has no uint64."""
+    """Return both sums over words. first: the number of the first. torch calculates with int64 modulo 2**64."""
     torch = sys.modules["torch"]
     numbers = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
     a = numbers * _signed(STEP_A)

@@ -66,8 +66,8 @@ def require_storage(tensor: Any, number: int) -> None:
     found, needed = tensor.untyped_storage().nbytes(), last * tensor.element_size()
     if found < needed:
         raise UsageError(
-            f"tensor {number}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: its storage holds {found} "
-            f"bytes, {needed} needed. FSDP frees parameters between their uses: check inside "
+            f"tensor {number}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: its storage holds "
+            f"{found} bytes, {needed} needed. FSDP frees parameters between their uses: check inside "
             "FullyShardedDataParallel.summon_full_params"
         )
 
