@@ -97,7 +97,7 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
         mesh = tuple(mine.metadata.mesh.items())
         mine = replace(mine, metadata=replace(mine.metadata, mesh={}))  # of this rank alone
     blob = b"".join(digest for _, digest in found)
-    key = mine.digest(), root(digest for _, digest in found)
+    key = mine.digest(), root(found)
     asked = hashlib.sha256(repr(options).encode()).digest()[:16]
     sent = channel.gather(Place(key, asked, os.uname().nodename, mesh), "digests")
     places: dict[int, Place] = {rank: sent[rank] for rank in sorted(sent)}
