@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.names import normalize
@@ -41,9 +42,15 @@ class Catalogue:
     metadata: Metadata | None
     notes: tuple[str, ...]
 
+    def layout(self) -> bytes:
+        """Return 16 bytes that are the same where all is equal but the values, of which only the names count."""
+        names = tuple(self.values)
+        rest = repr((self.title, self.format, self.size, names, self.stubs, self.metadata, self.notes))
+        return _hashed(_of_rows(self.rows, self.shardings), rest)
+
     def digest(self) -> bytes:
         """Return 16 bytes that are the same for equal catalogues."""
-        return hashlib.sha256(repr(self).encode("utf-8", "backslashreplace")).digest()[:16]
+        return _hashed(self.layout(), repr(self.values))
 
     def short(self) -> dict[str, str]:
         """Return each tensor's name without wrappers' prefixes: the one by which ranks are compared."""
@@ -67,6 +74,16 @@ class Catalogue:
             )
             for row, digest in zip(self.rows, digests, strict=True)
         }
+
+
+def _hashed(first: bytes, rest: str) -> bytes:
+    return hashlib.sha256(first + rest.encode("utf-8", "backslashreplace")).digest()[:16]
+
+
+@lru_cache(maxsize=8)
+def _of_rows(rows: tuple[Row, ...], shardings: tuple[Sharding, ...]) -> bytes:
+    """Hash the tensors' descriptions, which are the same at each check; to write them out takes long."""
+    return _hashed(b"", repr((rows, shardings)))
 
 
 def catalogue_of(taken: Snapshot, algorithms: Sequence[str]) -> Catalogue:

@@ -11,12 +11,15 @@ Three steps, of which the later ones are taken only where they are needed:
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import reference
 from syncheck.api import Found, Options, judge
+from syncheck.comparison import hyperparameters
 from syncheck.errors import UsageError
 from syncheck.kinds import selector
 from syncheck.layout_groups import Replicas
@@ -82,7 +85,14 @@ def compare_across_ranks(
             taken = replace(taken, metadata=replace(taken.metadata or Metadata(), mesh=dict(place)))
         return compare_snapshots(channel, taken, chosen, budget)
 
-    return channel.together(work)
+    # All that is made here is freed by counting; to search it for cycles over and over takes longer than to make it.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return channel.together(work)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def compare_snapshots(
@@ -91,13 +101,7 @@ def compare_snapshots(
     """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them."""
     holdings = exchange(channel, taken, options)
     if holdings.are_equal:
-        # Nobody can differ from anybody: two stand for all, and are compared as fast as two.
-        ranks = list(holdings.places)
-        two = _judged(holdings, options, note, ranks[:2])
-        group = two.groups[0]
-        paths = {rank: s.path for rank, s in replace(holdings, by_key=_bare(holdings)).snapshots().items()}
-        replicas = (replace(group.replicas[0], path=paths[r], rank=r, host=holdings.places[r].host) for r in ranks)
-        return replace(two, groups=(replace(group, replicas=tuple(replicas)),))
+        return _in_sync(holdings, options, note)
     wanted = _differing(holdings, options)
     if not wanted:
         return _judged(holdings, options, note)
@@ -114,8 +118,28 @@ def compare_snapshots(
     )
 
 
-def _bare(holdings: Holdings) -> dict[Any, Any]:
-    return {key: replace(held, tensors={}) for key, held in holdings.by_key.items()}
+# Reports on ranks that were equal, the last ones: while names, ranks and options stay, only some values change.
+_KNOWN: OrderedDict[Any, Report] = OrderedDict()
+
+
+def _in_sync(holdings: Holdings, options: Options, note: str) -> Report:
+    """Return the report on ranks of which none can differ from another. Two stand for all, to be as fast as two."""
+    ranks = list(holdings.places)
+    held = holdings.of(ranks[0])
+    hosts = tuple(place.host for place in holdings.places.values())
+    key = held.catalogue.layout(), repr(options), tuple(ranks), hosts, holdings.whole, note
+    report = _KNOWN.get(key)
+    if report is None:
+        report = _judged(holdings, options, note, ranks[:2])
+        first = report.groups[0].replicas[0]
+        titles = [f"{held.catalogue.title} on {host}" for host in hosts]
+        replicas = tuple(replace(first, path=t, rank=r, host=h) for t, r, h in zip(titles, ranks, hosts, strict=True))
+        report = replace(report, groups=(replace(report.groups[0], replicas=replicas),))
+        _KNOWN[key] = report
+        while len(_KNOWN) > 8:
+            _KNOWN.popitem(last=False)
+    now = hyperparameters(held.catalogue.values)
+    return replace(report, groups=(replace(report.groups[0], hyperparameters=now),))
 
 
 def _judged(holdings: Holdings, options: Options, note: str, ranks: Sequence[int] = ()) -> Report:
@@ -179,7 +203,7 @@ def _readable(
         return replace(tensor, data=Remote(fetcher, key)) if tensor.same in wanted.get(name, ()) else tensor
 
     by_key = {
-        key: replace(held, tensors={name: readable(held.short[name], t) for name, t in held.tensors.items()})
+        key: held.with_tensors({name: readable(held.short[name], t) for name, t in held.tensors.items()})
         for key, held in holdings.by_key.items()
     }
     return replace(holdings, by_key=by_key)

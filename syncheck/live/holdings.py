@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
@@ -36,13 +37,28 @@ class Place:
     mesh: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Holding:
-    """What some ranks hold, all the same. short: names without wrappers' prefixes, by name."""
+    """What some ranks hold, all the same. blob: the digests of the catalogue's tensors, in their order."""
 
     catalogue: Catalogue
-    short: Mapping[str, str]
-    tensors: Mapping[str, Tensor]
+    blob: bytes
+
+    @cached_property
+    def short(self) -> Mapping[str, str]:
+        """Names without wrappers' prefixes, by name."""
+        return self.catalogue.short()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors without bytes, by name; made when somebody asks for them, for where all is well nobody does."""
+        return self.catalogue.tensors(_cut(self.catalogue, self.blob))
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Holding:
+        """Return the same with other tensors, such as some that can be read."""
+        made = Holding(self.catalogue, self.blob)
+        made.tensors = tensors
+        return made
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,6 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
     if mine.metadata is not None and mine.metadata.mesh:
         mesh = tuple(mine.metadata.mesh.items())
         mine = replace(mine, metadata=replace(mine.metadata, mesh={}))  # of this rank alone
-    blob = b"".join(digest for _, digest in found)
     key = mine.digest(), root(found)
     asked = hashlib.sha256(repr(options).encode()).digest()[:16]
     sent = channel.gather(Place(key, asked, os.uname().nodename, mesh), "digests")
@@ -106,24 +121,23 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
     catalogues = {key[0]: mine}
     structures = _first_of({rank: place.key[0] for rank, place in places.items()})
     if len(structures) > 1:
-        sent = channel.gather(mine if channel.rank in structures.values() else None, "catalogues")
+        sent = channel.share(lambda: mine, structures.values(), "catalogues")
         catalogues = {structure: sent[rank] for structure, rank in structures.items()}
-    owners, blobs = _first_of({rank: place.key for rank, place in places.items()}), {key: blob}
+    owners, blobs = _first_of({rank: place.key for rank, place in places.items()}), {key: _joined(found)}
     if len(owners) > 1:
-        blob = b"".join(digest for _, digest in _agreed(taken, found, catalogues))
-        sent = channel.gather(blob if channel.rank in owners.values() else b"", "tensors")
+        sent = channel.share(lambda: _joined(_agreed(taken, found, catalogues)), owners.values(), "tensors")
         blobs = {key: sent[rank] for key, rank in owners.items()}
-    by_key = {}
-    for of, blob in blobs.items():
-        catalogue = catalogues[of[0]]
-        by_key[of] = Holding(catalogue, catalogue.short(), catalogue.tensors(_cut(catalogue, blob)))
-    return Holdings(places, by_key, channel.whole)
+    return Holdings(places, {of: Holding(catalogues[of[0]], blob) for of, blob in blobs.items()}, channel.whole)
 
 
 def digests_of(tensors: Sequence[Tensor], algorithm: str | None = None) -> list[tuple[str, bytes]]:
     """Return algorithm and digest of each tensor; nothing of those whose bytes cannot be had."""
     found = iter(digest_all([t.data.source for t in tensors if isinstance(t.data, Held)], algorithm))
     return [next(found) if isinstance(tensor.data, Held) else ("", b"") for tensor in tensors]
+
+
+def _joined(digests: Sequence[tuple[str, bytes]]) -> bytes:
+    return b"".join(digest for _, digest in digests)
 
 
 def _first_of(keys: Mapping[int, Any]) -> dict[Any, int]:
