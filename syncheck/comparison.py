@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
 from syncheck.blocks import Files
@@ -43,7 +43,7 @@ class Selection:
     only: kinds, empty for all but random number states. include, exclude: globs of whole tensor names.
     buffers: globs of names that are buffers. tolerance: for floats. reference: the rank that differences are described
     against, in place of the majority. jobs: threads, None for what the machine has. quick: compare stored checksums
-    and read nothing. histograms: of the tensors that differ most, for a page.
+    and read nothing. histograms: of the tensors that differ most, for a page. rng: random number states too.
     """
 
     only: frozenset[str] = frozenset()
@@ -55,6 +55,7 @@ class Selection:
     jobs: int | None = None
     quick: bool = False
     histograms: bool = False
+    rng: bool = False
 
 
 def compare(replicas: Replicas, selection: Selection) -> Group:
@@ -97,15 +98,13 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
             *(_quick_note() if selection.quick and len(snapshots) > 1 else ()),
         ),
         metadata=metadata,
-        hyperparameters=_hyperparameters(next(iter(snapshots.values()))),
+        hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
     )
 
 
-def _hyperparameters(snapshot: Snapshot) -> dict[str, float]:
-    """Return what moves parameters besides gradients, of the first parameter group."""
-    found = {
-        name: snapshot.values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")
-    }
+def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what moves parameters besides gradients, of the first parameter group. values: of a snapshot."""
+    found = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 
@@ -168,7 +167,7 @@ def _compare_all(
             if not wanted(name, kind):
                 tally.left_out += 1
                 continue
-            if kind == "rng" and not selection.only:
+            if kind == "rng" and not (selection.only or selection.rng):
                 tally.add(name, kind, not_asked_for(name, kind, tensors))
                 continue
             # A rank that names the parameter among its own should hold its state: missing there, it is lost.
@@ -198,7 +197,7 @@ def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
     kinds, _ = _kinds(found, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude)
     present = {kind for name, kind in kinds.items() if wanted(name, kind)}
-    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only))
+    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
 
 def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:

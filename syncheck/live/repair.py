@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
 from syncheck.live.channel import Channel
-from syncheck.live.checks import check, eager
+from syncheck.live.checks import check, eager, group_of
 from syncheck.live.repair_copy import Copier
 from syncheck.live.repair_places import Places
 from syncheck.live.repair_plan import MAJORITY, named, planned
@@ -95,6 +95,7 @@ def resync(
     *,
     source: int | str = MAJORITY,
     group: Any = None,
+    mesh: Any = None,
     only: Sequence[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -109,20 +110,20 @@ def resync(
 
     source: "majority", the ranks in the largest set, of more than half, of every tensor that differs; or the rank, of
     the whole world, whose model is the right one. The other arguments are those of `check`, which is called before
-    and after; checking: further ones, such as allow.
+    and after; checking: further ones, such as allow. With rng=True nothing else is done than without.
 
     Raises, on all ranks and with one text: UsageError, before anything is changed, where there is no majority, where
     the ranks differ in structure, and for a source that is no rank of the group; RankFailed where a rank failed on
     the way, or where the ranks still differ afterwards. It can then be called again with the same source.
     """
+    group = group_of(mesh) if group is None else group
     channel = Channel(group)
     parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
     channel.together(lambda: _agree(channel, source, only))
 
     def compared() -> Report:
-        return check(
-            model, optimizer, scaler, group=group, only=only, include=include, exclude=exclude, **checking
-        )  # fmt: skip
+        names: dict[str, Any] = {"only": only, "include": include, "exclude": exclude}
+        return check(model, optimizer, scaler, group=group, mesh=mesh, **names, **{**checking, "rng": False})
 
     before = compared()
     if before.verdict == "in_sync":
@@ -163,8 +164,8 @@ def _repair(channel: Channel, group: Any, parts: tuple[Any, ...], before: Report
     """Carry out the plan. Up to the first change every error is a UsageError, and nothing has happened yet."""
     if before.verdict != "out_of_sync":
         raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
-    plan = planned(before, source)
     places = Places(parts)
+    plan = planned(before, source, places.groups)
     mine = [leaf for leaf in plan.leaves if channel.rank in leaf.ranks]
     for leaf in mine:
         places.known(leaf.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.errors import UsageError
@@ -13,13 +13,14 @@ from syncheck.live.held import Held, is_tensor
 from syncheck.live.memory import snapshot
 from syncheck.live.modules import has_extra_state
 from syncheck.live.repair_plan import EXTRA_STATE
+from syncheck.live.sharded import sharding_of
 from syncheck.live.things import Tree, is_module, is_optimizer, named_parts
 from syncheck.names import MODEL_CONTAINERS, normalize
+from syncheck.replica_groups import divide, is_whole
+from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from syncheck.snapshots import Tensor
 
 Change = Literal["", "values", "created", "removed"]
 
@@ -78,6 +79,19 @@ class Places:
             raise UsageError(f"{name} has no bytes to copy: {tensor.refused or 'they are not in memory'}")
         return tensor.data.source
 
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the replica groups of the parameter that a state belongs to; nothing where it is on all ranks whole.
+
+        Some ranks lack the state, so that it cannot tell its groups itself. The same on all ranks of a mesh.
+        """
+        parameter = self._place(name)[0].parameter
+        if not hasattr(parameter, "placements"):
+            return ()
+        sharding = replace(sharding_of(parameter), coordinate=())
+        part = Tensor(name, "", (), (), "", 0, sharding=sharding)
+        whole = is_whole(sharding)
+        return () if whole else divide(dict.fromkeys(sharding.ranks, part), sharding.ranks, {}).sets
+
     def known(self, name: str) -> None:
         """Raise UsageError where this rank could not set a value of that name."""
         self._place(name)
@@ -94,9 +108,6 @@ class Places:
         keys, value = found
         if not is_tensor(value) or root.whole:
             return Content(keys, "object", _moved(value, "cpu"))
-        sharding = getattr(self.tensors.get(name), "sharding", None)
-        if sharding is not None and any(placement != "R" for placement in sharding.placements):
-            raise UsageError(f"{name} is a shard of this rank, and some ranks lack theirs; load them from a checkpoint")
         beside = root.parameter is not None and value.device == root.parameter.device
         return Content(keys, "tensor", (value.dtype, tuple(value.shape), value.device.type, beside))
 
@@ -270,7 +281,7 @@ def _same(first: Any, second: Any) -> bool:
         return False
     if is_tensor(first):
         alike = first.dtype == second.dtype and first.shape == second.shape
-        return alike and Held(first).digest() == Held(second).digest()
+        return bool(alike) and Held(first)[:] == Held(second)[:]
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):

@@ -10,7 +10,7 @@ from syncheck.kinds import BUFFERS, OPTIMIZER
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from syncheck.records import Group, Report, TensorDiff, ValueDiff
 
@@ -115,12 +115,14 @@ class _Sources:
         return healthy[0]
 
 
-def planned(report: Report, source: int | str) -> Plan:
+def planned(report: Report, source: int | str, groups_of: Callable[[str], tuple[Ranks, ...]] | None = None) -> Plan:
     """Return what makes all ranks equal to healthy ones. Without side effects, and the same on every rank.
 
     report: out of sync. source: a rank of the report, or "majority" for the ranks that are in the largest set, of more
     than half of the ranks, of every tensor and value that differs. Within each replica group of a tensor there is one
     source; with a rank named, the other groups take the member at the same place of the mesh, else their majority.
+    groups_of: gives the replica groups of optimizer state that some ranks lack, by its name; nothing where it ought to
+    be the same on all.
     Raises UsageError where no source can be found, and for what differs in structure.
     """
     group = report.groups[0]
@@ -129,24 +131,35 @@ def planned(report: Report, source: int | str) -> Plan:
     values = [v for v in group.values if v.counts and v.name not in left]
     _refuse_unlike(diffs, values)
     ranks = tuple(sorted(group.ranks))
-    votes = [vote for diff in diffs for vote in _votes(diff, ranks)]
+    votes: list[_Vote] = []
+    alone = []
+    for diff in diffs:
+        known = groups_of(diff.name) if groups_of is not None and diff.reason == "missing" else ()
+        found = _votes(diff, known or diff.replica_groups or (ranks,))
+        votes += found
+        alone += [diff.name] if diff.out_of_sync and not found else []
+    if alone:
+        raise UsageError(f"no other rank holds a copy of {named(alone)}; load it from a checkpoint")
     votes += [vote for value in values if len((vote := _vote(value, ranks)).sets) > 1]
     sources = _Sources(source, votes)
-    jobs, leaves = [], {}
+    jobs: list[Job] = []
+    leaves: dict[tuple[str, Ranks], Leaf] = {}
     for vote in sorted(votes, key=lambda vote: not vote.counts):  # first those that say who is healthy
         chosen = sources.of(vote.ranks, vote.groups)
         held = chosen not in vote.absent
         if _is_extra(vote.name):
-            leaves[_whole(vote.name)] = Leaf(_whole(vote.name), vote.ranks, chosen, held=False)
+            extra = _whole(vote.name)
+            leaves[extra, ranks] = Leaf(extra, ranks, chosen, held=False)
             continue
         if vote.absent or vote.kind == "value":
-            leaves[vote.name] = Leaf(vote.name, vote.ranks, chosen, held)
+            leaves[vote.name, vote.ranks] = Leaf(vote.name, vote.ranks, chosen, held)
         if held and vote.kind != "value":
             same = next(found for found in vote.sets if chosen in found)
             targets = tuple(rank for rank in vote.ranks if rank not in same)
             jobs.append(Job(vote.name, vote.ranks, chosen, targets))
     for value in values:  # None here and missing there look alike in a report
-        leaves.setdefault(_whole(value.name), Leaf(_whole(value.name), ranks, sources.of(ranks), held=False))
+        whole = _whole(value.name)
+        leaves.setdefault((whole, ranks), Leaf(whole, ranks, sources.of(ranks), held=False))
     return Plan(tuple(jobs), tuple(leaves.values()), dict(sources.found), _why(source, votes))
 
 
@@ -190,25 +203,24 @@ def _refuse_unlike(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) -> 
         )
 
 
-def _votes(diff: TensorDiff, ranks: Ranks) -> list[_Vote]:
+def _votes(diff: TensorDiff, groups: tuple[Ranks, ...]) -> list[_Vote]:
     """Return who holds which bytes of a tensor, for each replica group in which they differ."""
     if diff.status == "not_compared" and diff.reason != "missing":
         return []
-    groups = diff.replica_groups or (ranks,)
+    missing = diff.reason == "missing"
+    having = {rank for held in diff.clusters for rank in held}
+    counts = diff.out_of_sync or diff.status == "different"
     found = []
     for members in groups:
         sets = [held for held in diff.clusters if set(held) <= set(members)]
-        having = {rank for held in sets for rank in held}
-        # Ranks in no set lack the tensor, where some do; else nothing differs in their replica group.
-        absent = tuple(rank for rank in members if rank not in having) if diff.reason == "missing" else ()
-        sets += [absent] if absent else []
+        told = {rank for held in sets for rank in held}
+        # Where some ranks lack the tensor, those that have it and are in no set of this group do not differ in it.
+        alike = tuple(rank for rank in members if missing and rank in having - told)
+        absent = tuple(rank for rank in members if missing and rank not in having)
+        sets += [held for held in (alike, absent) if held]
         if len(sets) > 1:
-            found.append(
-                _Vote(
-                    diff.name, diff.kind, tuple(sorted(members)), _largest_first(sets),
-                    groups, absent, counts=diff.out_of_sync or diff.status == "different",
-                )
-            )  # fmt: skip
+            ordered = _largest_first(sets)
+            found.append(_Vote(diff.name, diff.kind, tuple(sorted(members)), ordered, groups, absent, counts))
     return found
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import Net, all_pass, all_raise, each_rank, flip
 from healing import on_all
 
 from syncheck.errors import UsageError
-from syncheck.live import repair_copy
+from syncheck.live import repair_copy, resync
 from syncheck.live.channel import Channel
 from syncheck.live.repair_copy import Copier
 from syncheck.live.repair_plan import Job, Plan, planned
@@ -93,6 +94,18 @@ def test_a_majority_that_lacks_something_removes_it() -> None:
     assert [(leaf.source, leaf.held) for leaf in plan.leaves] == [(0, True)]
 
 
+def test_lost_state_of_shards_comes_from_the_own_group() -> None:
+    """Where rank 3 lacks a shard's state it takes that of rank 1; where all of a group lack it nobody has a copy."""
+    lost = lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5))
+    plan = planned(report(6, lost), "majority", lambda name: TRIPLES)
+    assert jobs(plan) == [("optimizer.w.exp_avg", 1, (3,))]
+    assert [(leaf.ranks, leaf.source) for leaf in plan.leaves] == [((1, 3, 5), 1)]
+    with pytest.raises(UsageError, match=r"no other rank holds a copy of optimizer\.w\.exp_avg; load it"):
+        planned(
+            report(2, lacking("optimizer.w.exp_avg", "optimizer", (0, 1), (0,))), "majority", lambda _: ((0,), (1,))
+        )
+
+
 def test_values_vote_too() -> None:
     """A rank with another learning rate is no source of a tensor; NaN is equal to NaN."""
     nan = float("nan")
@@ -112,6 +125,68 @@ def test_many_names_are_cut_short() -> None:
     """An error names five tensors and counts the others."""
     with pytest.raises(UsageError, match=r"w4 \(2 versions on 2 ranks, the largest on 0\) and 7 more; source=RANK"):
         planned(report(2, *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12))), "majority")
+
+
+def hybrid(names: tuple[int, int]) -> Any:
+    """Return a net under HSDP over a mesh of this shape, and an optimizer that has stepped."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("FSDP2 of this torch does not run on CPU")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", names, mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def local_bits(model: Any, optimizer: Any) -> list[Any]:
+    """Return the local bytes of a sharded model and of its optimizer's state."""
+    states = [state for p in model.parameters() for state in optimizer.state[p].values()]
+    tensors = [*model.parameters(), *states]
+    return [(t.to_local() if hasattr(t, "to_local") else t).detach().numpy().tobytes() for t in tensors]
+
+
+@pytest.mark.slow
+@pytest.mark.syncheck(ranks=4)
+def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> None:
+    """Under HSDP of two copies of two shards source=2 heals rank 0 and, for the other shard, rank 1 from rank 3.
+
+    A moment that rank 1 lost is created with its shard; without a rank named, pairs have no majority.
+    """
+    model, optimizer = hybrid((2, 2))
+    before = on_all(local_bits(model, optimizer))
+    if syncheck_rank.rank < 2:
+        flip(model.fc.weight.to_local())
+    if syncheck_rank.rank == 1:
+        del optimizer.state[model.head.weight]["exp_avg"]
+    outcome = all_raise(each_rank(resync, model, optimizer), "UsageError")
+    assert "no majority: fc.weight (2 versions on 2 ranks, the largest on 0)" in outcome.text
+    done: Any = all_pass(each_rank(resync, model, optimizer, source=2))
+    assert [of[:3] for of in done.copied] == [
+        ("fc.weight", 2, (0,)), ("fc.weight", 3, (1,)), ("optimizer.head.weight.exp_avg", 3, (1,)),
+    ]  # fmt: skip
+    assert dict(done.sources) == {(0, 2): 2, (1, 3): 3}
+    optimizer.state[model.head.weight] = {
+        name: optimizer.state[model.head.weight][name] for name in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert on_all(local_bits(model, optimizer)) == before
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
+    """With three copies a flipped bit in one is healed from the two others, and lost state is created sharded."""
+    model, optimizer = hybrid((3, 1))
+    before = on_all(local_bits(model, optimizer))
+    if syncheck_rank.rank == 0:
+        flip(model.fc.weight.to_local())
+        optimizer.state.clear()
+    done: Any = all_pass(each_rank(resync, model, optimizer))
+    assert {(of.source, of.ranks) for of in done.copied} == {(1, (0,))}
+    assert on_all(local_bits(model, optimizer)) == before
 
 
 @pytest.mark.syncheck(ranks=3)
