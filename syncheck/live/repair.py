@@ -173,9 +173,13 @@ def _repair(channel: Channel, group: Any, parts: tuple[Any, ...], before: Report
     for job in plan.jobs:
         if channel.rank in job.ranks and job.name not in created:
             places.live(job.name)
-    sent = channel.gather(
-        {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == channel.rank}, "values"
-    )
+    channel.gather(None, "places")  # up to here a rank may have failed; from here on only some send
+
+    def contents() -> dict[str, Content]:
+        own = (leaf for leaf in mine if leaf.source == channel.rank)
+        return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in own}
+
+    sent = channel.share(contents, sorted({leaf.source for leaf in plan.leaves}), "values")
     torch: Any = sys.modules["torch"]
     try:
         with torch.no_grad():
