@@ -57,4 +57,6 @@ def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in started] == [0, 7, 0], said
-    assert all("resync failed on the way" in out or "has ended" in out for out, _ in (said[0], said[2])), said
+    for out, _ in (said[0], said[2]):
+        assert out.startswith("resync failed on the way, and some tensors may be copied and others not: rank ")
+        assert "a rank has ended" in out
