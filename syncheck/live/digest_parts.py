@@ -99,7 +99,9 @@ def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
 def as_bytes(tensor: Any) -> Any:
     """Return a tensor that lies in order as a row of uint8 on its own device, without a copy."""
     torch = sys.modules["torch"]
-    return tensor.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
+    # Not reshape: a single element keeps a stride that is not 1, and cannot be viewed as bytes.
+    row = tensor.detach().as_subclass(torch.Tensor).as_strided((tensor.numel(),), (1,))
+    return row.view(torch.uint8)
 
 
 def _copied(tensor: Any) -> Any:
