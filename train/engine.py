@@ -21,6 +21,7 @@ from train.models import build_model
 from train.progress import Plan, Silent
 from train.saver import Saver
 from train.step import Step
+from train.watch import Watch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,22 +73,24 @@ class Job:
 
 
 def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
-    """Train one model as the settings say, and save what they ask for.
+    """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
     To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
-    the same settings, number of ranks, libraries and machine. Raises UserError, on all ranks alike.
+    the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
+    alike.
     """
     job = prepare(settings, ctx)
     progress.start(job.plan)
     start, step, epoch = time.perf_counter(), 0, 0
-    while step < job.plan.steps:
-        epoch += 1
-        epoch_start = time.perf_counter()
-        step, meter = train_epoch(job, step, epoch, progress)
-        elapsed = time.perf_counter() - epoch_start
-        trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
-        speed = trained.samples / elapsed
-        progress.epoch(step, epoch, trained, test, speed)
+    with Watch(settings, job.step, progress.console) as watch:
+        while step < job.plan.steps:
+            epoch += 1
+            epoch_start = time.perf_counter()
+            step, meter = train_epoch(job, step, epoch, progress, watch)
+            elapsed = time.perf_counter() - epoch_start
+            trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
+            speed = trained.samples / elapsed
+            progress.epoch(step, epoch, trained, test, speed)
     seconds = time.perf_counter() - start
     return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved), job.saver.replaced)
 
@@ -145,7 +148,7 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
                 raise UserError(f"{found}: give all ranks the same options")
 
 
-def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int, Meter]:
+def train_epoch(job: Job, step: int, epoch: int, progress: Silent, watch: Watch) -> tuple[int, Meter]:
     """Train on every global batch once, or until the plan ends.
 
     step: optimizer steps done before. epoch: counted from 1. Returns the steps done after, and this rank's
@@ -158,7 +161,9 @@ def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int,
         set_learning_rate(job.step.optimizer, job.settings.lr * schedule(step, steps))
         step += 1
         job.step.run(step, x, y, samples, meter)
-        # Saved at once: no later forward may touch the buffers before.
+        # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
+        # saved is what was found to be right, or was repaired.
+        watch.after_step(step, last=step == steps)
         job.saver.after_step(step)
         seen += samples
         progress.step(step, epoch, meter, seen / (time.perf_counter() - start))
