@@ -26,6 +26,7 @@ from train.watch import Watch
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.console import Console
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -69,6 +70,7 @@ class Job:
     test_batches: Batches
     method: Method
     step: Step
+    watch: Watch
     saver: Saver
 
 
@@ -79,14 +81,14 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
     the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
     alike.
     """
-    job = prepare(settings, ctx)
+    job = prepare(settings, ctx, progress.console)
     progress.start(job.plan)
     start, step, epoch = time.perf_counter(), 0, 0
-    with Watch(settings, job.step, progress.console) as watch:
+    with job.watch:
         while step < job.plan.steps:
             epoch += 1
             epoch_start = time.perf_counter()
-            step, meter = train_epoch(job, step, epoch, progress, watch)
+            step, meter = train_epoch(job, step, epoch, progress)
             elapsed = time.perf_counter() - epoch_start
             trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
             speed = trained.samples / elapsed
@@ -95,8 +97,11 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
     return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved), job.saver.replaced)
 
 
-def prepare(settings: Settings, ctx: RankContext) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError."""
+def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
+    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+
+    console: where the checks of --monitor print; None for stderr.
+    """
     check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
@@ -131,6 +136,7 @@ def prepare(settings: Settings, ctx: RankContext) -> Job:
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
+        watch=Watch(settings, step, console),
         saver=Saver(settings, ctx, plan, step),
     )
 
@@ -148,7 +154,7 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
                 raise UserError(f"{found}: give all ranks the same options")
 
 
-def train_epoch(job: Job, step: int, epoch: int, progress: Silent, watch: Watch) -> tuple[int, Meter]:
+def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int, Meter]:
     """Train on every global batch once, or until the plan ends.
 
     step: optimizer steps done before. epoch: counted from 1. Returns the steps done after, and this rank's
@@ -163,7 +169,7 @@ def train_epoch(job: Job, step: int, epoch: int, progress: Silent, watch: Watch)
         job.step.run(step, x, y, samples, meter)
         # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
         # saved is what was found to be right, or was repaired.
-        watch.after_step(step, last=step == steps)
+        job.watch.after_step(step, last=step == steps)
         job.saver.after_step(step)
         seen += samples
         progress.step(step, epoch, meter, seen / (time.perf_counter() - start))

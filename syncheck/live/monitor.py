@@ -69,14 +69,15 @@ class SyncMonitor:
         console: Any = None,
         **checking: Any,
     ) -> None:
-        _check_arguments(every, on_desync, start, writer, console, checking)
+        # A single text stands for a tuple of one.
+        self._checking = {name: (value,) if isinstance(value, str) else value for name, value in checking.items()}
+        _check_arguments(every, on_desync, start, writer, console, self._checking)
         self.checks = 0
         """How many checks were made."""
         self.last: Report | None = None
         """What the last one found."""
         self._things = (model, optimizer, scaler)
         self._every, self._on_desync, self._group = every, on_desync, group
-        self._checking = {name: (v,) if isinstance(v, str) else v for name, v in checking.items()}
         self._start = self._step = start
         self._pending = False
         self._checked_at: int | None = None
@@ -230,8 +231,8 @@ def _check_arguments(
     if unknown:
         raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
     # Now, and not at the first check, hours later.
-    shared = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
-    Options(**{name: (v,) if isinstance(v, str) else tuple(v) for name, v in shared.items()})
+    shared: dict[str, Any] = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
+    Options(**shared)
 
 
 def _whole(value: Any, name: str, *, least: int) -> int:
