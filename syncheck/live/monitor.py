@@ -12,7 +12,7 @@ from syncheck.api import Options
 from syncheck.errors import OutOfSync, UsageError, brief
 from syncheck.live.alike import agree, call_together
 from syncheck.live.channel import Channel, world_size
-from syncheck.live.checks import check
+from syncheck.live.checks import check, group_of
 from syncheck.live.told import Checked, Teller
 from syncheck.live.trouble import Trouble
 from syncheck.records import Report
@@ -117,14 +117,14 @@ class SyncMonitor:
     def check(self) -> Report:
         """Check now, and return the report. A collective call; raises as `step` does."""
         began = time.perf_counter()
-        channel = Channel(self._group) if world_size() else None
+        channel = self._channel() if world_size() else None
         self._lead(channel)
-        if channel is not None and len(channel.ranks) > 1:
+        if channel is None:
+            report = Report("undecided", ())
+        else:
             agree(channel, (self._step, self._every, self._action))
             model, optimizer, scaler = self._things
             report = check(model, optimizer, scaler, group=self._group, **self._checking)
-        else:
-            report = Report("undecided", ())
         seconds = time.perf_counter() - began
         self._spent += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
@@ -155,6 +155,10 @@ class SyncMonitor:
         else:
             self._end(kind.__name__)
 
+    def _channel(self) -> Channel:
+        mesh = self._checking.get("mesh")
+        return Channel(group_of(mesh) if self._group is None and mesh is not None else self._group)
+
     @property
     def _action(self) -> str:
         return self._on_desync if isinstance(self._on_desync, str) else "callable"
@@ -165,7 +169,7 @@ class SyncMonitor:
             return
         self._told.add("start")
         ranks = () if channel is None else channel.ranks
-        self._leads = channel is None or channel.rank == min(ranks)
+        self._leads = channel is None or channel.leads
         if self._leads:
             told = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
             self._teller.event("start", step=self._start, **told)
@@ -196,7 +200,7 @@ class SyncMonitor:
         if self._on_desync == "resync":
             self._resync()
         elif callable(self._on_desync):
-            call_together(Channel(self._group), self._on_desync, report)
+            call_together(self._channel(), self._on_desync, report)
 
     def _resync(self) -> None:
         resync = import_module("syncheck.live.repair").resync  # where it is wanted only
