@@ -70,7 +70,9 @@ class SyncMonitor:
         **checking: Any,
     ) -> None:
         # A single text stands for a tuple of one.
-        self._checking = {name: (value,) if isinstance(value, str) else value for name, value in checking.items()}
+        self._checking: dict[str, Any] = {
+            name: (value,) if isinstance(value, str) else value for name, value in checking.items()
+        }
         _check_arguments(every, on_desync, start, writer, console, self._checking)
         self.checks = 0
         """How many checks were made."""
