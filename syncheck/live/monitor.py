@@ -119,14 +119,14 @@ class SyncMonitor:
     def check(self) -> Report:
         """Check now, and return the report. A collective call; raises as `step` does."""
         began = time.perf_counter()
-        channel = self._channel() if world_size() else None
+        channel = Channel(self._members) if world_size() else None
         self._lead(channel)
         if channel is None:
             report = Report("undecided", ())
         else:
             agree(channel, (self._step, self._every, self._action))
             model, optimizer, scaler = self._things
-            report = check(model, optimizer, scaler, group=self._group, **self._checking)
+            report = check(model, optimizer, scaler, group=self._members, **self._checking)
         seconds = time.perf_counter() - began
         self._spent += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
@@ -157,9 +157,11 @@ class SyncMonitor:
         else:
             self._end(kind.__name__)
 
-    def _channel(self) -> Channel:
+    @property
+    def _members(self) -> Any:
+        """The process group that takes part, which `check` takes from a mesh of one dimension; None for all ranks."""
         mesh = self._checking.get("mesh")
-        return Channel(group_of(mesh) if self._group is None and mesh is not None else self._group)
+        return group_of(mesh) if self._group is None and mesh is not None else self._group
 
     @property
     def _action(self) -> str:
@@ -202,15 +204,16 @@ class SyncMonitor:
         if self._on_desync == "resync":
             self._resync()
         elif callable(self._on_desync):
-            call_together(self._channel(), self._on_desync, report)
+            call_together(Channel(self._members), self._on_desync, report)
 
     def _resync(self) -> None:
         resync = import_module("syncheck.live.repair").resync  # where it is wanted only
         model, optimizer, scaler = self._things
-        done = resync(model, optimizer, scaler, source="majority", group=self._group, **self._checking)
+        done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
         self._trouble = Trouble(good=self._step)
         if self._leads:
-            self._teller.say(f"step {self._step}: {done.summary}", "bold")
+            # `resync` itself logs all of it.
+            self._teller.say(f"step {self._step}: {done.summary.partition(chr(10))[0]}", "bold")
             self._teller.event("resync", step=self._step, summary=done.summary)
 
     def _end(self, exception: str | None) -> None:
