@@ -212,8 +212,8 @@ class SyncMonitor:
         done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
         self._trouble = Trouble(good=self._step)
         if self._leads:
-            # `resync` itself logs all of it.
-            self._teller.say(f"step {self._step}: {done.summary.partition(chr(10))[0]}", "bold")
+            first, *_ = done.summary.splitlines() or [""]  # `resync` itself logs all of it
+            self._teller.say(f"step {self._step}: {first}", "bold")
             self._teller.event("resync", step=self._step, summary=done.summary)
 
     def _end(self, exception: str | None) -> None:
