@@ -1,8 +1,12 @@
 """Inside a running job: check that all ranks hold the same model, watch it, and repair it.
 
-    from syncheck.live import check
+    from syncheck.live import SyncMonitor, check
 
     report = check(model, optimizer)    # on all ranks
+
+    with SyncMonitor(model, optimizer, every=100) as monitor:    # in a training loop, on all ranks
+        ...
+        monitor.step()    # once after each optimizer step
 
 Importing this package does not import torch.
 """
@@ -14,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncheck.live.checks import check
+    from syncheck.live.monitor import SyncMonitor
 
-__all__ = ["check"]
+__all__ = ["SyncMonitor", "check"]
+
+_HOME = {"SyncMonitor": "syncheck.live.monitor", "check": "syncheck.live.checks"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'syncheck.live' has no attribute {name!r}")
-    return getattr(import_module("syncheck.live.checks"), name)
+    return getattr(import_module(_HOME[name]), name)
