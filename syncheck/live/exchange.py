@@ -96,15 +96,25 @@ def compare_across_ranks(
 
 
 def compare_snapshots(
-    channel: Channel, taken: Snapshot, options: Options, budget: int = BUDGET, note: str = NOTE
+    channel: Channel,
+    taken: Snapshot,
+    options: Options,
+    budget: int = BUDGET,
+    name: str = "model",
+    note: str = NOTE,
+    *,
+    histograms: bool = False,
 ) -> Report:
-    """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them."""
+    """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them.
+
+    name, note: of the group in the report. histograms: as in `api.judge`.
+    """
     holdings = exchange(channel, taken, options)
     if holdings.are_equal:
-        return _in_sync(holdings, options, note)
+        return _in_sync(holdings, options, name, note)
     wanted = _differing(holdings, options)
     if not wanted:
-        return _judged(holdings, options, note)
+        return _judged(holdings, options, name, note)
     short = holdings.of(channel.rank).short
     tensors = holdings.of(channel.rank).tensors
     own: dict[Key, Sliced] = {
@@ -112,28 +122,31 @@ def compare_snapshots(
         for name, tensor in taken.tensors.items()
         if tensor.data is not None
     }
-    return channel.led(
-        lambda: _judged(_readable(holdings, channel, own, wanted, budget), options, note),
-        lambda pieces: answer(own, pieces),
-    )
+
+    def measured() -> Report:
+        readable = _readable(holdings, channel, own, wanted, budget)
+        return _judged(readable, options, name, note, histograms=histograms)
+
+    return channel.led(measured, lambda pieces: answer(own, pieces))
 
 
 # Reports on ranks that were equal, the last ones: while names, ranks and options stay, only some values change.
 _KNOWN: OrderedDict[Any, Report] = OrderedDict()
 
 
-def _in_sync(holdings: Holdings, options: Options, note: str) -> Report:
+def _in_sync(holdings: Holdings, options: Options, name: str, note: str) -> Report:
     """Return the report on ranks of which none can differ from another. Two stand for all, to be as fast as two."""
     ranks = list(holdings.places)
     held = holdings.of(ranks[0])
-    hosts = tuple(place.host for place in holdings.places.values())
-    key = held.catalogue.layout(), repr(options), tuple(ranks), hosts, holdings.whole, note
+    shown = tuple((place.path, rank, place.host, place.size) for rank, place in holdings.places.items())
+    key = held.catalogue.layout(), repr(options), shown, holdings.whole, name, note
     report = _KNOWN.get(key)
     if report is None:
-        report = _judged(holdings, options, note, ranks[:2])
+        report = _judged(holdings, options, name, note, ranks[:2])
         first = report.groups[0].replicas[0]
-        titles = [f"{held.catalogue.title} on {host}" for host in hosts]
-        replicas = tuple(replace(first, path=t, rank=r, host=h) for t, r, h in zip(titles, ranks, hosts, strict=True))
+        replicas = tuple(
+            replace(first, path=path, rank=rank, host=host, bytes=size) for path, rank, host, size in shown
+        )
         report = replace(report, groups=(replace(report.groups[0], replicas=replicas),))
         _KNOWN[key] = report
         while len(_KNOWN) > 8:
@@ -142,10 +155,12 @@ def _in_sync(holdings: Holdings, options: Options, note: str) -> Report:
     return replace(report, groups=(replace(report.groups[0], hyperparameters=now),))
 
 
-def _judged(holdings: Holdings, options: Options, note: str, ranks: Sequence[int] = ()) -> Report:
-    replicas = Replicas("model", None, tuple(holdings.snapshots(ranks).items()), note)
+def _judged(
+    holdings: Holdings, options: Options, name: str, note: str, ranks: Sequence[int] = (), *, histograms: bool = False
+) -> Report:
+    replicas = Replicas(name, None, tuple(holdings.snapshots(ranks).items()), note)
     reference.check(options.reference, (replicas,))
-    return judge(Found((replicas,)), options)
+    return judge(Found((replicas,)), options, histograms=histograms)
 
 
 def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wanted]]:
