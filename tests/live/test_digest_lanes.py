@@ -102,7 +102,9 @@ def test_avalanche(kind: str) -> None:
 def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the parts that are copied or worked on, the digest is that of the whole."""
     some = torch.arange(1000, dtype=torch.int16)
-    views = [some, some[1:], some.view(10, 100).t(), some.view(torch.uint8)[3:1500], some[::3]]
+    rows = some.view(10, 100)
+    views = [some, some[1:], rows.t(), some.view(torch.uint8)[3:1500], some[::3], rows[:9, 1:9]]
+    views.append(some.view(torch.uint8)[:1995].view(7, 285).t())
     expected = lanes(views)
     monkeypatch.setattr(digest_lanes, "EAGER", 64)
     calls = []
@@ -120,7 +122,7 @@ def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import sys
 import torch
-from syncheck.live import digest_kernel, digest_lanes
+from syncheck.live import digest_kernel, digest_lanes, digest_parts
 
 assert "triton" in sys.modules
 draw = torch.Generator().manual_seed(0)
@@ -128,6 +130,7 @@ base = torch.randint(0, 256, (300_001,), dtype=torch.uint8, generator=draw)
 tensors = [base[:count] for count in (*range(20), 65535, 65536, 65537, 131072, 300_001)]
 tensors += [base[3:5000], base[8:80_000].view(torch.int64), base[:6000].view(60, 100).t(), base[7], base[:0]]
 tensors += [torch.zeros(1000), torch.ones(64), -torch.ones(64), torch.randn(9, dtype=torch.complex64).conj()]
+digest_parts.in_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
 digests = digest_lanes.start(tensors, digest_kernel.add).read()
 assert digests == digest_lanes.start(tensors, digest_lanes.add_eagerly).read()
 assert digest_lanes.start(tensors, digest_lanes.KERNEL.add).read() == digests
