@@ -96,12 +96,13 @@ class Pending:
 
     def read(self) -> list[bytes]:
         """Wait for the device, and return the digest of each tensor, 16 bytes. One copy from the device."""
-        numpy = sys.modules["numpy"]
-        found = self.sums.cpu().numpy().view(numpy.uint64)
-        ends = numpy.array(self.sizes, numpy.uint64) + numpy.uint64(1)
-        a = _mixed(found[:, 0] + ends * numpy.uint64(STEP_A), MIX_A)
-        b = _mixed(found[:, 1] ^ ends * numpy.uint64(STEP_B), MIX_B)
-        data = numpy.stack([a, b], axis=1).astype("<u8").tobytes()
+        import numpy as np
+
+        found = self.sums.cpu().numpy().view(np.uint64)
+        ends = np.array(self.sizes, np.uint64) + np.uint64(1)
+        a = _mixed(found[:, 0] + ends * np.uint64(STEP_A), MIX_A)
+        b = _mixed(found[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
+        data = np.stack([a, b], axis=1).astype("<u8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
@@ -173,11 +174,12 @@ def _mix_in_place(x: Any, mix: Mix) -> Any:
 
 def _mixed(x: Any, mix: Mix) -> Any:
     """Mix an array of uint64."""
-    numpy = sys.modules["numpy"]
+    import numpy as np
+
     for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
-        x = x ^ (x >> numpy.uint64(shift))
+        x = x ^ (x >> np.uint64(shift))
         if factor:
-            x = x * numpy.uint64(factor)
+            x = x * np.uint64(factor)
     return x
 
 
