@@ -10,21 +10,23 @@ padding. All arithmetic is modulo 2**64:
 Sums of integers do not depend on the order of their terms: any number of threads, blocks and atomic additions give the
 same digest, and so do the kernel and the eager form.
 
-What it sees. Both mixes are bijections of 64 bits. So a change within one aligned word, one flipped bit anywhere
-among them, changes both sums for certain, and the digest. Each word is mixed with its position, by other steps and in
-another way in each lane, so that permuted words, swapped rows, flipped signs and constants are different sums. For
-changes of several words that do not know the constants, two digests are equal with odds of 2**-128, as those of any
-128-bit hash. Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped
-each of the 128 bits of the digest in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many
-counts (root mean square 1.00 to 1.02 standard deviations).
+What it sees. Both mixes are bijections of 64 bits, so a change within one aligned word, as one flipped bit is, changes
+both sums for certain, and the digest. Each word is mixed with its position, by another step and in another way in each
+lane, so that permuted words, swapped rows, flipped signs, constants and zeros of other lengths give other sums. If the
+terms of a sum are taken for random numbers, changes of several words leave the digest as it was with odds of 2**-128.
+Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped each bit of
+its lane in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many counts (root mean square
+1.00 to 1.02 standard deviations).
 
-What it does not withstand is somebody who knows the constants: the terms of a sum can be chosen to cancel, as can the
-multiset of keyed words be kept where words are a multiple of the step apart. It finds faults, not forgers.
+What it does not withstand is somebody who knows the constants. Terms of a sum can be chosen to cancel; and a lane sees
+only the set of keyed words, which words a multiple of the step apart can keep while they change places. The two lanes
+have steps of their own for that. The digest finds faults, not forgers.
 
 Constants: STEP_A and mix_a from Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", as in the
 reference code https://prng.di.unimi.it/splitmix64.c; mix_b from MurmurHash3, Austin Appleby,
-https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp; STEP_B is the
-multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers", table 5, 64 bits.
+https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp#L81-L90; STEP_B is
+the 64-bit LCG multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers for congruential
+pseudorandom number generators".
 """
 
 from __future__ import annotations
