@@ -15,7 +15,7 @@ both sums for certain, and the digest. Each word is mixed with its position, by 
 lane, so that permuted words, swapped rows, flipped signs, constants and zeros of other lengths give other sums. If the
 terms of a sum are taken for random numbers, changes of several words leave the digest as it was with odds of 2**-128.
 Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped each bit of
-its lane in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many counts (root mean square
+the digest in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many counts (root mean square
 1.00 to 1.02 standard deviations).
 
 What it does not withstand is somebody who knows the constants. Terms of a sum can be chosen to cancel; and a lane sees
@@ -24,9 +24,9 @@ have steps of their own for that. The digest finds faults, not forgers.
 
 Constants: STEP_A and mix_a from Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", as in the
 reference code https://prng.di.unimi.it/splitmix64.c; mix_b from MurmurHash3, Austin Appleby,
-https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp#L81-L90; STEP_B is
-the 64-bit LCG multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers for congruential
-pseudorandom number generators".
+https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp;
+STEP_B is the 64-bit LCG multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers for
+congruential pseudorandom number generators".
 """
 
 from __future__ import annotations
