@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import redirect_stderr
 from dataclasses import replace
-from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +80,6 @@ def test_weights_are_the_same_bits_with_it(ctx: RankContext, syncheck_rank: Rank
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
 
 
-@pytest.mark.skipif(find_spec("syncheck.live.repair") is None, reason="there is no resync")
 @pytest.mark.syncheck(ranks=3)
 def test_resync_heals_a_planted_fault(ctx: RankContext, syncheck_rank: Rank) -> None:
     """With resync a flipped bit is repaired from the other two ranks, and the run ends as one without the fault."""
