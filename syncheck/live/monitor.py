@@ -142,8 +142,10 @@ class SyncMonitor:
         try:
             if self._pending:
                 self.check()
-        finally:
-            self._end(None)
+        except BaseException as error:
+            self._end(type(error).__name__)
+            raise
+        self._end(None)
 
     def __enter__(self) -> Self:
         return self
