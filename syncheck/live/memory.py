@@ -117,10 +117,11 @@ def _metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | None)
         statistic = short.get(f"{name}.running_mean" if name else "running_mean")
         if statistic is not None:
             momentum[statistic.removesuffix("running_mean").removesuffix(".")] = value
+    known = block or Metadata()
     return replace(
-        block or Metadata(),
+        known,
         buffers=tuple(short[name] for name in tree.buffers if name in short),
         frozen=tuple(short[name] for name in tree.frozen if name in short),
         bn_momentum=momentum,
-        buffers_synced=tree.buffers_synced,
+        buffers_synced=known.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )

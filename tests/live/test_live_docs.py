@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "live.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+[FUNCTION] = [block for block in BLOCKS if "def stop_on_errors" in block]
 
 
 def surroundings(norm: bool) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def test_the_function_of_the_guide_stops_on_errors(syncheck_rank: Rank) -> None:
     names = surroundings(norm=True)
     flip_at(1, rank=1)(1, names["model"].module)
     exec("from syncheck.live import SyncMonitor", names)
-    outcomes = each_rank(lambda: exec(BLOCKS[-1], names))  # type: ignore[arg-type, return-value]
+    outcomes = each_rank(lambda: exec(FUNCTION, names))  # type: ignore[arg-type, return-value]
     assert [outcome.error for outcome in outcomes] == ["OutOfSync"] * 2
     assert outcomes[0].text.startswith("stopped by ")
     assert "SYN220" in outcomes[0].text
