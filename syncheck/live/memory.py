@@ -68,6 +68,8 @@ def _name_members(tree: Tree, flat: Flat) -> bool:
 
     Where the names are not known, their positions are given in another field: the two have nothing to be compared by.
     """
+    if tree.dealt_out or (flat.metadata is not None and flat.metadata.optimizer_sharded):
+        return False  # every rank's groups are of its own parameters
     short = normalize(name for name in flat.tensors if not name.startswith("optimizer."))
     found = False
     for state in filter(is_optimizer, tree.containers):
@@ -123,5 +125,6 @@ def _metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | None)
         buffers=tuple(short[name] for name in tree.buffers if name in short),
         frozen=tuple(short[name] for name in tree.frozen if name in short),
         bn_momentum=momentum,
+        optimizer_sharded=known.optimizer_sharded or tree.dealt_out,
         buffers_synced=known.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )
