@@ -8,6 +8,7 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from syncheck.api import Options
 from syncheck.errors import OutOfSync, UsageError, brief
 from syncheck.live.alike import agree, call_together
 from syncheck.live.channel import Channel, world_size
@@ -68,13 +69,15 @@ class SyncMonitor:
         console: Any = None,
         **checking: Any,
     ) -> None:
-        _check_arguments(every, on_desync, start, writer, console, checking)
+        # A single text stands for a tuple of one.
+        self._checking = {name: (value,) if isinstance(value, str) else value for name, value in checking.items()}
+        _check_arguments(every, on_desync, start, writer, console, self._checking)
         self.checks = 0
         """How many checks were made."""
         self.last: Report | None = None
         """What the last one found."""
         self._things = (model, optimizer, scaler)
-        self._every, self._on_desync, self._group, self._checking = every, on_desync, group, checking
+        self._every, self._on_desync, self._group = every, on_desync, group
         self._start = self._step = start
         self._pending = False
         self._checked_at: int | None = None
@@ -224,9 +227,12 @@ def _check_arguments(
     if console is not None and console is not False and not callable(getattr(console, "print", None)):
         raise UsageError(f"console={brief(console)}: needs a rich Console, False for none, or None for one on stderr")
     known = [name for name, p in inspect.signature(check).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    unknown = [name for name in checking if name not in known or name == "group"]
+    unknown = [name for name in checking if name not in known]
     if unknown:
         raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
+    # Now, and not at the first check, hours later.
+    shared: dict[str, Any] = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
+    Options(**shared)
 
 
 def _whole(value: Any, name: str, *, least: int) -> int:
