@@ -44,7 +44,7 @@ def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
 
 
 def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
-    """A gradient scaler that goes another way on rank 1 is found, though all tensors agree."""
+    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
     assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
 
 

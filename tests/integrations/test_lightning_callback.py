@@ -27,7 +27,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Return one run of the fits that take other paths and end well."""
     need("lightning")
     folder = tmp_path_factory.mktemp("lightning")
-    return outcomes(PROGRAM, folder, "two_epochs", "max_steps", "manual", "stopped", "resumed", "sharded")
+    return outcomes(PROGRAM, folder, "two_epochs", "max_steps", "manual", "stopped", "resumed", "scaled", "sharded")
 
 
 def test_a_healthy_fit_is_in_sync(quick: Outcomes) -> None:
@@ -102,10 +102,19 @@ def test_a_resumed_fit_counts_on(more: Outcomes) -> None:
 
 
 @pytest.mark.slow
+def test_the_scaler_of_mixed_precision_is_compared(more: Outcomes) -> None:
+    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
+    assert more.steps("scaled") == [3, 6]
+    assert [rank["codes"] for rank in more.of("scaled")] == [["SYN216"]] * 2
+
+
+@pytest.mark.slow
 def test_shards_are_not_compared(more: Outcomes) -> None:
     """Under FSDP2 each rank holds shards of its own: nothing can be told, which is said and never raised."""
-    assert more.steps("sharded") == [5, 6]
-    assert [(rank["verdict"], rank["codes"]) for rank in more.of("sharded")] == [("undecided", ["SYN104"])] * 2
+    assert more.steps("scaled", "sharded") == [5, 6]
+    assert [(rank["verdict"], rank["codes"]) for rank in more.of("scaled", "sharded")] == [
+        ("undecided", ["SYN104"])
+    ] * 2
     assert "could not tell: every rank holds its own shards" in more.ended[0].output
 
 

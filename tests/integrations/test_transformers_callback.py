@@ -20,7 +20,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     need("transformers")
     need("accelerate")
     folder = tmp_path_factory.mktemp("transformers")
-    return outcomes(PROGRAM, folder, "plain", "healthy", "accumulated", "evaluated", "resumed", "weight")
+    return outcomes(PROGRAM, folder, "plain", "healthy", "accumulated", "evaluated", "resumed", "scaled", "weight")
 
 
 def test_a_healthy_training_is_in_sync(quick: Outcomes) -> None:
@@ -50,6 +50,11 @@ def test_the_last_check_comes_before_the_last_evaluation(quick: Outcomes) -> Non
 def test_a_resumed_training_counts_on(quick: Outcomes) -> None:
     """A training that resumes after three steps checks at step 5 where every fifth one is checked."""
     assert quick.steps("resumed") == [5, 6]
+
+
+def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
+    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
+    assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
 
 
 def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:

@@ -11,18 +11,20 @@ import sys
 from typing import Any
 
 import torch
-from outcome import digest, write
+from outcome import RANK, digest, write
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 if "old" in sys.argv:
     import pytorch_lightning as lightning
     from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
     from pytorch_lightning.loggers import Logger
+    from pytorch_lightning.plugins import MixedPrecision
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 else:
     import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from syncheck.integrations.lightning import SyncCheckCallback
@@ -149,6 +151,10 @@ def main(folder: str, *cases: str) -> None:
             save = ModelCheckpoint(folder, filename="saved")
             fit(folder, "saved", Net(), watched=None, enable_checkpointing=True, more=[save])
             fit(folder, case, Net(), watched={"every": 4}, max_epochs=2, resume=f"{folder}/saved.ckpt")
+        elif case == "scaled":
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
+            mixed = MixedPrecision("16-mixed", "cpu", scaler)
+            fit(folder, case, Net(), watched={"every": 3, "on_desync": "warn"}, plugins=[mixed])
         elif case == "sharded":
             sharding = ModelParallelStrategy(2, 1, process_group_backend="gloo")
             fit(folder, case, Net(), watched={"every": 5}, strategy=sharding)

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from syncheck.integrations.transformers import SyncCheckCallback
 
-RANK = int(os.environ.get("RANK", "0"))
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Net(torch.nn.Module):
@@ -49,15 +49,17 @@ def train(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None,
     """Train, and write what came of it. watched: options of the callback; None for a training without it."""
     resume = given.pop("resume", None)
     data = [{"x": torch.randn(4)} for _ in range(48)]
-    callbacks: list[Any] = [Fault(fault)] if fault else []
+    callbacks: list[Any] = [Fault(fault)] if fault in ("weight", "raise") else []
     if watched is not None:
         callbacks.append(SyncCheckCallback(**{"events": f"{folder}/{case}.jsonl", **watched}))
     arguments = TrainingArguments(
-        f"{folder}/{case}.run", report_to=[], use_cpu=True, disable_tqdm=True, seed=0, ddp_backend="gloo",
-        remove_unused_columns=False, per_device_train_batch_size=4,
+        f"{folder}/{case}.run", report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
+        ddp_backend="gloo" if RANKS > 1 else None, remove_unused_columns=False, per_device_train_batch_size=4,
         **{"num_train_epochs": 1, "save_strategy": "no", **given},
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
+    if fault == "scaler":  # which mixed precision on a GPU has
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
     raised: Exception | None = None
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -88,6 +90,8 @@ def main(folder: str, *cases: str) -> None:
             train(folder, case, Net(), watched={"every": 5}, resume=f"{folder}/saved.run/checkpoint-3")
         elif case == "drift":
             train(folder, case, Net(batchnorm), watched={"every": 3})
+        elif case == "scaled":
+            train(folder, case, Net(), watched={"every": 4, "on_desync": "warn"}, fault="scaler")
         elif case == "weight":
             train(folder, case, Net(), watched={"every": 5}, fault="weight")
         elif case == "raise":
