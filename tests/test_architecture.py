@@ -78,9 +78,9 @@ ALLOWED = {
     "live": BASE
     | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"}
     | {"replica_groups", "tensor_parallel", "report"},
-    "integrations": {"live", "integrations"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
+    "integrations": {"live", "integrations"},
 }
 
 

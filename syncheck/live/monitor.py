@@ -12,7 +12,7 @@ from syncheck.api import Options
 from syncheck.errors import OutOfSync, UsageError, brief
 from syncheck.live.alike import agree, call_together
 from syncheck.live.channel import Channel, world_size
-from syncheck.live.checks import check
+from syncheck.live.checks import check, group_of
 from syncheck.live.told import Checked, Teller
 from syncheck.live.trouble import Trouble
 from syncheck.records import Report
@@ -70,7 +70,9 @@ class SyncMonitor:
         **checking: Any,
     ) -> None:
         # A single text stands for a tuple of one.
-        self._checking = {name: (value,) if isinstance(value, str) else value for name, value in checking.items()}
+        self._checking: dict[str, Any] = {
+            name: (value,) if isinstance(value, str) else value for name, value in checking.items()
+        }
         _check_arguments(every, on_desync, start, writer, console, self._checking)
         self.checks = 0
         """How many checks were made."""
@@ -117,14 +119,14 @@ class SyncMonitor:
     def check(self) -> Report:
         """Check now, and return the report. A collective call; raises as `step` does."""
         began = time.perf_counter()
-        channel = Channel(self._group) if world_size() else None
+        channel = Channel(self._members) if world_size() else None
         self._lead(channel)
-        if channel is not None and len(channel.ranks) > 1:
+        if channel is None:
+            report = Report("undecided", ())
+        else:
             agree(channel, (self._step, self._every, self._action))
             model, optimizer, scaler = self._things
-            report = check(model, optimizer, scaler, group=self._group, **self._checking)
-        else:
-            report = Report("undecided", ())
+            report = check(model, optimizer, scaler, group=self._members, **self._checking)
         seconds = time.perf_counter() - began
         self._spent += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
@@ -156,6 +158,12 @@ class SyncMonitor:
             self._end(kind.__name__)
 
     @property
+    def _members(self) -> Any:
+        """The process group that takes part, which `check` takes from a mesh of one dimension; None for all ranks."""
+        mesh = self._checking.get("mesh")
+        return group_of(mesh) if self._group is None and mesh is not None else self._group
+
+    @property
     def _action(self) -> str:
         return self._on_desync if isinstance(self._on_desync, str) else "callable"
 
@@ -165,7 +173,7 @@ class SyncMonitor:
             return
         self._told.add("start")
         ranks = () if channel is None else channel.ranks
-        self._leads = channel is None or channel.rank == min(ranks)
+        self._leads = channel is None or channel.leads
         if self._leads:
             told = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
             self._teller.event("start", step=self._start, **told)
@@ -196,15 +204,16 @@ class SyncMonitor:
         if self._on_desync == "resync":
             self._resync()
         elif callable(self._on_desync):
-            call_together(Channel(self._group), self._on_desync, report)
+            call_together(Channel(self._members), self._on_desync, report)
 
     def _resync(self) -> None:
         resync = import_module("syncheck.live.repair").resync  # where it is wanted only
         model, optimizer, scaler = self._things
-        done = resync(model, optimizer, scaler, source="majority", group=self._group, **self._checking)
+        done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
         self._trouble = Trouble(good=self._step)
         if self._leads:
-            self._teller.say(f"step {self._step}: {done.summary}", "bold")
+            first, *_ = done.summary.splitlines() or [""]  # `resync` itself logs all of it
+            self._teller.say(f"step {self._step}: {first}", "bold")
             self._teller.event("resync", step=self._step, summary=done.summary)
 
     def _end(self, exception: str | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, trained
-from monitored import Watched, flip_at
+from monitored import Watched, flip_at, printer
 
 from syncheck.errors import UsageError
 from syncheck.live import SyncMonitor
@@ -97,11 +97,12 @@ def test_resync_is_asked_for_where_ranks_are_apart(syncheck_rank: Rank, monkeypa
         calls.append((things, options))
         for parameter in things[0].parameters():
             dist.broadcast(parameter.data, 0)
-        return SimpleNamespace(summary="1 tensor taken from rank 0")
+        return SimpleNamespace(summary="resync from rank 0\n  fc.weight")
 
     fake_repair(monkeypatch, resync)
     watched = Watched(plant=flip_at(1, rank=1))
-    report = all_pass(each_rank(watched.run, 4, on_desync="resync", only="params"))
+    console, out = printer()
+    report = all_pass(each_rank(watched.run, 4, on_desync="resync", only="params", console=console))
     assert report.verdict == "in_sync"
     assert watched.returned[2] is not None
     assert watched.returned[2].verdict == "out_of_sync"
@@ -109,6 +110,8 @@ def test_resync_is_asked_for_where_ranks_are_apart(syncheck_rank: Rank, monkeypa
     assert more == []
     assert things == (watched.model, watched.optimizer, None)
     assert options == {"source": "majority", "group": None, "only": ("params",)}
+    said = "syncheck: step 2: resync from rank 0\n"
+    assert out.getvalue().count(said) == (syncheck_rank.rank == 0)
 
 
 @pytest.mark.syncheck(ranks=2)
