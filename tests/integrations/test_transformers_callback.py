@@ -63,6 +63,12 @@ def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:
     assert quick.of("weight")[0]["ended"] == ["OutOfSync"]
 
 
+def test_what_is_out_of_sync_is_not_saved(quick: Outcomes) -> None:
+    """A checkpoint that is due after the step of a failed check is not written."""
+    assert list((quick.folder / "weight.run").glob("checkpoint-*")) == []
+    assert list((quick.folder / "saved.run").glob("checkpoint-*")) == [quick.folder / "saved.run" / "checkpoint-3"]
+
+
 @pytest.mark.slow
 def test_drift_of_batchnorm_stops_all_ranks(tmp_path: Path) -> None:
     """Statistics that drift under DDP are found at the first check."""

@@ -138,7 +138,8 @@ def main(folder: str, *cases: str) -> None:
         elif case == "drift":
             fit(folder, case, Net(batchnorm), watched={"every": 100})
         elif case == "weight":
-            fit(folder, case, Net(fault="weight"), watched={"every": 5})
+            save = [ModelCheckpoint(folder, "weight.{step}", every_n_train_steps=n, save_top_k=-1) for n in (4, 5)]
+            fit(folder, case, Net(fault="weight"), watched={"every": 5}, enable_checkpointing=True, more=save)
         elif case == "raise":
             fit(folder, case, Net(fault="raise"), watched={"every": 100})
         elif case == "manual":

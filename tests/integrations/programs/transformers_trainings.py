@@ -93,7 +93,7 @@ def main(folder: str, *cases: str) -> None:
         elif case == "scaled":
             train(folder, case, Net(), watched={"every": 4, "on_desync": "warn"}, fault="scaler")
         elif case == "weight":
-            train(folder, case, Net(), watched={"every": 5}, fault="weight")
+            train(folder, case, Net(), watched={"every": 5}, fault="weight", save_strategy="steps", save_steps=5)
         elif case == "raise":
             train(folder, case, Net(), watched={"every": 100}, fault="raise")
         elif case == "single":
