@@ -222,3 +222,21 @@ def test_only_the_ranks_of_its_group_take_part(syncheck_rank: Rank) -> None:
     assert alone.monitor.last is not None
     assert alone.monitor.last.verdict == "undecided"
     assert alone.monitor.checks == 2
+
+
+@pytest.mark.slow  # torch.compile loads for seconds
+@pytest.mark.syncheck(ranks=2)
+def test_it_may_be_called_in_compiled_code(syncheck_rank: Rank) -> None:
+    """Within torch.compile a step of the monitor is left to Python: it counts and checks as elsewhere."""
+    watched = Watched(plant=flip_at(3, rank=0))
+    watched.start(on_desync="warn")
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        watched.returned[len(watched.returned) + 1] = watched.monitor.step()
+        return x + 1
+
+    flip_at(3, rank=0)(3, watched.model.module)
+    assert [float(step(torch.zeros(1))) for _ in range(4)] == [1.0] * 4
+    verdicts = [report and report.verdict for report in watched.returned.values()]
+    assert verdicts == [None, "out_of_sync", None, "out_of_sync"]
