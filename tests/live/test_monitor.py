@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, trained
 from monitored import Watched, flip_at, printer
 
-from syncheck.errors import UsageError
+from syncheck.errors import RankFailed, UsageError
 from syncheck.live import SyncMonitor
 
 if TYPE_CHECKING:
@@ -146,6 +147,18 @@ def test_monitors_that_are_unlike_are_told(syncheck_rank: Rank, name: str, value
     monitor = SyncMonitor(model, optimizer, console=False, **{name: values[syncheck_rank.rank]})
     outcome = all_raise(each_rank(monitor.check), "UsageError")
     assert outcome.text == f"{name}= is not the same on all ranks: {values[0]} on rank 0, {values[1]} on rank 1"
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_rank_that_never_checks_is_not_waited_for_without_end(syncheck_rank: Rank) -> None:
+    """Where rank 1 makes no check, rank 0 raises RankFailed when the timeout of the group is over."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, optimizer = trained()
+    monitor = SyncMonitor(model, optimizer, group=group, console=False)
+    if syncheck_rank.rank == 0:
+        with pytest.raises(RankFailed, match="did not make this call within the group's timeout"):
+            monitor.check()
+    assert monitor.checks == 0
 
 
 @pytest.mark.syncheck(ranks=2)
