@@ -29,8 +29,11 @@ class Case:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the replicas are those of a running job, of which there are no files."""
-        return all(replica.format == "memory" for replica in self.group.replicas)
+        """Whether the replicas are those of the ranks of a running job, of which there are no files.
+
+        Things that one process compares with each other are in memory too, but have no host.
+        """
+        return all(replica.format == "memory" and replica.host is not None for replica in self.group.replicas)
 
     def of_kind(self, *kinds: str) -> tuple[TensorDiff, ...]:
         """Return the uncovered differences of these kinds."""

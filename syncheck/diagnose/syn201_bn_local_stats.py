@@ -59,7 +59,8 @@ def apply(case: Case) -> Match | None:
     recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
     seen = case.group.free_running
     if recorded:
-        text += "; the metadata says that buffers are synchronized once a step, and then this is one step's lag"
+        who = "" if case.in_memory else "the metadata says that "
+        text += f"; {who}buffers are synchronized once a step, and then this is one step's lag"
     if seen is not None and seen.misfit_free is not None:
         text += (
             f"; over {len(seen.steps)} early steps the gaps grew {seen.growth:.1f} times with a cosine of "
@@ -68,10 +69,10 @@ def apply(case: Case) -> Match | None:
         )
     elif not recorded:
         where = "here" if seen is None else f"at steps {', '.join(map(str, seen.steps[:4]))}"
-        text += (
-            f"; one step's lag and freely running statistics look alike {where}: save at three or more early steps, "
-            "close together, to tell them apart"
-        )
+        how = "save at three or more early steps, close together,"
+        if case.in_memory:  # DDP itself says what it does with buffers
+            how = "give DDP's wrapper, not the module inside it,"
+        text += f"; one step's lag and freely running statistics look alike {where}: {how} to tell them apart"
     return Match(statistics, suspects(statistics, case.group), text)
 
 

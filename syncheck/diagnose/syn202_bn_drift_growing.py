@@ -40,8 +40,8 @@ SEVERITY: Severity = "error"
 CAUSE = "Nothing synchronizes the running statistics: each rank's follow its own share of the data for the whole run."
 FIX = (
     "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or leave DDP's "
-    "forward_sync_buffers on. Under FSDP, before saving: for b in filter(torch.is_floating_point, model.buffers()): "
-    "dist.all_reduce(b.div_(dist.get_world_size()))."
+    "forward_sync_buffers (in older torch broadcast_buffers) on. Under FSDP, before saving: for b in "
+    "filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))."
 )
 
 
@@ -62,7 +62,7 @@ def apply(case: Case) -> Match | None:
     ranks = suspects(statistics, case.group)
     recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
     if recorded is False:
-        why = "the metadata says that buffers are not synchronized"
+        why = f"{'' if case.in_memory else 'the metadata says that '}buffers are not synchronized"
     else:
         why = _seen(case.group.free_running) or ("" if recorded else _grown(case))
         if why and recorded:

@@ -50,6 +50,10 @@ FIX = (
     "Decide together: bad = torch.tensor(float(skip), device=device); dist.all_reduce(bad, op=dist.ReduceOp.MAX); "
     "if bad: optimizer.zero_grad(); continue. Then restart from a checkpoint in which the ranks agree."
 )
+IN_A_JOB = (
+    f"{FIX.partition(' Then ')[0]} To go on with this run: syncheck.live.resync(model, optimizer) on all ranks, with "
+    "source=RANK where there is no majority."
+)
 
 
 def apply(case: Case) -> Match | None:
@@ -78,7 +82,9 @@ def apply(case: Case) -> Match | None:
     ]
     values = tuple(counter.name for counter in counters if counter.diff is None)
     ranks = odd_ranks(counters) if first is None else tuple(first.stale)
-    return Match(tensors, ranks, "; ".join(filter(None, texts)), (*values, *trackers(case, ranks)))
+    evidence = "; ".join(filter(None, texts))
+    fix = IN_A_JOB if case.in_memory else ""
+    return Match(tensors, ranks, evidence, (*values, *trackers(case, ranks)), fix=fix)
 
 
 def _parameters(case: Case, moved: list[TensorDiff]) -> str:
@@ -99,6 +105,6 @@ def _doubt(case: Case, counter: StepCounter) -> str:
     lag, texts = int(counter.lag), []
     if lag > FEW or max(counter.by_rank.values()) <= SHORT:
         texts.append(f"an optimizer state that was lost after {counted(lag, 'step')} would look the same")
-    if not case.group.stores_progress:
+    if not case.group.stores_progress and not case.in_memory:
         texts.append("the files do not say that they are of one step")
     return ", and ".join(texts)

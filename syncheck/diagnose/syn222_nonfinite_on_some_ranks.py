@@ -38,6 +38,10 @@ FIX = (
     "Check together before each step: ok = loss.detach().isfinite().float(); "
     "dist.all_reduce(ok, dist.ReduceOp.MIN); where ok is 0, skip or stop on all ranks. Resume from files that agree."
 )
+IN_A_JOB = (
+    f"{FIX.partition(' Resume ')[0]} To go on with this run: syncheck.live.resync(model, optimizer) on all ranks, with "
+    "source=RANK where there is no majority."
+)
 
 
 def apply(case: Case) -> Match | None:
@@ -58,7 +62,8 @@ def apply(case: Case) -> Match | None:
     if 2 * len(whole) > case.compared("parameter"):
         text += f"; {len(whole)} parameters hold nothing else there, so gradients have not been averaged since"
     tensors = tuple(diff for diff, _ in fitted.values())
-    return Match(tensors, ranks, text + agreement_text(tensors, case.group))
+    fix = IN_A_JOB if case.in_memory else ""
+    return Match(tensors, ranks, text + agreement_text(tensors, case.group), fix=fix)
 
 
 def _more(diff: TensorDiff) -> tuple[int, ...]:

@@ -37,6 +37,10 @@ FIX = (
     "torch.save(...). Or average before the last save: for p in model.parameters(): "
     "dist.all_reduce(p.data.div_(dist.get_world_size())). --allow SYN241 accepts it."
 )
+IN_A_JOB = (
+    "Nothing has to change: --allow SYN241 accepts it. Parameters agree right after an averaging step only, momentum "
+    "and BatchNorm's statistics never."
+)
 
 
 def apply(case: Case) -> Match | None:
@@ -54,7 +58,9 @@ def apply(case: Case) -> Match | None:
     state = case.of_kind("optimizer")
     if not parameters and not state:
         return None
-    return Match((*parameters, *state, *statistics), case.group.ranks, _text(case, averaging, parameters, statistics))
+    text = _text(case, averaging, parameters, statistics)
+    fix = IN_A_JOB if case.in_memory else ""
+    return Match((*parameters, *state, *statistics), case.group.ranks, text, fix=fix)
 
 
 def _text(case: Case, at: Averaging, parameters: tuple[TensorDiff, ...], statistics: tuple[TensorDiff, ...]) -> str:

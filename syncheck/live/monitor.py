@@ -211,11 +211,17 @@ class SyncMonitor:
         from syncheck.live.repair import resync  # where it is wanted only
 
         model, optimizer, scaler = self._things
-        done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
+        try:
+            with self._teller.instead_of_the_log():
+                done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
+        except UsageError as error:
+            text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
+            if "source=RANK" in text:  # no argument of a monitor
+                text += "; a monitor takes a source by on_desync=lambda report: resync(model, optimizer, source=RANK)"
+            raise UsageError(text) from error
         self._trouble = Trouble(good=self._step)
         if self._leads:
-            first, *_ = done.summary.splitlines() or [""]  # `resync` itself logs all of it
-            self._teller.say(f"step {self._step}: {first}", "bold")
+            self._teller.say(f"step {self._step}: {done.summary}", "bold")
             self._teller.event("resync", step=self._step, summary=done.summary)
 
     def _end(self, exception: str | None) -> None:

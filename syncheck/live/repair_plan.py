@@ -249,7 +249,11 @@ def _no_majority(tied: Sequence[_Vote], asked: int | str) -> str:
             f"rank {asked} is in no replica group of {ranks_text(tied[0].ranks)}, and they have no majority of their "
             f"own for {named(vote.name for vote in tied)}"
         )
-    text = f"no majority: {named(f'{vote.name} ({_split(vote)})' for vote in tied)}; source=RANK names the healthy rank"
+    alike: dict[str, list[str]] = {}  # mostly all of them, which is said once
+    for vote in tied:
+        alike.setdefault(_split(vote), []).append(vote.name)
+    told = "; ".join(f"{named(names)} ({split})" for split, names in list(alike.items())[:_NAMED])
+    text = f"no majority: {told}; source=RANK names the healthy rank"
     if all(vote.kind in BUFFERS for vote in tied):
         text += (
             ". Under plain DDP each rank has its own BatchNorm statistics: source=0 takes those of rank 0, "
@@ -259,8 +263,12 @@ def _no_majority(tied: Sequence[_Vote], asked: int | str) -> str:
 
 
 def _split(vote: _Vote) -> str:
-    most = ", ".join(map(str, vote.sets[0]))
-    return f"{len(vote.sets)} versions on {len(vote.ranks)} ranks, the largest on {most}"
+    """Say how a vote went: '3 versions on 4 ranks, the largest on ranks 0, 1'."""
+    first, second, *_ = (*map(len, vote.sets), 0)
+    if first == 1:
+        return f"another on each of {len(vote.ranks)} ranks"
+    most = f"none on more than {first}" if first == second else f"the largest on {ranks_text(vote.sets[0])}"
+    return f"{len(vote.sets)} versions on {len(vote.ranks)} ranks, {most}"
 
 
 def _why(source: int | str, votes: Sequence[_Vote]) -> str:

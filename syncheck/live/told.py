@@ -7,6 +7,8 @@ the training.
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +19,7 @@ from syncheck.report import words
 from syncheck.report.parts import Labels, Line, Span, line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from syncheck.records import Finding, Report
     from syncheck.report.parts import Part
@@ -69,8 +71,25 @@ class Teller:
         self._broken: set[str] = set()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line for people."""
-        self._print([_prefixed(Span(one_line(text), style))])
+        """Print a text for people; further lines of it are details."""
+        first, *more = text.splitlines() or [""]
+        details = [line(one_line(row.strip()), "", 2) for row in more]
+        self._print([_prefixed(Span(one_line(first), style)), *details])
+
+    @contextmanager
+    def instead_of_the_log(self) -> Iterator[None]:
+        """Keep what is logged meanwhile, and told here too, from being printed twice.
+
+        Where a program has set up no logging, Python prints warnings to stderr; its own handlers get them all the same.
+        """
+        own = logging.getLogger("syncheck")
+        silent = logging.NullHandler()
+        if self._console is not False:
+            own.addHandler(silent)
+        try:
+            yield
+        finally:
+            own.removeHandler(silent)
 
     def event(self, event: str, **fields: Any) -> None:
         """Append one event to the file, as a JSON object on a line of its own."""

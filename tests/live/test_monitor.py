@@ -111,20 +111,23 @@ def test_resync_is_asked_for_where_ranks_are_apart(syncheck_rank: Rank, monkeypa
     assert more == []
     assert things == (watched.model, watched.optimizer, None)
     assert options == {"source": "majority", "group": None, "only": ("params",)}
-    said = "syncheck: step 2: resync from rank 0\n"
+    said = "syncheck: step 2: resync from rank 0\n  fc.weight\n"
     assert out.getvalue().count(said) == (syncheck_rank.rank == 0)
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_repair_that_refuses_is_raised(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the repair refuses, its UsageError ends the training on all ranks."""
+    """Where the repair refuses, a UsageError with the step and its reason ends the training on all ranks."""
 
     def resync(*things: Any, **options: Any) -> Any:
-        raise UsageError("no majority among 2 ranks; give source=")
+        raise UsageError("no majority: w; source=RANK names the healthy rank")
 
     fake_repair(monkeypatch, resync)
     outcome = all_raise(each_rank(Watched(plant=flip_at(1, rank=1)).run, 4, on_desync="resync"), "UsageError")
-    assert outcome.text == "no majority among 2 ranks; give source="
+    assert outcome.text == (
+        'step 2: on_desync="resync" cannot repair: no majority: w; source=RANK names the healthy rank; a monitor takes '
+        "a source by on_desync=lambda report: resync(model, optimizer, source=RANK)"
+    )
 
 
 @pytest.mark.syncheck(ranks=3)

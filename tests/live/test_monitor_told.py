@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from contextlib import redirect_stderr
 from io import StringIO
@@ -207,3 +208,20 @@ def test_nothing_compared_is_warned_of_once(syncheck_rank: Rank) -> None:
     assert report.verdict == "undecided"
     assert out.getvalue().count("warning: step 2: could not tell: no tensor was compared") == (syncheck_rank.rank == 0)
     assert out.getvalue().count("warning") == (syncheck_rank.rank == 0)
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("configured", [False, True], ids=["no logging", "logging"])
+def test_a_repair_is_told_once(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, configured: bool) -> None:
+    """A repair stands once on stderr, with its details; a program's own handlers get what is logged all the same."""
+    rows: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: rows.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler] if configured else [])
+    with redirect_stderr(StringIO()) as out:
+        all_pass(each_rank(Watched(plant=flip_at(1, rank=2)).run, 2, on_desync="resync", console=None))
+    leads = syncheck_rank.rank == 0
+    assert out.getvalue().count("proved in sync") == leads
+    assert out.getvalue().count("  copied: fc.weight") == leads
+    assert len(rows) == (leads and configured)
+    assert logging.getLogger("syncheck").handlers == []
