@@ -1,0 +1,75 @@
+"""What a finding advises in a running job, which has no files to look at and can be mended as it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from agreement import all_pass, each_rank, trained
+from torch import nn
+
+from syncheck.live import check
+from syncheck.testing import compare
+
+if TYPE_CHECKING:
+    from syncheck.records import Finding, Report
+
+
+def only(report: Report) -> Finding:
+    """Return the one finding of a report, whatever else is mentioned."""
+    (found,) = [finding for group in report.groups for finding in group.findings if finding.fails]
+    return found
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_skipped_step_is_mended_by_resync(syncheck_rank: Any) -> None:
+    """Rank 2 left out a step: the advice names resync, and nothing is said of files or of restarting."""
+    model, optimizer = trained(steps=4)
+    if syncheck_rank.rank == 2:
+        model.module.load_state_dict({k: v - 0.01 for k, v in model.module.state_dict().items()})
+        for state in optimizer.state.values():
+            state["step"] -= 1
+            state["exp_avg"] *= 0.9
+    found = only(all_pass(each_rank(check, model, optimizer)))
+    assert (found.code, found.ranks) == ("SYN214", (2,))
+    assert "files" not in found.evidence
+    assert "dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue. To go on with this run: syncheck" in found.fix
+    assert "restart" not in found.fix
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_nan_is_mended_by_resync(syncheck_rank: Any) -> None:
+    """A NaN on one rank: the advice names resync, and no files to resume from."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        with torch.no_grad():
+            model.module.fc.weight[0, 0] = float("nan")
+    found = only(all_pass(each_rank(check, model, optimizer)))
+    assert (found.code, found.ranks) == ("SYN222", (1,))
+    assert "stop on all ranks. To go on with this run: syncheck.live.resync(model, optimizer) on all" in found.fix
+    assert "files" not in found.fix
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_batchnorm_of_a_job_is_told_by_ddp_itself(syncheck_rank: Any, wrapped: bool) -> None:
+    """Given DDP's wrapper the cause is certain; without it SYN201 asks for it, and for no early steps on disk."""
+    model, _ = trained(norm=True)
+    found = only(all_pass(each_rank(check, model if wrapped else model.module)))
+    assert found.code == "SYN201"
+    assert "metadata" not in found.evidence
+    assert "save at" not in found.evidence
+    assert ("buffers are synchronized once a step" in found.evidence) == wrapped
+    assert ("give DDP's wrapper, not the module inside it, to tell them apart" in found.evidence) != wrapped
+
+
+def test_things_of_one_process_are_no_job() -> None:
+    """Two models that one process compares cannot be made equal by a collective call, and none is advised."""
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        other.weight[0, 0] = float("nan")
+    found = only(compare(model, other))
+    assert found.code == "SYN222"
+    assert "resync" not in found.fix
