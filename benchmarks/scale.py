@@ -1,0 +1,118 @@
+"""Up to 1,024 ranks: live checks of a simulated job, and fingerprints compared by the command line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.files import GIB, folder, header
+from benchmarks.timing import SYNCHECK, bar, environment, median, peak_anonymous, section, table, take_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROUNDS = 3
+RANKS = (2, 8, 64, 1024)
+TENSORS = (500, 5_000)
+ELEMENTS = 64  # float32, of one tensor
+# What the ranks hold; `benchmarks.scale_ranks` makes them.
+CASES = ("in sync", "one tensor of one rank differs")
+ROOT = Path(__file__).resolve().parent.parent
+MOST_BYTES = 64.0  # sent a tensor and rank, in sync: DESIGN.md, section 9
+MOST_MEMORY = 150.0  # MB of a comparison, up to 40,000 tensors and ranks; beyond, 200 bytes each
+UP_TO, MORE = 40_000, 200
+MOST_TIME = 20.0  # microseconds a tensor and rank
+
+
+def run(rounds: int) -> tuple[str, bool]:
+    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    lines = [
+        "| ranks | tensors | ranks hold | s | bytes sent | bytes received | collectives |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    bars = []
+    for tensors in TENSORS:
+        for ranks in RANKS:
+            for case in CASES:
+                found = played(ranks, tensors, case, rounds)
+                seconds = statistics.median(found["seconds"])
+                lines.append(
+                    f"| {ranks:,} | {tensors:,} | {case} | {seconds:.3f} | {found['sent']:,} | {found['received']:,} | "
+                    f"{found['calls']} |"
+                )
+                if ranks == max(RANKS) and case == CASES[0]:
+                    what = f"{ranks:,} ranks of {tensors:,} tensors in sync: bytes sent a tensor and rank"
+                    bars.append(bar(what, found["sent"] / tensors, MOST_BYTES))
+    times, memory = _fingerprints(rounds, bars)
+    return section(
+        f"Simulated job: one process plays each kind of rank in turn, all messages are real, nothing is sent. Tensors "
+        f"of {ELEMENTS} float32. Time: of one rank for a check, the one that takes longest, without waiting for others "
+        "or a network.",
+        lines,
+        "`syncheck compare *.fp.json`, one rank with another tensor; whole processes, less what `syncheck --version` "
+        "takes for the bars.",
+        table(times),
+        memory,
+        bars,
+    )
+
+
+def played(ranks: int, tensors: int, case: str, rounds: int) -> dict[str, Any]:
+    """Run one simulated check, `rounds` times, in a process of its own. Raises RuntimeError when it fails."""
+    command = [sys.executable, "-m", "benchmarks.scale_ranks", str(ranks), str(tensors), case, str(rounds)]
+    path = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment() | path, timeout=1800
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr[-1500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _fingerprints(rounds: int, bars: list[tuple[str, bool]]) -> tuple[dict[str, list[float]], Sequence[str]]:
+    """Compare fingerprints of 1,024 ranks, one of which differs in one tensor; return times and lines on memory."""
+    ranks = max(RANKS)
+    times: dict[str, list[float]] = {}
+    lines = []
+    for tensors in TENSORS:
+        with folder(2 * GIB) as where:
+            size = write_fingerprints(where, ranks, tensors)
+            what = f"{ranks:,} fingerprints of {tensors:,} tensors"
+            command = ["sh", "-c", f"exec {SYNCHECK} compare -q {where}/*.fp.json"]
+            times |= take_turns({what: command, "syncheck --version": [SYNCHECK, "--version"]}, rounds)
+            peak = peak_anonymous(command)
+        lines.append(f"{what} are {size / 1e6:.0f} MB; peak of RssAnon {peak:.0f} MB.")
+        took = median(times)[what] - median(times)["syncheck --version"]
+        bars.append(bar(f"{what}: microseconds a tensor and rank", took / (ranks * tensors) * 1e6, MOST_TIME))
+        most = MOST_MEMORY + MORE * max(0, ranks * tensors - UP_TO) / 1e6
+        bars.append(bar(f"{what}: RssAnon, MB", peak, most))
+    return times, lines
+
+
+def write_fingerprints(where: Path, ranks: int, tensors: int) -> int:
+    """Write `rank<r>.fp.json` of ranks of which the last differs in one tensor; return the bytes of all.
+
+    Two are made by `syncheck fingerprint`; those of equal ranks differ in nothing but the name.
+    """
+    texts = []
+    for changed in (False, True):
+        checkpoint = where / "one.safetensors"
+        shapes = {f"layers.{i}.weight": (ELEMENTS,) for i in range(tensors)}
+        values = bytearray(4 * ELEMENTS * tensors)
+        values[0:4] = b"\0\0\x80\x3f" if changed else b"\0\0\0\0"  # 1.0 in place of 0.0
+        checkpoint.write_bytes(header(shapes) + bytes(values))
+        made = where / "one.json"
+        command = [SYNCHECK, "fingerprint", str(checkpoint), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, env=environment())
+        texts.append(made.read_text(encoding="utf-8"))
+        made.unlink()
+        checkpoint.unlink()
+    for rank in range(ranks):
+        text = texts[rank == ranks - 1]
+        (where / f"rank{rank}.fp.json").write_text(text, encoding="utf-8")
+    return sum(path.stat().st_size for path in where.iterdir())
