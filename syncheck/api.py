@@ -51,7 +51,7 @@ class Options:
     allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
     grouping. reference: the path or rank of the replica that differences are described against, in place of the
     majority. jobs: threads for large tensors; by default as many as there are processors, at most 4. quick: by stored
-    checksums only.
+    checksums only. rng: compare random number states too, beside all the rest.
     Raises OptionError, a UsageError, for values that make no sense.
     """
 
@@ -69,6 +69,7 @@ class Options:
     reference: str | int | None = None
     jobs: int | None = None
     quick: bool = False
+    rng: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -108,7 +109,7 @@ class Options:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
                 raise OptionError(f"needs {wanted}", **{name: value})
-        for name in ("close", "quick"):
+        for name in ("close", "quick", "rng"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError("needs True or False", **{name: getattr(self, name)})
         if not isinstance(self.tolerance, Mapping) or not all(isinstance(key, str) for key in self.tolerance):
@@ -126,7 +127,15 @@ class Options:
             kinds=kinds.KINDS,
         )
         return Selection(
-            only, self.include, self.exclude, self.buffers, excused, reference=rank, jobs=self.jobs, quick=self.quick
+            only,
+            self.include,
+            self.exclude,
+            self.buffers,
+            excused,
+            reference=rank,
+            jobs=self.jobs,
+            quick=self.quick,
+            rng=self.rng,
         )
 
 

@@ -43,7 +43,7 @@ class Selection:
     only: kinds, empty for all but random number states. include, exclude: globs of whole tensor names.
     buffers: globs of names that are buffers. tolerance: for floats. reference: the rank that differences are described
     against, in place of the majority. jobs: threads, None for what the machine has. quick: compare stored checksums
-    and read nothing. histograms: of the tensors that differ most, for a page.
+    and read nothing. histograms: of the tensors that differ most, for a page. rng: random number states too.
     """
 
     only: frozenset[str] = frozenset()
@@ -55,6 +55,7 @@ class Selection:
     jobs: int | None = None
     quick: bool = False
     histograms: bool = False
+    rng: bool = False
 
 
 def compare(replicas: Replicas, selection: Selection) -> Group:
@@ -168,7 +169,7 @@ def _compare_all(
             if not wanted(name, kind):
                 tally.left_out += 1
                 continue
-            if kind == "rng" and not selection.only:
+            if kind == "rng" and not (selection.only or selection.rng):
                 tally.add(name, kind, not_asked_for(name, kind, tensors))
                 continue
             # A rank that names the parameter among its own should hold its state: missing there, it is lost.
@@ -198,7 +199,7 @@ def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
     kinds, _ = _kinds(found, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude)
     present = {kind for name, kind in kinds.items() if wanted(name, kind)}
-    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only))
+    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
 
 def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:

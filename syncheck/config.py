@@ -66,6 +66,7 @@ KEYS = {
     "reference": _PLACE,
     "jobs": _WHOLE,
     "quick": _FLAG,
+    "rng": _FLAG,
 }
 # Those of the command line's printing; the pytest plugin has options of its own for that.
 PRINTING = {

@@ -6,16 +6,16 @@ tell at least how far some element is off.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.blocks import ranges
 from syncheck.dtypes import DTYPES
+from syncheck.kernel import sort_equal
 from syncheck.snapshots import Digest
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.blocks import Files
     from syncheck.snapshots import Tensor
@@ -49,14 +49,6 @@ def hasher() -> Any:
     import hashlib  # for fingerprints only: it loads OpenSSL
 
     return hashlib.blake2b(digest_size=HEX // 2)
-
-
-def sort_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Sort positions into sets of equal keys, the largest set first, then by first position."""
-    by_key: dict[Hashable, list[int]] = defaultdict(list)
-    for position, key in enumerate(keys):
-        by_key[key].append(position)
-    return tuple(tuple(found) for found in sorted(by_key.values(), key=lambda found: (-len(found), found[0])))
 
 
 def by_digest(tensors: Sequence[Tensor], files: Files) -> Told:
@@ -108,6 +100,8 @@ def _moments_text(firsts: Sequence[Digest]) -> str:
         numbers = [getattr(first, name) for first in firsts]
         if len(set(numbers)) > 1:
             told.append(f"{name} {' | '.join(_apart(numbers)[:_MOST_SETS])}")
+    if all(first.min is None and first.nonfinite is None for first in firsts):
+        return "the digests differ; nothing else was looked at"
     if not told:
         return "the digests differ, but min, max, mean and std do not"
     least = max(_spread(firsts, "min"), _spread(firsts, "max"))

@@ -7,12 +7,13 @@ order of the replicas: swapping two files changes nothing but their labels. nump
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.shares import in_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from syncheck.blocks import Files
     from syncheck.snapshots import Tensor
@@ -26,6 +27,8 @@ def clusters(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], 
     tensors: of one dtype and shape. Returns positions in `tensors`, the largest set first, then by first position.
     Raises MalformedFile when a file has become shorter.
     """
+    if all(tensor.same for tensor in tensors):
+        return sort_equal([tensor.same for tensor in tensors])
     apart: list[bool] = []
 
     def sort(share: Iterator[tuple[int, int]], job: int) -> Groups:
@@ -44,6 +47,14 @@ def clusters(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], 
 
     groups = _common(in_shares(tensors, files, sort), len(tensors))
     return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
+
+
+def sort_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Sort positions into sets of equal keys, the largest set first, then by first position."""
+    by_key: dict[Hashable, list[int]] = defaultdict(list)
+    for position, key in enumerate(keys):
+        by_key[key].append(position)
+    return tuple(tuple(found) for found in sorted(by_key.values(), key=lambda found: (-len(found), found[0])))
 
 
 def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int, slot: int) -> Groups:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.blocks import is_contiguous
-from syncheck.digests import Told, sort_equal
+from syncheck.digests import Told
+from syncheck.kernel import sort_equal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -130,6 +130,8 @@ class Tensor:
     """Of a DTensor: these bytes are this rank's part."""
     digest: Digest | None = None
     """Of a fingerprint: stands for the bytes, which are not there."""
+    same: bytes = b""
+    """Where given: equal on replicas of equal bytes and on no others, so that these are told without reading any."""
 
     @property
     def numel(self) -> int:

@@ -51,8 +51,8 @@ ALLOWED = {
     "replica_groups": BASE | {"tensor_parallel"},
     "ties": BASE,
     "moments": BASE | {"blocks"},
-    "digests": BASE | {"blocks", "moments"},
-    "quick": BASE | {"blocks", "digests"},
+    "digests": BASE | {"blocks", "kernel", "moments"},
+    "quick": BASE | {"blocks", "digests", "kernel"},
     "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps", "digests", "quick", "replica_groups"},
     "optimizer_parts": BASE | {"names"},
     "evidence": BASE | {"blocks", "float_gaps", "suspects"},
@@ -74,7 +74,9 @@ ALLOWED = {
     "contents": BASE | {"readers", "blocks", "kinds", "moments", "syncheck"},
     "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "atomic"},
     "config": LEAVES | {"api", "report"},
-    "live": BASE | {"reference", "names", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"},
+    "live": BASE
+    | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"}
+    | {"replica_groups", "tensor_parallel"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
 }

@@ -48,6 +48,7 @@ EVERY_KEY = {
     "reference": ("1", 1),
     "jobs": ("2", 2),
     "quick": ("true", True),
+    "rng": ("true", True),
 }
 # Of the command line alone.
 EVERY_PRINTING_KEY = {
@@ -102,7 +103,7 @@ def test_what_is_given_wins(project: Path, key: str) -> None:
     """A value given replaces the file's, whole and not added up; what is not given does not; all tolerances are one."""
     path = write(project, ALL_BUT_CLOSE)
     other: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "ulp": 0, "group-by": "other", "only": ["rng"]}
-    other |= {"close": False, "tolerance": {"fc.*": "close"}, "reference": "x", "jobs": 9, "quick": False}
+    other |= {"close": False, "tolerance": {"fc.*": "close"}, "reference": "x", "jobs": 9, "quick": False, "rng": False}
     given = {name.replace("-", "_"): other.get(name, ["SYN203"]) for name in TOGETHER.get(key, (key,))}
     found = config.load(path.parent)
     not_given = dict.fromkeys(("include", "exclude"), ()) | {"buffers": [], "ulp": None, "group_by": None}

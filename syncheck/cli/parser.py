@@ -160,6 +160,7 @@ def _selecting(what: Any) -> None:
         metavar="PATH|RANK",
         help="describe differences against this replica (default: the majority)",
     )
+    _flag(what, "--rng", "compare random number states too, which differ between ranks by design")
     _flag(what, "--quick", "compare the checksums that torch.save stored, and read no data")
     what.add_argument(
         "--jobs", type=_jobs, metavar="N", help="threads for large tensors (default: one a processor, at most 4)"

@@ -1,13 +1,15 @@
 """Messages among the ranks of a process group, on which nobody raises alone.
 
-Every message is one `all_gather_object`. A rank that failed sends its failure in place of the message that is due,
-whichever that is; the others find it there, and all raise the same error. So no rank waits for one that has left.
+Every message to all is one `all_gather_object`. A rank that failed sends its failure in place of the message that is
+due, whichever that is; the others find it there, and all raise the same error. So no rank waits for one that has left.
+Where one rank has work to do for all, the others answer its questions until it is done.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +17,7 @@ from syncheck.errors import RankFailed, SyncheckError, UsageError, one_line
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     T = TypeVar("T")
 
@@ -36,6 +38,25 @@ class Failure:
 class _Sent:
     kind: str
     message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    rank: int
+    what: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    by_rank: dict[int, Failure]
+
+
+class _Unanswered(Exception):
+    """A rank that was asked sent its failure."""
+
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.by_rank = {rank: failure}
 
 
 def world_size() -> int:
@@ -72,25 +93,22 @@ class Channel:
         """Send a message and return those of all ranks, by rank. Raises on all ranks if a rank sent a failure.
 
         kind: what is sent at this point of the conversation. Raises RankFailed where a rank sent anything else: it is
-        in another collective call, so what it sent would be taken for something that it is not.
+        in another collective call, so what it sent would be taken for something that it is not; and where a rank has
+        ended, or does not answer within the group's timeout.
         """
         # Pickled beforehand: what cannot be pickled has to fail before the others are waiting for this message.
         data = pickle.dumps((_MARK, message if isinstance(message, Failure) else _Sent(kind, message)))
         received: list[Any] = [None] * len(self.ranks)
-        self.over = True  # until it has come through
-        try:
+        with self._talking():
             self._dist.all_gather_object(received, data, group=self._group)
-        except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
-            raise RankFailed(_mixed("some rank")) from error
-        found = {rank: _unpacked(part) for rank, part in zip(self.ranks, received, strict=True)}
-        strangers = [rank for rank, sent in found.items() if sent is None]
-        # A failure stands in place of any message, so the kinds of the others are compared with each other.
-        if strangers or len({sent.kind for sent in found.values() if isinstance(sent, _Sent)}) > 1:
-            raise RankFailed(_mixed(ranks_text(strangers or self.ranks)))
-        failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
-        if failures:
-            raise _error(failures, len(self.ranks))
-        self.over = False
+            found = {rank: _unpacked(part) for rank, part in zip(self.ranks, received, strict=True)}
+            strangers = [rank for rank, sent in found.items() if sent is None]
+            # A failure stands in place of any message, so the kinds of the others are compared with each other.
+            if strangers or len({sent.kind for sent in found.values() if isinstance(sent, _Sent)}) > 1:
+                raise RankFailed(_mixed(ranks_text(strangers or self.ranks)))
+            failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
+            if failures:
+                raise _error(failures, len(self.ranks))
         return {rank: sent.message for rank, sent in found.items()}
 
     def together(self, work: Callable[[], T]) -> T:
@@ -100,15 +118,93 @@ class Channel:
         except Exception as error:
             if self.over:
                 raise
-            kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-            failure = Failure(f"{kind}{error}"[:_LONGEST], isinstance(error, UsageError))
             try:
-                self.gather(failure, DONE)
+                self.gather(_failure(error), DONE)
             except SyncheckError as told:
                 raise told from error
             raise
         self.gather(None, DONE)  # learns of a rank whose work failed after its last message
         return result
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does the work of `led`: the first one."""
+        return self.rank == min(self.ranks)
+
+    def led(self, work: Callable[[], T], answer: Callable[[Any], Any]) -> T:
+        """Let the first rank work for all: it may `ask`, the others `answer`; return on all ranks what it made.
+
+        Where it fails, or a rank that it asked, all raise the same error.
+        """
+        if not self.leads:
+            return self._answering(answer)  # type: ignore[no-any-return]
+        try:
+            made = work()
+            self._broadcast(_Sent(DONE, pickle.dumps(made)))  # what cannot be pickled fails before it is due
+        except Exception as error:
+            if self.over:
+                raise
+            by_rank = error.by_rank if isinstance(error, _Unanswered) else {self.rank: _failure(error)}
+            self._broadcast(_Failures(by_rank))
+            self.over = True
+            raise _error(by_rank, len(self.ranks)) from error
+        return made
+
+    def ask(self, rank: int, what: Any) -> Any:
+        """Return what another rank answers; only within `led`, on the rank that works."""
+        self._broadcast(_Question(rank, what))  # all wait for the next question, whosever it is
+        listed: list[Any] = [None]
+        with self._talking():
+            self._dist.recv_object_list(listed, src=rank, group=self._group)
+        if isinstance(listed[0], Failure):
+            raise _Unanswered(rank, listed[0])
+        return listed[0]
+
+    def _answering(self, answer: Callable[[Any], Any]) -> Any:
+        first = min(self.ranks)
+        while True:
+            sent = self._broadcast(None)
+            if isinstance(sent, _Sent):
+                return pickle.loads(sent.message)  # noqa: S301 - of the first rank of the same program
+            if isinstance(sent, _Failures):
+                self.over = True
+                raise _error(sent.by_rank, len(self.ranks))
+            if sent.rank != self.rank:
+                continue
+            try:
+                reply = answer(sent.what)
+            except Exception as error:  # noqa: BLE001 - the first rank raises it on all
+                reply = _failure(error)
+            with self._talking():
+                self._dist.send_object_list([reply], dst=first, group=self._group)
+
+    def _broadcast(self, message: Any) -> Any:
+        """Send what the first rank gives, and return it."""
+        listed = [message]
+        with self._talking():
+            self._dist.broadcast_object_list(listed, src=min(self.ranks), group=self._group)
+        return listed[0]
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Say in one line what torch raises when a message does not come through; then no other will."""
+        self.over = True  # until it has come through
+        try:
+            yield
+        except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
+            raise RankFailed(_mixed("some rank")) from error
+        except RuntimeError as error:  # torch.distributed's own are of this kind
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise RankFailed(
+                f"rank {self.rank} got no message through: {first[:200]}; a rank has ended, or did not make this call "
+                "within the group's timeout: see what the others printed last"
+            ) from error
+        self.over = False
+
+
+def _failure(error: Exception) -> Failure:
+    kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
+    return Failure(f"{kind}{error}"[:_LONGEST], isinstance(error, UsageError))
 
 
 def _unpacked(part: Any) -> Any:

@@ -1,199 +1,185 @@
-"""Compare what the ranks of a process group hold in memory, so that every rank has the same report.
+"""Compare what the ranks of a process group hold, so that every rank has the same report.
 
-Each rank sends the names, dtypes, shapes and digests of its tensors. What has one digest everywhere is identical and
-stays where it is; of the rest, bytes are fetched while they are measured, a window of one tensor at a time. So no
-rank ever holds a second model.
+Three steps, of which the later ones are taken only where they are needed:
+
+1. Every rank sends 16 bytes for what it holds (names, dtypes, shapes, plain values) and 16 bytes over the digests of
+   all its tensors. Where both are the same everywhere, that was all.
+2. Where they are not, the ranks that stand for each different answer send their list of names, or their digests.
+   What has one digest within each replica group is identical and stays where it is.
+3. Of the rest the first rank fetches bytes, a window at a time, measures and judges, and sends its report to all.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import reference
 from syncheck.api import Found, Options, judge
 from syncheck.errors import UsageError
+from syncheck.kinds import selector
 from syncheck.layout_groups import Replicas
+from syncheck.live.catalogue import untold
 from syncheck.live.channel import Channel
-from syncheck.live.held import Held
+from syncheck.live.fetching import Fetcher, Remote, Wanted, answer, size_of
 from syncheck.live.here import NOTHING
-from syncheck.live.memory import FORMAT, agree_on_buffers, snapshot
-from syncheck.names import normalize
-from syncheck.snapshots import Metadata, Snapshot, Tensor, in_c_order
+from syncheck.live.holdings import exchange
+from syncheck.live.memory import snapshot
+from syncheck.replica_groups import coordinates, divide
+from syncheck.snapshots import Metadata
+from syncheck.tensor_parallel import replicated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncheck.live.fetching import Key
+    from syncheck.live.holdings import Holdings
     from syncheck.records import Report
+    from syncheck.snapshots import Sliced, Snapshot, Tensor
 
-# Bytes of one tensor that one rank sends at a time, and all ranks together: a gather keeps a place for each.
-WINDOW = 16 << 20
-ALL_WINDOWS = 256 << 20
+# Bytes of tensors that differ which are fetched to be measured, the smallest tensors first; of those beyond it is told
+# that they differ, and where.
+BUDGET = 4 << 30
+NOTE = "compared in memory: digests first, and the bytes of what differs"
 
 
 def compare_across_ranks(
-    things: Sequence[Any], group: Any = None, options: Options | Callable[[], Options] | None = None
+    things: Sequence[Any],
+    group: Any = None,
+    options: Options | Callable[[], Options] | None = None,
+    *,
+    mesh: Mapping[str, int] | Callable[[], Mapping[str, int]] | None = None,
+    alone: bool = False,
+    budget: int = BUDGET,
 ) -> Report:
     """Compare what each rank of a process group holds, and return the same report on all of them.
 
     A collective call: every rank of the group has to make it. things: the parts of this rank's replica, as
     `memory.snapshot` takes them; ranks may hold different ones. group: a process group of torch.distributed of any
-    backend with `all_gather_object`; by default all ranks. options: or what makes them, if that may fail. Ranks are
-    those of the whole world. Nothing is changed, and no random number is drawn.
+    backend with `all_gather_object`; by default all ranks. options, mesh: or what makes them, if that may fail. mesh:
+    where this rank stands, by dimension. alone: whether a group of one rank is undecided, and no error. budget: bytes
+    that are fetched at most. Ranks are those of the whole world. Nothing is changed, and no random number is drawn.
     Raises, on all ranks and with one text: UsageError for things that cannot be compared and for options that are not
     the same everywhere, RankFailed where something else went wrong on a rank.
     """
     channel = Channel(group)
-    return channel.together(lambda: _compare(channel, things, options))
+
+    def work() -> Report:
+        chosen = options if isinstance(options, Options) else options() if options is not None else Options()
+        place = mesh() if callable(mesh) else mesh or {}
+        if len(channel.ranks) < 2 and not alone:
+            raise UsageError("the process group has a single rank: there is no other replica to compare with")
+        if any(isinstance(thing, (str, os.PathLike)) for thing in things):
+            raise UsageError(
+                "a path is not what a rank holds in memory; give paths alone and without group=, or across_ranks=False "
+                "to compare a file with things of this rank"
+            )
+        if not things:
+            raise UsageError(NOTHING)
+        taken = snapshot(*things)
+        if place:
+            taken = replace(taken, metadata=replace(taken.metadata or Metadata(), mesh=dict(place)))
+        return compare_snapshots(channel, taken, chosen, budget)
+
+    return channel.together(work)
 
 
-@dataclass(frozen=True)
-class Catalogue:
-    """What a rank holds, without the bytes. rows: name, dtype, shape, refusal, known parameter, digest of each."""
-
-    title: str
-    size: int
-    rows: tuple[tuple[str, str, tuple[int, ...], str, bool, bytes], ...]
-    values: Mapping[str, Any]
-    stubs: tuple[str, ...]
-    metadata: Metadata | None
-
-    def digest(self) -> bytes:
-        """Return the same for equal catalogues."""
-        return hashlib.sha256(repr(self).encode("utf-8", "backslashreplace")).digest()
-
-    def short(self) -> dict[str, str]:
-        """Return each tensor's name without wrappers' prefixes: the one by which ranks are compared."""
-        return normalize(row[0] for row in self.rows)
-
-
-class _Same:
-    """Stands for bytes that are known to be equal on all replicas, and so need not be looked at."""
-
-    def __getitem__(self, part: slice) -> bytes:
-        return b""
-
-
-@dataclass
-class _Windows:
-    """Fetches the bytes that differ. All ranks ask for the same parts in the same order, so all take part.
-
-    owners: by tensor name and digest, the rank that sends. own: this rank's bytes by name and digest.
-    """
-
-    channel: Channel
-    owners: Mapping[str, Mapping[bytes, int]]
-    own: Mapping[tuple[str, bytes], Held]
-    _at: tuple[str, int, int] = ("", 0, 0)
-    _window: dict[bytes, bytes] = field(default_factory=dict)
-
-    def part(self, name: str, digest: bytes, start: int, stop: int) -> bytes:
-        held, low, high = self._at
-        if name != held or start < low or stop > high:
-            low, high = start, start + max(stop - start, min(WINDOW, ALL_WINDOWS // len(self.channel.ranks)))
-            self._window = self._fetch(name, low, high)
-            self._at = name, low, high
-        return self._window[digest][start - low : stop - low]
-
-    def _fetch(self, name: str, start: int, stop: int) -> dict[bytes, bytes]:
-        mine = [digest for digest, rank in self.owners[name].items() if rank == self.channel.rank]
-        sent = self.channel.gather({digest: self.own[name, digest][start:stop] for digest in mine}, "bytes")
-        return {digest: data for message in sent.values() for digest, data in message.items()}
-
-
-@dataclass(frozen=True)
-class _Remote:
-    """The bytes that all ranks of one digest hold, fetched when they are read."""
-
-    windows: _Windows
-    name: str
-    digest: bytes
-
-    def __getitem__(self, part: slice) -> bytes:
-        return self.windows.part(self.name, self.digest, part.start, part.stop)
-
-
-def _compare(channel: Channel, things: Sequence[Any], options: Options | Callable[[], Options] | None) -> Report:
-    chosen = options if isinstance(options, Options) else options() if options is not None else Options()
-    if len(channel.ranks) < 2:
-        raise UsageError("the process group has a single rank: there is no other replica to compare with")
-    if any(isinstance(thing, (str, os.PathLike)) for thing in things):
-        raise UsageError(
-            "a path is not what a rank holds in memory; give paths alone and without group=, or across_ranks=False to "
-            "compare a file with things of this rank"
-        )
-    if not things:
-        raise UsageError(NOTHING)
-    taken = snapshot(*things)
-    found, hosts = _catalogues(channel, _catalogue(taken), chosen)
-    short = {id(catalogue): catalogue.short() for catalogue in found.values()}
-    owners: dict[str, dict[bytes, int]] = {}
-    for rank, catalogue in found.items():
-        for name, *_, digest in catalogue.rows:
-            owners.setdefault(short[id(catalogue)][name], {}).setdefault(digest, rank)
-    own = {
-        (short[id(found[channel.rank])][name], row[5]): tensor.data
-        for row, (name, tensor) in zip(found[channel.rank].rows, taken.tensors.items(), strict=True)
-        if isinstance(tensor.data, Held)
+def compare_snapshots(
+    channel: Channel, taken: Snapshot, options: Options, budget: int = BUDGET, note: str = NOTE
+) -> Report:
+    """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them."""
+    holdings = exchange(channel, taken, options)
+    if holdings.are_equal:
+        # Nobody can differ from anybody: two stand for all, and are compared as fast as two.
+        ranks = list(holdings.places)
+        two = _judged(holdings, options, note, ranks[:2])
+        group = two.groups[0]
+        paths = {rank: s.path for rank, s in replace(holdings, by_key=_bare(holdings)).snapshots().items()}
+        replicas = (replace(group.replicas[0], path=paths[r], rank=r, host=holdings.places[r].host) for r in ranks)
+        return replace(two, groups=(replace(group, replicas=tuple(replicas)),))
+    wanted = _differing(holdings, options)
+    if not wanted:
+        return _judged(holdings, options, note)
+    short = holdings.of(channel.rank).short
+    tensors = holdings.of(channel.rank).tensors
+    own: dict[Key, Sliced] = {
+        (short[name], tensors[name].same): tensor.data
+        for name, tensor in taken.tensors.items()
+        if tensor.data is not None
     }
-    windows = _Windows(channel, owners, own)
-    # Ranks with one catalogue share its tensors: a thousand ranks of a thousand tensors are a lot of records.
-    tensors = {id(catalogue): _tensors(catalogue, short[id(catalogue)], windows) for catalogue in found.values()}
-    snapshots = agree_on_buffers(
-        _snapshot(channel, rank, hosts[rank], catalogue, tensors[id(catalogue)]) for rank, catalogue in found.items()
+    return channel.led(
+        lambda: _judged(_readable(holdings, channel, own, wanted, budget), options, note),
+        lambda pieces: answer(own, pieces),
     )
-    note = "compared in memory: digests first, and the bytes of what differs"
-    replicas = Replicas("model", None, tuple(zip(found, snapshots, strict=True)), note)
-    reference.check(chosen.reference, (replicas,))
-    return judge(Found((replicas,)), chosen)
 
 
-def _catalogue(taken: Snapshot) -> Catalogue:
-    rows = tuple(
-        (t.name, t.dtype, t.shape, t.refused, t.parameter, t.data.digest() if isinstance(t.data, Held) else b"")
-        for t in taken.tensors.values()
-    )
-    return Catalogue(taken.path, taken.bytes, rows, dict(taken.values), taken.stubs, taken.metadata)
+def _bare(holdings: Holdings) -> dict[Any, Any]:
+    return {key: replace(held, tensors={}) for key, held in holdings.by_key.items()}
 
 
-def _catalogues(channel: Channel, mine: Catalogue, options: Options) -> tuple[dict[int, Catalogue], dict[int, str]]:
-    """Return each rank's catalogue and host, by rank. Equal catalogues are sent once, and none where all are equal."""
-    first = channel.gather((mine.digest(), os.uname().nodename, repr(options)), "digests")
-    if len({asked for _, _, asked in first.values()}) > 1:
-        raise UsageError("the options are not the same on all ranks")
-    owners: dict[bytes, int] = {}
-    for rank, (digest, _, _) in first.items():
-        owners.setdefault(digest, rank)
-    known = {mine.digest(): mine}
-    if len(owners) > 1:
-        sent = channel.gather(mine if channel.rank in owners.values() else None, "catalogues")
-        known = {digest: sent[rank] for digest, rank in owners.items()}
-    ranks = sorted(channel.ranks)
-    return {rank: known[first[rank][0]] for rank in ranks}, {rank: first[rank][1] for rank in ranks}
+def _judged(holdings: Holdings, options: Options, note: str, ranks: Sequence[int] = ()) -> Report:
+    replicas = Replicas("model", None, tuple(holdings.snapshots(ranks).items()), note)
+    reference.check(options.reference, (replicas,))
+    return judge(Found((replicas,)), options)
 
 
-def _tensors(catalogue: Catalogue, short: Mapping[str, str], windows: _Windows) -> dict[str, Tensor]:
-    """Return the tensors of a catalogue as all ranks see them."""
-    tensors = {}
-    for name, dtype, shape, refused, known, digest in catalogue.rows:
-        same = len(windows.owners[short[name]]) == 1
-        data = _Same() if same else _Remote(windows, short[name], digest)
-        tensors[name] = Tensor(
-            name, dtype, shape, in_c_order(shape), catalogue.title, 0, refused=refused, data=data, parameter=known
-        )
-    return tensors
+def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wanted]]:
+    """Return, of each tensor that differs within a replica group, one rank for each digest there."""
+    digests: dict[str, set[bytes]] = {}
+    for held in holdings.by_key.values():
+        for name, tensor in held.tensors.items():
+            digests.setdefault(held.short[name], set()).add(tensor.same)
+    asked = selector(frozenset(), options.include, options.exclude)
+    found: dict[str, dict[int, Tensor]] = {n: {} for n, several in digests.items() if len(several) > 1 and asked(n, "")}
+    for rank in holdings.places:
+        held = holdings.of(rank)
+        for name, tensor in held.tensors.items():
+            if held.short[name] in found:
+                found[held.short[name]][rank] = tensor
+    places = coordinates(holdings.snapshots())
+    whole = replicated(found) if places else frozenset()
+    wanted: dict[str, dict[bytes, Wanted]] = {}
+    for name, tensors in found.items():
+        for members in divide(tensors, tuple(holdings.places), places, replicated=name in whole).comparable:
+            first = tensors[members[0]]
+            alike = all((tensors[r].dtype, tensors[r].shape) == (first.dtype, first.shape) for r in members)
+            if alike and len({tensors[rank].same for rank in members} - {b""}) > 1:
+                for rank in reversed(members):  # of equal ones the first stays
+                    key = tensors[rank].same
+                    wanted.setdefault(name, {})[key] = Wanted(name, key, rank, size_of(first))
+    return wanted
 
 
-def _snapshot(channel: Channel, rank: int, host: str, catalogue: Catalogue, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """Return a rank's replica as all ranks see it."""
-    metadata = replace(
-        catalogue.metadata or Metadata(),
-        rank=rank,
-        # Ranks outside a smaller group are not missing from it.
-        world_size=len(channel.ranks) if channel.whole else None,
-        host=host,
-    )
-    path = f"{catalogue.title} on {host}"
-    return Snapshot(path, FORMAT, catalogue.size, tensors, catalogue.values, catalogue.stubs, metadata)
+def _readable(
+    holdings: Holdings,
+    channel: Channel,
+    own: Mapping[Key, Sliced],
+    wanted: Mapping[str, Mapping[bytes, Wanted]],
+    budget: int,
+) -> Holdings:
+    """Return the holdings with bytes to read of what differs, or with nothing but digests where it is too much."""
+    ahead: list[Wanted] = []
+    beyond: set[str] = set()
+    for name in sorted(wanted, key=lambda name: sum(one.size for one in wanted[name].values())):
+        remote = [one for key, one in wanted[name].items() if (name, key) not in own]
+        budget -= sum(one.size for one in remote)
+        if budget < 0:
+            beyond.add(name)
+        else:
+            ahead += remote
+    # In the order in which they are compared, so that neighbours are fetched together.
+    order = {name: i for i, name in enumerate(wanted)}
+    fetcher = Fetcher(channel, own, sorted(ahead, key=lambda one: order[one.name]))
+
+    def readable(name: str, tensor: Tensor) -> Tensor:
+        if name in beyond:
+            return untold(tensor)
+        key = (name, tensor.same)
+        return replace(tensor, data=Remote(fetcher, key)) if tensor.same in wanted.get(name, ()) else tensor
+
+    by_key = {
+        key: replace(held, tensors={name: readable(held.short[name], t) for name, t in held.tensors.items()})
+        for key, held in holdings.by_key.items()
+    }
+    return replace(holdings, by_key=by_key)

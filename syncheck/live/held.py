@@ -6,19 +6,19 @@ loaded modules, and a program without torch never pays for it.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
+from syncheck.live.sharded import sharding_of
 from syncheck.readers.pickles.stand_ins import TensorPlace
+from syncheck.replica_groups import is_whole
 from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType
+    from syncheck.snapshots import Sharding
 
-# Bytes that are copied from a device at a time, to be hashed.
-CHUNK = 16 << 20
 _NESTED = "a nested tensor"
 _LAZY = "a parameter of a lazy module that has not run yet: it has no values"
 
@@ -38,15 +38,13 @@ class Held:
 
     def __getitem__(self, part: slice) -> bytes:
         if self._flat is None:
-            self._flat = _flat(self._source)
+            self._flat = flat_bytes(self._source)
         return _bytes(self._flat[part])
 
-    def digest(self) -> bytes:
-        """Return the SHA-256 of the bytes. Nothing is kept of what had to be copied for it."""
-        found, flat = hashlib.sha256(), _flat(self._source)
-        for start in range(0, len(flat), CHUNK):
-            found.update(_view(flat[start : start + CHUNK]))
-        return found.digest()
+    @property
+    def source(self) -> Any:
+        """The tensor or array itself; of a DTensor its local tensor."""
+        return self._source
 
 
 class HeldPlace(TensorPlace):
@@ -55,9 +53,16 @@ class HeldPlace(TensorPlace):
     __slots__ = ("held",)
     held: Held | None
 
-    def __init__(self, dtype: DType | None, shape: tuple[int, ...], held: Held | None, refused: str = "") -> None:
+    def __init__(
+        self,
+        dtype: DType | None,
+        shape: tuple[int, ...],
+        held: Held | None,
+        refused: str = "",
+        sharding: Sharding | None = None,
+    ) -> None:
         super().__init__(None, dtype, 0, shape, in_c_order(shape), refused=refused)
-        self._fill(held=held)
+        self._fill(held=held, sharding=sharding)
 
     def refuse(self, reason: str) -> HeldPlace:
         """Return the same place with a reason not to compare it."""
@@ -75,15 +80,17 @@ def is_tensor(value: Any) -> bool:
 def place_of(value: Any) -> HeldPlace:
     """Say where the bytes of a tensor or array are, or why they cannot be compared. value: one of `is_tensor`.
 
-    Of a DTensor that is replicated along all of its mesh, the local tensor stands for the whole.
+    Of a DTensor it is the local tensor, with how it is laid over the mesh.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         dtype = DTYPES.get(value.dtype.name)
         refused = "" if dtype else f"a numpy array of dtype {value.dtype.str[1:]:.20}"
         return HeldPlace(dtype, tuple(value.shape), None if refused else Held(value), refused)
-    refused = _whole(value)
-    if not refused and hasattr(value, "placements"):
+    refused = "sharded: a ShardedTensor holds this rank's shard only" if type(value).__name__ == "ShardedTensor" else ""
+    sharding = None
+    if not refused and hasattr(value, "placements") and hasattr(value, "device_mesh"):
+        sharding = sharding_of(value)
         with torch.no_grad():
             value = value.to_local()
     refused = refused or _refused(value, torch)
@@ -92,25 +99,12 @@ def place_of(value: Any) -> HeldPlace:
     if dtype is None and not refused:
         refused = f"dtype {name} is not read"
     shape = () if refused in (_NESTED, _LAZY) else tuple(value.shape)  # these have none
-    return HeldPlace(dtype, shape, None if refused else Held(value), refused)
+    return HeldPlace(dtype, shape, None if refused else Held(value), refused, sharding)
 
 
-def _whole(value: Any) -> str:
-    """Say why a distributed tensor is not the same on all ranks by design; empty for every other tensor.
-
-    The texts begin as those of the file readers do: that is how the comparison knows a shard.
-    """
-    if type(value).__name__ == "ShardedTensor":
-        return "sharded: a ShardedTensor holds this rank's shard only"
-    if not (hasattr(value, "placements") and hasattr(value, "device_mesh")):
-        return ""
-    # A mesh dimension of one rank splits nothing.
-    split = [p for p, size in zip(value.placements, value.device_mesh.shape, strict=True) if size > 1]
-    if any(placement.is_partial() for placement in split):
-        return "sharded: a DTensor holds this rank's partial sum only"
-    if not all(placement.is_replicate() for placement in split):
-        return "sharded: a DTensor holds this rank's shard only"
-    return ""
+def is_shard(place: HeldPlace) -> bool:
+    """Whether a rank holds a part of the tensor only."""
+    return place.refused.startswith("sharded:") or (place.sharding is not None and not is_whole(place.sharding))
 
 
 def _refused(value: Any, torch: Any) -> str:
@@ -131,7 +125,7 @@ def _refused(value: Any, torch: Any) -> str:
     return ""
 
 
-def _flat(source: Any) -> Any:
+def flat_bytes(source: Any) -> Any:
     """Return all bytes as one row: an array or tensor of uint8, without a copy where C order allows it."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.Tensor):

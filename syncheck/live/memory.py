@@ -90,7 +90,16 @@ def _tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> Tensor
     dtype = place.dtype.name if place.dtype else "unknown"
     held = place.held if isinstance(place, HeldPlace) else None
     return Tensor(
-        name, dtype, place.shape, place.strides, path, 0, refused=place.refused, data=held, parameter=parameter
+        name,
+        dtype,
+        place.shape,
+        place.strides,
+        path,
+        0,
+        refused=place.refused,
+        data=held,
+        parameter=parameter,
+        sharding=place.sharding,
     )
 
 

@@ -25,6 +25,7 @@ COMPARING = {
     "reference": "syncheck_reference",
     "jobs": "syncheck_jobs",
     "quick": "syncheck_quick",
+    "rng": "syncheck_rng",
 }
 
 
@@ -34,6 +35,9 @@ def add(parser: pytest.Parser) -> None:
 
     def many(name: str, metavar: str, text: str) -> None:
         group.addoption(name, action="append", default=[], metavar=metavar, help=f"{text}; repeatable")
+
+    def flag(name: str, text: str) -> None:
+        group.addoption(name, action="store_true", default=None, help=text)
 
     many(
         "--syncheck",
@@ -49,12 +53,7 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--syncheck-rtol", type=float, metavar="R", help="|a-b| <= atol + rtol * max(|a|,|b|) is close")
     group.addoption("--syncheck-atol", type=float, metavar="A", help="see --syncheck-rtol; both or none")
     group.addoption("--syncheck-ulp", type=int, metavar="N", help="floats within N steps of their dtype are close")
-    group.addoption(
-        "--syncheck-close",
-        action="store_true",
-        default=None,
-        help="floats within the tolerance of torch.testing for their dtype are close",
-    )
+    flag("--syncheck-close", "floats within the tolerance of torch.testing for their dtype are close")
     group.addoption(
         "--syncheck-group-by", metavar="REGEX", help="files whose path gives equal captured groups are replicas"
     )
@@ -64,12 +63,8 @@ def add(parser: pytest.Parser) -> None:
         help="describe differences against this replica (default: the majority)",
     )
     group.addoption("--syncheck-jobs", type=int, metavar="N", help="threads for large tensors")
-    group.addoption(
-        "--syncheck-quick",
-        action="store_true",
-        default=None,
-        help="compare the checksums that torch.save stored, and read no data",
-    )
+    flag("--syncheck-quick", "compare the checksums that torch.save stored, and read no data")
+    flag("--syncheck-rng", "compare random number states too, which differ between ranks by design")
     group.addoption(
         "--syncheck-timeout",
         type=float,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, flip, trained
 
-from syncheck.live import exchange
+from syncheck.live import fetching
 from syncheck.testing import assert_in_sync
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def test_large_tensors_are_fetched_a_window_at_a_time(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """Differences in the first, a middle and the last block are all measured, whatever the strides and the window."""
-    monkeypatch.setattr(exchange, "WINDOW", window)
+    monkeypatch.setattr(fetching, "WINDOW", window)
     big = torch.arange(600_000.0)
     wide = torch.arange(3000.0).reshape(30, 100).t()
     if syncheck_rank.rank == 1:

@@ -11,7 +11,7 @@ from agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed
-from syncheck.live import exchange
+from syncheck.live import exchange, held
 from syncheck.testing import assert_in_sync
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others(
     if syncheck_rank.rank == 1 and in_judge:
         monkeypatch.setattr(exchange, "judge", without_room)
     elif syncheck_rank.rank == 1:
-        monkeypatch.setattr(exchange.Held, "__getitem__", unreadable)
+        monkeypatch.setattr(held.Held, "__getitem__", unreadable)
     # In the second case nothing differs, so that no message is due after the first one.
     value = 0.0 if in_judge else float(syncheck_rank.rank)
     outcomes = each_rank(assert_in_sync, {"a": torch.full((3,), value), "b": torch.full((3,), value)})

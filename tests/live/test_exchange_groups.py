@@ -76,8 +76,8 @@ def test_replicated_dtensors_are_compared_and_shards_counted() -> None:
     assert (report.counts.identical, report.counts.not_compared) == (1, 2)
     assert {diff.reason for diff in report.groups[0].tensors} == {"sharded"}
     details = {diff.name: diff.detail for diff in report.groups[0].tensors}
-    assert details["sharded"].endswith("this rank's shard only")
-    assert details["partial"].endswith("this rank's partial sum only")
+    assert details["sharded"].startswith("divided in 2 (dimension 0): no two of these ranks hold the same part")
+    assert details["partial"].startswith("2 parts of a sum: no two")
 
 
 @pytest.mark.syncheck(ranks=2)

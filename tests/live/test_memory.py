@@ -19,6 +19,7 @@ from syncheck.comparison import compare as compare_group
 from syncheck.errors import UsageError
 from syncheck.kinds import kinds_of
 from syncheck.layout_groups import Replicas
+from syncheck.live.digest import digest_all
 from syncheck.live.held import Held
 from syncheck.live.memory import snapshot
 from syncheck.testing import OutOfSync, assert_in_sync, compare
@@ -401,8 +402,9 @@ def test_a_buffer_on_one_replica_only_is_a_buffer() -> None:
 def test_digests_follow_the_values() -> None:
     """Equal values have one digest whatever their strides, and another byte gives another digest."""
     base = torch.arange(12.0).reshape(3, 4)
-    assert Held(base.t().contiguous().t()).digest() == Held(base).digest() == Held(base.numpy()).digest()
-    assert Held(base + 1).digest() != Held(base).digest()
+    strided, plain, array, other = digest_all([base.t().contiguous().t(), base, base.numpy(), base + 1])
+    assert strided == plain == array
+    assert other != plain
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -411,7 +413,6 @@ def test_tensors_on_a_device_are_compared() -> None:
     model, _ = trained()
     other = copy.deepcopy(model).cuda()
     assert_in_sync(model, other)
-    assert Held(other.fc.weight).digest() == Held(model.fc.weight).digest()
     with torch.no_grad():
         other.fc.weight[0, 0] += 1
     assert compare(model, other).counts.different == 1

@@ -1,0 +1,97 @@
+"""What a rank holds, without the bytes: small enough to be sent, and equal on ranks whose models are built alike."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.names import normalize
+from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, in_c_order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.snapshots import Metadata
+
+
+class Row(NamedTuple):
+    """One tensor. algorithm: of its digest; empty where it has none. sharding: position among the catalogue's."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    refused: str
+    parameter: bool
+    algorithm: str
+    sharding: int
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The tensors of one rank in their order, and its plain values. shardings: those of DTensors, each once."""
+
+    title: str
+    format: str
+    size: int
+    rows: tuple[Row, ...]
+    shardings: tuple[Sharding, ...]
+    values: Mapping[str, Any]
+    stubs: tuple[str, ...]
+    metadata: Metadata | None
+    notes: tuple[str, ...]
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that are the same for equal catalogues."""
+        return hashlib.sha256(repr(self).encode("utf-8", "backslashreplace")).digest()[:16]
+
+    def short(self) -> dict[str, str]:
+        """Return each tensor's name without wrappers' prefixes: the one by which ranks are compared."""
+        return normalize(row.name for row in self.rows)
+
+    def tensors(self, digests: Sequence[bytes]) -> dict[str, Tensor]:
+        """Return the tensors as all ranks see them: of known digests, and without bytes."""
+        return {
+            row.name: Tensor(
+                row.name,
+                row.dtype,
+                row.shape,
+                in_c_order(row.shape),
+                self.title,
+                0,
+                refused=row.refused,
+                data=b"",
+                parameter=row.parameter,
+                sharding=self.shardings[row.sharding] if row.sharding >= 0 else None,
+                same=digest,
+            )
+            for row, digest in zip(self.rows, digests, strict=True)
+        }
+
+
+def catalogue_of(taken: Snapshot, algorithms: Sequence[str]) -> Catalogue:
+    """Return what is to be known of a rank's snapshot by the others. algorithms: of its tensors' digests."""
+    known: dict[Sharding, int] = {}
+    rows = []
+    for tensor, algorithm in zip(taken.tensors.values(), algorithms, strict=True):
+        at = -1
+        if tensor.sharding is not None:
+            # Where a rank stands follows from its number; without that, ranks have the same catalogue.
+            at = known.setdefault(replace(tensor.sharding, coordinate=()), len(known))
+        rows.append(Row(tensor.name, tensor.dtype, tensor.shape, tensor.refused, tensor.parameter, algorithm, at))
+    return Catalogue(
+        taken.path,
+        taken.format,
+        taken.bytes,
+        tuple(rows),
+        tuple(known),
+        dict(taken.values),
+        taken.stubs,
+        taken.metadata,
+        taken.notes,
+    )
+
+
+def untold(tensor: Tensor) -> Tensor:
+    """Return a tensor of which only the digest is known, and stays so; the ranks have agreed on its algorithm."""
+    return replace(tensor, data=None, digest=Digest("agreed", tensor.same.hex()), same=b"")

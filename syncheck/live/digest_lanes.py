@@ -1,0 +1,185 @@
+"""Digests of tensors on an accelerator, computed there: two sums of mixed words, `lanes-128`.
+
+The bytes, padded with zeros to whole words of 64 bits, little-endian, are w[0], w[1], ...; n is their number before
+padding. All arithmetic is modulo 2**64:
+
+    a = sum over i of mix_a(w[i] + (i + 1) * STEP_A)      mix_a: the finalizer of SplitMix64
+    b = sum over i of mix_b(w[i] ^ (i + 1) * STEP_B)      mix_b: fmix64 of MurmurHash3
+    digest = mix_a(a + (n + 1) * STEP_A), mix_b(b ^ (n + 1) * STEP_B), 8 bytes each, little-endian
+
+Sums of integers do not depend on the order of their terms: any number of threads, blocks and atomic additions give the
+same digest, and so do the kernel and the eager form.
+
+What it sees. Both mixes are bijections of 64 bits. So a change within one aligned word, one flipped bit anywhere
+among them, changes both sums for certain, and the digest. Each word is mixed with its position, by other steps and in
+another way in each lane, so that permuted words, swapped rows, flipped signs and constants are different sums. For
+changes of several words that do not know the constants, two digests are equal with odds of 2**-128, as those of any
+128-bit hash. Flipping one bit of the input flips each bit of the digest in 0.49 to 0.51 of the cases (measured by
+tests/live/test_digest_lanes.py).
+
+What it does not withstand is somebody who knows the constants: the terms of a sum can be chosen to cancel, as can the
+multiset of keyed words be kept where words are a multiple of the step apart. It finds faults, not forgers.
+
+Constants: STEP_A and mix_a from Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", as in the
+reference code https://prng.di.unimi.it/splitmix64.c; mix_b from MurmurHash3, Austin Appleby,
+https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp; STEP_B is the
+multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers", table 5, 64 bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.live import digest_parts as parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LANES = "lanes-128"
+STEP_A, STEP_B = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+
+
+class Mix(NamedTuple):
+    """x ^= x >> s for each shift, with a multiplication after the first and the second."""
+
+    shifts: tuple[int, int, int]
+    factors: tuple[int, int]
+
+
+MIX_A = Mix((30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+MIX_B = Mix((33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+
+# Bytes that the eager form works on at a time. It keeps four temporaries of this size.
+EAGER = 8 << 20
+
+
+class Row(NamedTuple):
+    """Bytes to add to the sums of a slot. tensor: lies in order, aligned. first: the number of its first word."""
+
+    tensor: Any
+    first: int
+    slot: int
+
+
+class _Kernel:
+    """The fused kernel. Where it is not to be had, or fails once, `broken` says why, and the eager form is taken."""
+
+    broken = ""
+
+    def add(self, rows: Sequence[Row], sums: Any) -> None:
+        """Add the words of rows to the sums, by the kernel or without it: the sums are the same."""
+        if not self.broken:
+            try:
+                from syncheck.live import digest_kernel
+
+                digest_kernel.add(rows, sums)
+            except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, a device that it does not know, ...
+                self.broken = f"{type(error).__name__}: {error}"
+            else:
+                return
+        add_eagerly(rows, sums)
+
+
+KERNEL = _Kernel()
+
+
+@dataclass
+class Pending:
+    """Digests that the device is still computing. sums: [tensors, 2] of int64 there. sizes: bytes of each tensor."""
+
+    sums: Any
+    sizes: Sequence[int]
+
+    def read(self) -> list[bytes]:
+        """Wait for the device, and return the digest of each tensor, 16 bytes. One copy from the device."""
+        numpy = sys.modules["numpy"]
+        found = self.sums.cpu().numpy().view(numpy.uint64)
+        ends = numpy.array(self.sizes, numpy.uint64) + numpy.uint64(1)
+        a = _mixed(found[:, 0] + ends * numpy.uint64(STEP_A), MIX_A)
+        b = _mixed(found[:, 1] ^ ends * numpy.uint64(STEP_B), MIX_B)
+        data = numpy.stack([a, b], axis=1).astype("<u8").tobytes()
+        return [data[start : start + 16] for start in range(0, len(data), 16)]
+
+
+def start(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | None = None) -> Pending:
+    """Begin to compute the digests of strided tensors of one device, without waiting for it.
+
+    Tensors in C order are read where they lie, others are copied on the device in parts. add: adds rows to the sums;
+    None takes the kernel on a GPU and the eager form elsewhere. Raises UsageError for a tensor without storage.
+    """
+    import torch
+
+    device = tensors[0].device
+    add = add or (KERNEL.add if device.type == "cuda" else add_eagerly)
+    with parts.as_plain_tensors():
+        for i, tensor in enumerate(tensors):
+            parts.require_storage(tensor, i)
+        sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=device)
+        rows: list[Row] = []
+        copied = 0
+        for slot, tensor in enumerate(tensors):
+            for first, part in parts.in_parts(tensor):
+                rows.append(Row(part, first, slot))
+                copied += 0 if part is tensor else part.nbytes
+                if copied >= parts.MOST_COPIED:  # given back before more is copied
+                    add(rows, sums)
+                    rows, copied = [], 0
+        if rows:
+            add(rows, sums)
+        return Pending(sums, [tensor.nbytes for tensor in tensors])
+
+
+def add_eagerly(rows: Sequence[Row], sums: Any) -> None:
+    """Add the words of rows to the sums with torch's own operations, on any device that has integers of 64 bits."""
+    for tensor, first, slot in rows:
+        row = parts.as_bytes(tensor)
+        for begin in range(0, len(row), EAGER):
+            words = _words(row[begin : begin + EAGER])
+            sums[slot] += _sums(words, first + begin // parts.WORD)
+
+
+def _words(row: Any) -> Any:
+    """Return bytes as words, padded with zeros to whole ones."""
+    torch = sys.modules["torch"]
+    rest = len(row) % parts.WORD
+    if rest:
+        row = torch.cat([row, row.new_zeros(parts.WORD - rest)])
+    return row.view(torch.int64)
+
+
+def _sums(words: Any, first: int) -> Any:
+    """Return both sums over words. first: the number of the first. torch calculates with int64 modulo 2**64."""
+    torch = sys.modules["torch"]
+    numbers = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
+    a = numbers * _signed(STEP_A)
+    a = _mix_in_place(a.add_(words), MIX_A).sum()
+    b = numbers.mul_(_signed(STEP_B))
+    b = _mix_in_place(b.bitwise_xor_(words), MIX_B).sum()
+    return torch.stack([a, b])
+
+
+def _mix_in_place(x: Any, mix: Mix) -> Any:
+    for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
+        # A shift of int64 brings copies of the sign; the mask takes them away.
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+        if factor:
+            x.mul_(_signed(factor))
+    return x
+
+
+def _mixed(x: Any, mix: Mix) -> Any:
+    """Mix an array of uint64."""
+    numpy = sys.modules["numpy"]
+    for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
+        x = x ^ (x >> numpy.uint64(shift))
+        if factor:
+            x = x * numpy.uint64(factor)
+    return x
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a number of 64 bits."""
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,108 @@
+"""The bytes of a tensor, in C order, as they lie in memory or copied in parts where they do not lie like that.
+
+torch is not imported here: who holds a tensor has loaded it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORD = 8  # bytes
+
+# Bytes that are copied at a time of a tensor that is not in C order: what a check may take beside the model.
+MOST_COPIED = 16 << 20
+
+
+@contextlib.contextmanager
+def as_plain_tensors() -> Iterator[None]:
+    """Call torch without autograd, and without what subclasses make of its methods: the bytes are torch's business.
+
+    Holds for the thread that enters it. Does nothing where torch is not loaded.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no other name for it
+        yield
+
+
+def is_tensor(source: Any) -> bool:
+    """Whether a source is a tensor of torch, not an array."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.Tensor)
+
+
+def lies_in_order(tensor: Any) -> bool:
+    """Whether the bytes of a strided tensor lie in memory as they are read: in C order, conjugated and negated."""
+    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+
+
+def is_aligned(tensor: Any) -> bool:
+    """Whether the bytes of a tensor that lies in order can be read in words of eight."""
+    return not (tensor.data_ptr() % WORD or tensor.storage_offset() * tensor.element_size() % WORD)
+
+
+def require_storage(tensor: Any, number: int) -> None:
+    """Raise UsageError for a tensor whose storage was freed: reading it would end the process.
+
+    FSDP1 frees the storage of a parameter between its uses, and the tensor keeps its shape. number: of the tensor in
+    its list, for the error.
+    """
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous():
+        last = tensor.storage_offset() + tensor.numel()
+    else:
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        last = tensor.storage_offset() + reach + 1
+    found, needed = tensor.untyped_storage().nbytes(), last * tensor.element_size()
+    if found < needed:
+        raise UsageError(
+            f"tensor {number}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: its storage holds "
+            f"{found} bytes, {needed} needed. FSDP frees parameters between their uses: check inside "
+            "FullyShardedDataParallel.summon_full_params"
+        )
+
+
+def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
+    """Yield the bytes of a strided tensor as tensors that lie in order and are aligned, with the word each begins at.
+
+    One that is so already comes as it is. Of another, copies of at most `most` bytes come, or of eight rows where that
+    is more, on its own device; all but the last have whole words of eight bytes.
+    """
+    if not tensor.numel():
+        return
+    if not lies_in_order(tensor):
+        rows = len(tensor) if tensor.dim() else 1
+        size = tensor.numel() * tensor.element_size() // rows
+        # Eight rows are whole words, whatever a row is.
+        step = max(most // (size * WORD), 1) * WORD
+        for start in range(0, rows, step):
+            part = tensor[start : start + step] if tensor.dim() else tensor
+            yield start * size // WORD, _copied(part)
+    elif is_aligned(tensor):
+        yield 0, tensor
+    else:
+        row = as_bytes(tensor)
+        for start in range(0, len(row), most):
+            yield start // WORD, row[start : start + most].clone()
+
+
+def as_bytes(tensor: Any) -> Any:
+    """Return a tensor that lies in order as a row of uint8 on its own device, without a copy."""
+    torch = sys.modules["torch"]
+    return tensor.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
+
+
+def _copied(tensor: Any) -> Any:
+    found = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A slice of one element that is not in order may still lie in it, at an odd place.
+    return found if is_aligned(found) else found.clone()
