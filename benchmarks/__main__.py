@@ -21,9 +21,11 @@ from benchmarks import (
     distributed_tests,
     large,
     last_element,
+    live,
     many_ranks,
     many_small,
     memory,
+    scale,
     sparse,
 )
 
@@ -37,6 +39,8 @@ BENCHMARKS = {
     "many_small": many_small,
     "sparse": sparse,
     "distributed_tests": distributed_tests,
+    "live": live,
+    "scale": scale,
 }
 
 

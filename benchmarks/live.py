@@ -1,4 +1,4 @@
-"""A live check on two gloo ranks: against reading the bytes once, Megatron-LM's method, a broadcast, a training step."""
+"""A live check on two gloo ranks, against reading the bytes once, Megatron-LM's method, and a training step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = 2
 EVERY = 100  # steps between checks by default
 LIMIT = 1800  # seconds for both ranks
 ROOT = Path(__file__).resolve().parent.parent
-PHASES = ("snapshot", "digests", "exchange", "judging")
+PHASES = ("snapshot", "digests", "messages", "judging")
 # Of a model of many small tensors the bytes are read in no time: what a check costs there goes by tensors.
 BY_TENSOR = "5,000 small tensors"
 # DESIGN.md, section 9.
@@ -43,13 +43,17 @@ def run(rounds: int) -> tuple[str, bool]:
     share = 100 * _ratio(training, "check", "step") / EVERY
     bars.append(bar(f"resnet18 under DDP: a check every {EVERY} steps, % of step time", share, MOST_SHARE))
     parts: list[str | Sequence[str] | Sequence[tuple[str, bool]]] = [
-        "Two gloo ranks at the same time on one machine, one thread each, all in sync; medians in ms. Reading: a sum "
-        "over 8-byte words of every tensor of model and optimizer, views made beforehand. A check's phases are of "
-        "other calls than the check beside them.",
+        (
+            "Two gloo ranks at the same time on one machine, one thread each, all in sync; medians in ms. Reading: a "
+            "sum over 8-byte words of every tensor of model and optimizer, views made beforehand. A check's phases are "
+            "of other calls than the check beside them; messages have the waiting for the other rank in them."
+        ),
         _checks(found["models"]),
         _by_tensor(found["models"]),
-        "Parameters only, as others compare them. Megatron-LM's check_param_hashes_across_dp_replicas: SHA-1 of each "
-        "parameter as float32, then an all_gather. Broadcast: rank 0's parameters, and torch.equal.",
+        (
+            "Parameters only, as others compare them. Megatron-LM's check_param_hashes_across_dp_replicas: SHA-1 of "
+            "each parameter as float32, then an all_gather. Broadcast: rank 0's parameters, and torch.equal."
+        ),
         _others(found["models"]),
         "Bytes that a rank hands to collectives for a check, counted at the process group.",
         _traffic(found["traffic"]),
@@ -70,7 +74,7 @@ def _measured(rounds: int) -> dict[str, Any]:
                 stderr=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=environment() | {"PYTHONPATH": str(ROOT)},
+                env=environment() | {"PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": str(RANKS)},
             )
             for rank in range(RANKS)
         ]

@@ -21,13 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.live_baselines import megatron, naive, reading
 from benchmarks.live_models import MODELS, resnet18, tensors_of
 from benchmarks.traffic import counted
-from syncheck.live import check, exchange
+from syncheck.live import channel, check, exchange, holdings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-# The phases of a check, by the function that the exchange calls for each.
-PHASES = {"snapshot": "snapshot", "_catalogue": "digests", "_catalogues": "exchange", "judge": "judging"}
+# The phases of a check, and the function that is each of them, by where it is looked up.
+PHASES: tuple[tuple[str, Any, str], ...] = (
+    ("snapshot", exchange, "snapshot"),
+    ("digests", holdings, "digests_of"),
+    ("messages", channel.Channel, "gather"),
+    ("judging", exchange, "judge"),
+)
 DIFFERENT = ("resnet18, SGD", "5,000 small tensors")
 STEPS = 3  # of training, in each round
 Times = dict[str, list[float]]
@@ -55,7 +60,7 @@ def take_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
 @contextmanager
 def split(spent: dict[str, float]) -> Iterator[None]:
     """Add to `spent` the seconds that a check takes in each of its phases. Raises AttributeError where one is gone."""
-    kept = {name: getattr(exchange, name) for name in PHASES}
+    kept = [(owner, name, getattr(owner, name)) for _, owner, name in PHASES]
 
     def watched(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -67,13 +72,13 @@ def split(spent: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    for name, function in kept.items():
-        setattr(exchange, name, watched(PHASES[name], function))
+    for phase, (owner, name, function) in zip((phase for phase, _, _ in PHASES), kept, strict=True):
+        setattr(owner, name, watched(phase, function))
     try:
         yield
     finally:
-        for name, function in kept.items():
-            setattr(exchange, name, function)
+        for owner, name, function in kept:
+            setattr(owner, name, function)
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
@@ -82,7 +87,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     model, optimizer = MODELS[name]()
     tensors, parameters = tensors_of(model, optimizer), [p.detach() for p in model.parameters()]
     report = check(model, optimizer)
-    assert report.verdict == "in_sync" and report.counts.tensors == len(tensors), report.counts
+    assert report.verdict == "in_sync"
+    assert report.counts.tensors == len(tensors), report.counts
     works = {
         "read": reading(tensors),
         "check": lambda: check(model, optimizer),
@@ -91,7 +97,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "megatron": lambda: megatron(model),
         "naive": lambda: naive(model),
     }
-    assert works["megatron"]() and works["naive"]()
+    assert megatron(model)
+    assert naive(model)
     times = take_turns(works, rounds)
     phases: Times = {}
     for _ in range(rounds):
@@ -158,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found: dict[str, Any] = {"models": {}, "traffic": {}}
-    for name in MODELS if not __import__("os").environ.get("QUICK") else ():
+    for name in MODELS:
         found["models"][name] = measure(name, rounds)
         gc.collect()
     for name in DIFFERENT:

@@ -20,7 +20,13 @@ RANKS = (2, 8, 64, 1024)
 TENSORS = (500, 5_000)
 ELEMENTS = 64  # float32, of one tensor
 # What the ranks hold; `benchmarks.scale_ranks` makes them.
-CASES = ("in sync", "one tensor of one rank differs")
+IN_SYNC, ONE_DIFFERS = "in sync", "one tensor of one rank differs"
+HSDP, HSDP_DIFFERS = "HSDP, in sync", "HSDP, one shard of one rank differs"
+# HSDP on as many copies as shards; every one of the shards is another kind of rank, which is played.
+JOBS = (
+    *((ranks, tensors, case) for tensors in TENSORS for ranks in RANKS for case in (IN_SYNC, ONE_DIFFERS)),
+    *((ranks, TENSORS[0], case) for ranks in (64, 1024) for case in (HSDP, HSDP_DIFFERS)),
+)
 ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 64.0  # sent a tensor and rank, in sync: DESIGN.md, section 9
 MOST_MEMORY = 150.0  # MB of a comparison, up to 40,000 tensors and ranks; beyond, 200 bytes each
@@ -35,18 +41,16 @@ def run(rounds: int) -> tuple[str, bool]:
         "|---|---|---|---|---|---|---|",
     ]
     bars = []
-    for tensors in TENSORS:
-        for ranks in RANKS:
-            for case in CASES:
-                found = played(ranks, tensors, case, rounds)
-                seconds = statistics.median(found["seconds"])
-                lines.append(
-                    f"| {ranks:,} | {tensors:,} | {case} | {seconds:.3f} | {found['sent']:,} | {found['received']:,} | "
-                    f"{found['calls']} |"
-                )
-                if ranks == max(RANKS) and case == CASES[0]:
-                    what = f"{ranks:,} ranks of {tensors:,} tensors in sync: bytes sent a tensor and rank"
-                    bars.append(bar(what, found["sent"] / tensors, MOST_BYTES))
+    for ranks, tensors, case in JOBS:
+        found = played(ranks, tensors, case, rounds)
+        seconds = statistics.median(found["seconds"])
+        lines.append(
+            f"| {ranks:,} | {tensors:,} | {case} | {seconds:.3f} | {found['sent']:,} | {found['received']:,} | "
+            f"{found['calls']} |"
+        )
+        if ranks == max(RANKS) and case == IN_SYNC:
+            what = f"{ranks:,} ranks of {tensors:,} tensors in sync: bytes sent a tensor and rank"
+            bars.append(bar(what, found["sent"] / tensors, MOST_BYTES))
     times, memory = _fingerprints(rounds, bars)
     return section(
         f"Simulated job: one process plays each kind of rank in turn, all messages are real, nothing is sent. Tensors "

@@ -52,13 +52,19 @@ class Played:
 
 @dataclass
 class _Talk:
-    """All messages so far: of each collective what each kind of rank gave to it."""
+    """All messages so far: what each kind of rank gave to each collective, and what one rank sent to another."""
 
     kinds: Kinds
     said: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    letters: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def exchange(self, at: int, kind: str, message: torch.Tensor) -> list[torch.Tensor]:
-        """Give a message to the collective number `at`; return those of all ranks, in order. Raises Waiting."""
+    @property
+    def messages(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.said)) + sum(map(len, self.letters.values()))
+
+    def say(self, at: int, kind: str, message: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Give a message to the collective number `at`; return what is there of it."""
         if at == len(self.said):
             self.said.append({})
         said = self.said[at]
@@ -66,42 +72,82 @@ class _Talk:
             said[kind] = message.detach().clone()
         elif said[kind].shape != message.shape:  # the bytes after a pickled object are whatever was in memory
             raise RuntimeError(f"{kind}: not the message that it sent in the pass before, at collective {at}")
-        if len(said) < len(self.kinds.first):
-            raise Waiting
-        return [said[of] for of in self.kinds.of]
+        return said
+
+    def send(self, pair: tuple[int, int], number: int, message: torch.Tensor) -> None:
+        """Send message `number` from one rank to another."""
+        sent = self.letters.setdefault(pair, [])
+        if number == len(sent):
+            sent.append(message.detach().clone())
 
 
 class Group(dist.ProcessGroup):
-    """The process group as one rank sees it; offers what checks use, and counts."""
+    """The process group as one rank sees it; offers what checks use, and counts bytes."""
 
     def __init__(self, talk: _Talk, kind: str) -> None:
-        super().__init__(talk.kinds.first[kind], talk.kinds.size)
+        self._rank = talk.kinds.first[kind]
+        super().__init__(self._rank, talk.kinds.size)
         self._talk, self._kind = talk, kind
         self.at = self.sent = self.received = 0
+        self._letters: dict[tuple[int, int], int] = {}
 
     def getBackendName(self) -> str:  # noqa: N802
         """Name the backend, as torch asks for it."""
         return BACKEND
 
     def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        said = self._talk.say(self.at, self._kind, message)
+        if len(said) < len(self._talk.kinds.first):
+            raise Waiting
         self.at += 1
-        found = self._talk.exchange(self.at - 1, self._kind, message)
-        size = message.numel() * message.element_size()
-        self.sent += size
-        self.received += size * (len(found) - 1)
-        return found
+        self.sent += message.nbytes
+        self.received += message.nbytes * (self._talk.kinds.size - 1)
+        return [said[kind] for kind in self._talk.kinds.of]
 
-    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:  # noqa: ARG002
         """Copy what each rank sent into the list of outputs."""
         for output, sent in zip(outputs[0], self._gather(inputs[0]), strict=True):
             output.copy_(sent)
         return _done(outputs)
 
-    def _allgather_base(self, output: Any, given: Any, options: Any = None) -> Any:
+    def _allgather_base(self, output: Any, given: Any, options: Any = None) -> Any:  # noqa: ARG002
         torch.cat([sent.reshape(-1) for sent in self._gather(given)], out=output.view(-1))
         return _done(output)
 
-    all_gather_single = _allgather_base  # as torch calls it since 2.15
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # as torch calls it since 2.15
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """Copy what the rank at the root gave. It counts as sent once: it goes down a tree."""
+        root = options.rootRank
+        if root == self._rank:
+            self._talk.say(self.at, self._kind, tensors[0])
+            self.sent += tensors[0].nbytes
+        else:
+            if self.at >= len(self._talk.said):
+                raise Waiting
+            tensors[0].copy_(self._talk.said[self.at][self._talk.kinds.of[root]])
+            self.received += tensors[0].nbytes
+        self.at += 1
+        return _done(tensors)
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:  # noqa: ARG002
+        """Leave a message for one rank."""
+        pair = self._rank, to
+        self._letters[pair] = self._letters.get(pair, 0) + 1
+        self._talk.send(pair, self._letters[pair] - 1, tensors[0])
+        self.sent += tensors[0].nbytes
+        return _done(tensors)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:  # noqa: ARG002
+        """Copy the next message of one rank. Raises Waiting where there is none yet."""
+        pair = source, self._rank
+        number = self._letters.get(pair, 0)
+        if number >= len(self._talk.letters.get(pair, ())):
+            raise Waiting
+        self._letters[pair] = number + 1
+        tensors[0].copy_(self._talk.letters[pair][number])
+        self.received += tensors[0].nbytes
+        return _done(tensors)
 
 
 def _done(result: Any) -> Any:
@@ -115,7 +161,7 @@ def _joined(talk: _Talk, kind: str) -> Iterator[Group]:
     """Be one rank of the simulated job. Raises RuntimeError in a process that has a process group already."""
     group = Group(talk, kind)
     dist.Backend.register_backend(BACKEND, lambda *_: group, devices=["cpu"])
-    dist.init_process_group(BACKEND, rank=talk.kinds.first[kind], world_size=talk.kinds.size, store=dist.HashStore())
+    dist.init_process_group(BACKEND, rank=talk.kinds.first[kind], world_size=talk.kinds.size, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         yield group
     finally:
@@ -129,7 +175,7 @@ def play(kinds: Kinds, work: Callable[[str], Any]) -> dict[str, Played]:
     """
     talk = _Talk(kinds)
     while True:
-        known = sum(map(len, talk.said))
+        known = talk.messages
         done: dict[str, Played] = {}
         for kind in kinds.first:
             with _joined(talk, kind) as group:
@@ -142,5 +188,5 @@ def play(kinds: Kinds, work: Callable[[str], Any]) -> dict[str, Played]:
                 done[kind] = Played(result, seconds, group.sent, group.received, group.at)
         if len(done) == len(kinds.first):
             return done
-        if sum(map(len, talk.said)) == known:
+        if talk.messages == known:
             raise RuntimeError("the ranks wait for one another: they do not make the same collective calls")
