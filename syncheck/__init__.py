@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncheck.api import Options, compare
-    from syncheck.errors import CheckpointError, SyncheckError, UsageError
+    from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
     from syncheck.readers import read
     from syncheck.records import (
@@ -37,6 +37,7 @@ __all__ = [
     "Finding",
     "Group",
     "Options",
+    "OutOfSync",
     "Replica",
     "Report",
     "Shards",
@@ -57,6 +58,7 @@ _HOME = {
     "compare": "syncheck.api",
     "Options": "syncheck.api",
     "CheckpointError": "syncheck.errors",
+    "OutOfSync": "syncheck.errors",
     "SyncheckError": "syncheck.errors",
     "UsageError": "syncheck.errors",
     "metadata": "syncheck.metadata_block",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
 from syncheck.blocks import Files
@@ -98,15 +98,13 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
             *(_quick_note() if selection.quick and len(snapshots) > 1 else ()),
         ),
         metadata=metadata,
-        hyperparameters=_hyperparameters(next(iter(snapshots.values()))),
+        hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
     )
 
 
-def _hyperparameters(snapshot: Snapshot) -> dict[str, float]:
-    """Return what moves parameters besides gradients, of the first parameter group."""
-    found = {
-        name: snapshot.values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")
-    }
+def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what moves parameters besides gradients, of the first parameter group. values: of a snapshot."""
+    found = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 

@@ -11,8 +11,10 @@
     |   +-- RefusedFile          it wants to run something when it is loaded
     +-- RankFailed               a rank could not take part in a comparison of all ranks
     +-- DemoFailed               the demo did not show what it promises
+    +-- OutOfSync                exit 1; also an AssertionError, with the whole report
 
-An error's text is one line. Being out of sync is a verdict, not an error.
+An error's text is one line, but for OutOfSync's. Being out of sync is a verdict, and raised only where that was asked
+for: by `assert_in_sync` and by a monitor.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from __future__ import annotations
 import re
 import reprlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from syncheck.records import Report
 
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
 _HASHES = re.compile(r"##(?=\w*\[)")
@@ -118,6 +124,26 @@ class OptionError(UsageError):
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         # Test runners send exceptions from one process to another.
         return UsageError, (str(self),)
+
+
+class OutOfSync(SyncheckError, AssertionError):
+    """Replicas differ, or, of an assertion, it could not be told whether they do. report: the whole answer.
+
+    Its text is that of a failed assertion, of several lines; names in it are escaped where it is made.
+    """
+
+    exit_code = 1
+
+    def __init__(self, text: str, report: Report) -> None:
+        super().__init__(text)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
+        # Test runners send exceptions from one process to another.
+        return type(self), (str(self), self.report)
 
 
 class DemoFailed(SyncheckError):

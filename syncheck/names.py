@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,13 +18,8 @@ _RNG = ("rng", "random_state", "random_states", "rng_state")
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
 
 
-def normalize(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the one without wrapper prefixes.
-
-    `_orig_mod.` and `_fsdp_wrapped_module.` are taken out wherever they stand; no one names a module so. `module.` is
-    taken off only where every tensor of the model has it in front, for a model may well have a submodule of that name.
-    A name that would become equal to another one stays as it is.
-    """
+@lru_cache(maxsize=64)
+def _normalized(names: tuple[str, ...]) -> dict[str, str]:
     plain = {name: _WRAPPER.sub("", name) for name in names}
     while True:
         # A generator's state lies beside the model and has no prefix; the optimizer is looked at below.
@@ -43,6 +39,16 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     for short in plain.values():
         taken[short] = taken.get(short, 0) + 1
     return {name: short if taken[short] == 1 else name for name, short in plain.items()}
+
+
+def normalize(names: Iterable[str]) -> dict[str, str]:
+    """Map each name to the one without wrapper prefixes.
+
+    `_orig_mod.` and `_fsdp_wrapped_module.` are taken out wherever they stand; no one names a module so. `module.` is
+    taken off only where every tensor of the model has it in front, for a model may well have a submodule of that name.
+    A name that would become equal to another one stays as it is.
+    """
+    return dict(_normalized(tuple(names)))  # a thousand ranks have the same, and a live check asks again and again
 
 
 def free_name(name: str, taken: Container[str]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
-from syncheck.errors import SyncheckError, UsageError
+from syncheck.errors import OutOfSync, SyncheckError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,18 +79,6 @@ class Rank:
         import torch.distributed as dist
 
         dist.barrier()
-
-
-class OutOfSync(AssertionError):
-    """Replicas differ, or it could not be told whether they do. report: the whole answer."""
-
-    def __init__(self, text: str, report: Report) -> None:
-        super().__init__(text)
-        self.report = report
-
-    def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
-        # Test runners send exceptions from one process to another.
-        return type(self), (str(self), self.report)
 
 
 def assert_in_sync(

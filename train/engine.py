@@ -21,10 +21,12 @@ from train.models import build_model
 from train.progress import Plan, Silent
 from train.saver import Saver
 from train.step import Step
+from train.watch import Watch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.console import Console
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -68,32 +70,38 @@ class Job:
     test_batches: Batches
     method: Method
     step: Step
+    watch: Watch
     saver: Saver
 
 
 def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
-    """Train one model as the settings say, and save what they ask for.
+    """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
     To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
-    the same settings, number of ranks, libraries and machine. Raises UserError, on all ranks alike.
+    the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
+    alike.
     """
-    job = prepare(settings, ctx)
+    job = prepare(settings, ctx, progress.console)
     progress.start(job.plan)
     start, step, epoch = time.perf_counter(), 0, 0
-    while step < job.plan.steps:
-        epoch += 1
-        epoch_start = time.perf_counter()
-        step, meter = train_epoch(job, step, epoch, progress)
-        elapsed = time.perf_counter() - epoch_start
-        trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
-        speed = trained.samples / elapsed
-        progress.epoch(step, epoch, trained, test, speed)
+    with job.watch:
+        while step < job.plan.steps:
+            epoch += 1
+            epoch_start = time.perf_counter()
+            step, meter = train_epoch(job, step, epoch, progress)
+            elapsed = time.perf_counter() - epoch_start
+            trained, test = meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
+            speed = trained.samples / elapsed
+            progress.epoch(step, epoch, trained, test, speed)
     seconds = time.perf_counter() - start
     return Result(settings.run, epoch, step, seconds, trained, test, tuple(job.saver.saved), job.saver.replaced)
 
 
-def prepare(settings: Settings, ctx: RankContext) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError."""
+def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
+    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+
+    console: where the checks of --monitor print; None for stderr.
+    """
     check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
@@ -128,6 +136,7 @@ def prepare(settings: Settings, ctx: RankContext) -> Job:
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
+        watch=Watch(settings, step, console),
         saver=Saver(settings, ctx, plan, step),
     )
 
@@ -158,7 +167,9 @@ def train_epoch(job: Job, step: int, epoch: int, progress: Silent) -> tuple[int,
         set_learning_rate(job.step.optimizer, job.settings.lr * schedule(step, steps))
         step += 1
         job.step.run(step, x, y, samples, meter)
-        # Saved at once: no later forward may touch the buffers before.
+        # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
+        # saved is what was found to be right, or was repaired.
+        job.watch.after_step(step, last=step == steps)
         job.saver.after_step(step)
         seen += samples
         progress.step(step, epoch, meter, seen / (time.perf_counter() - start))

@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_faults(parser.add_argument_group("planted desyncs, to see what they look like"))
     _add_task(parser.add_argument_group("model and data"))
     _add_optimization(parser.add_argument_group("optimization"))
+    _add_monitor(parser.add_argument_group("checks while it trains"))
     _add_output(parser.add_argument_group("output"))
     return parser
 
@@ -162,6 +163,23 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=DEFAULT.seed, help="of weights and order (%(default)s)")
 
 
+def _add_monitor(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--monitor",
+        "--monitor-every",
+        type=int,
+        default=DEFAULT.monitor,
+        metavar="N",
+        help="check every N optimizer steps, and after the last, that all ranks hold the same model (0: "
+        "never); the longer name is for torchrun, which may take the shorter for an option of its own",
+    )
+    group.add_argument(
+        "--on-desync",
+        choices=("raise", "warn", "resync"),
+        help="where they do not: end with exit code 1, say so and go on, or repair the ranks that are apart (warn)",
+    )
+
+
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--out",
@@ -220,4 +238,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
         save_per_rank=args.save_per_rank or args.save_every is not None,
         save_every=args.save_every,
         save_format=args.save_format,
+        monitor=args.monitor,
+        on_desync=args.on_desync,
     )

@@ -30,7 +30,12 @@ class Plan:
 
 
 class Silent:
-    """Shows nothing; base of the others."""
+    """Shows nothing; base of the others.
+
+    console: where others may print lines without breaking what is shown; None where nothing could break.
+    """
+
+    console: Console | None = None
 
     def start(self, plan: Plan) -> None:
         """Take note of the plan, before the first step."""
@@ -78,6 +83,7 @@ class Bar(Silent):
             TextColumn("{task.fields[numbers]}"),
             console=Console(),
         )
+        self.console = self.bar.console
         self.test = ""
 
     def start(self, plan: Plan) -> None:

@@ -5,7 +5,7 @@
     python train/run.py                                         # single
 
 Other ways to start: train/scripts/ and `run.py --help`. A mistake in the options, the data or the output folder is
-one line on stderr and exit code 2; the end of another rank is exit code 1.
+one line on stderr and exit code 2; the end of another rank is exit code 1, and so is what --on-desync raise finds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if __name__ == "__main__":
     # When another rank goes away, torch's C++ parts write pages of stack before we can say so in a line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from syncheck import SyncheckError
 from train.engine import Result, train
 from train.errors import RankError, UserError
 from train.launch import (
@@ -103,6 +104,8 @@ def work(args: argparse.Namespace) -> Ending:
             sys.stdout.write(summary(result))
     except UserError as error:
         return Ending(2, str(error), alike=not isinstance(error, RankError))
+    except SyncheckError as error:  # of --monitor
+        return Ending(error.exit_code, str(error), alike=True)
     except PeerLost as error:
         return Ending(1, str(error))
     except KeyboardInterrupt:
@@ -126,8 +129,8 @@ def run(args: argparse.Namespace) -> Ending:
     return spawn.start(work, args)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one training; returns the exit code."""
+def ended(argv: list[str] | None = None) -> Ending:
+    """Run one training; returns how it ended, after saying so."""
     args = None
     try:
         args = build_parser().parse_args(argv)
@@ -136,9 +139,15 @@ def main(argv: list[str] | None = None) -> int:
         ending = Ending(2, str(error), alike=not isinstance(error, RankError))
     if not ending.alike or speaks(os.environ, args):
         say(ending)
-    return ending.code
+    return ending
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one training; returns the exit code."""
+    return ended(argv).code
 
 
 if __name__ == "__main__":
     end_after_interrupt()
-    leave(main())
+    ending = ended()
+    leave(ending.code, alike=ending.alike)

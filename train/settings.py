@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from train.errors import UserError
 
@@ -25,7 +25,8 @@ class Settings:
     model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
     training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
-    counted from 1, at which it strikes; None for its own default.
+    counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
+    ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
     """
 
     method: str = "single"
@@ -59,6 +60,8 @@ class Settings:
     save_per_rank: bool = False
     save_every: int | None = None
     save_format: str = "pth"
+    monitor: int = 0
+    on_desync: Literal["raise", "warn", "resync"] | None = None
 
     @property
     def run(self) -> str:
@@ -153,6 +156,10 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
     if s.replicas == 1:
         raise UserError("--replicas 1: needs 2 or more; one replica is --method single, for hsdp --method fsdp")
+    if s.monitor < 0:
+        raise UserError(f"--monitor {s.monitor}: needs a number of steps, or 0 for no checks")
+    if s.on_desync is not None and not s.monitor:
+        raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:

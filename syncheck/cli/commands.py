@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
@@ -12,6 +13,7 @@ from syncheck.report import files
 if TYPE_CHECKING:
     import argparse
 
+    from syncheck.api import Options
     from syncheck.config import Config
     from syncheck.records import Report
 
@@ -28,7 +30,16 @@ _PRINTING: dict[str, Any] = {
 
 def compare(arguments: argparse.Namespace) -> int:
     """`syncheck compare`."""
-    return _answer(arguments, _project(arguments), "comparison")
+    if any("{" in path for path in arguments.paths):
+        from syncheck.cli import ranks
+
+        if ranks.asked_for(arguments.paths):
+            arguments.quiet = arguments.quiet or not ranks.leads()
+            options, option = _chosen(arguments, _project(arguments))
+            histograms = files.asks_for_histograms(arguments.output)
+            tell = partial(told, arguments, layout="comparison", option=option)
+            return ranks.run(arguments.paths, options, tell, histograms=histograms)
+    return _answer(arguments, "comparison")
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -40,7 +51,7 @@ def report(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "ckpts: no such folder here, and no path was given. Train with --save-per-rank, or name the checkpoints."
         )
-    return _answer(arguments, project, "overview")
+    return _answer(arguments, "overview")
 
 
 def _project(arguments: argparse.Namespace) -> Config:
@@ -49,7 +60,8 @@ def _project(arguments: argparse.Namespace) -> Config:
     return config.Config() if arguments.no_config else config.load()
 
 
-def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
+def _chosen(arguments: argparse.Namespace, project: Config) -> tuple[Options, str]:
+    """Return how to compare, and how the option for files is called; fill in what the project says of printing."""
     from syncheck import api, config
 
     given = {field: getattr(arguments, field, None) for field in api.Options.__slots__}
@@ -67,10 +79,23 @@ def _answer(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
         output.tell(f"options from {project.path}: {', '.join(from_file)}")
+    return options, option
+
+
+def _answer(arguments: argparse.Namespace, layout: str) -> int:
+    from syncheck import api
+
+    project = _project(arguments)
+    options, option = _chosen(arguments, project)
     paths = arguments.paths or project.checkpoints or ["ckpts"]
     found = api.compare(*paths, options=options, histograms=files.asks_for_histograms(arguments.output))
     for broken in found.unreadable:
         output.tell(f"error: {broken.path}: {broken.reason}")
+    return told(arguments, found, layout, option)
+
+
+def told(arguments: argparse.Namespace, found: Report, layout: str, option: str = "-o") -> int:
+    """Write and print a report as the arguments ask for; return the exit code."""
     for path in arguments.output:
         files.write_file(path, found, option)
     if not arguments.quiet:

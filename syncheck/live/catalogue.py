@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.dtypes import DTYPES
 from syncheck.names import normalize
 from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, in_c_order
 
@@ -16,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One tensor. algorithm: of its digest; empty where it has none. sharding: position among the catalogue's."""
+    """One tensor. algorithm: of its digest; empty where it has none. sharding: position among the catalogue's, or -1.
+
+    crc32: what torch.save stored for its bytes, of a file.
+    """
 
     name: str
     dtype: str
@@ -25,15 +31,14 @@ class Row(NamedTuple):
     parameter: bool
     algorithm: str
     sharding: int
+    crc32: int | None
 
 
 @dataclass(frozen=True)
 class Catalogue:
     """The tensors of one rank in their order, and its plain values. shardings: those of DTensors, each once."""
 
-    title: str
     format: str
-    size: int
     rows: tuple[Row, ...]
     shardings: tuple[Sharding, ...]
     values: Mapping[str, Any]
@@ -41,9 +46,15 @@ class Catalogue:
     metadata: Metadata | None
     notes: tuple[str, ...]
 
+    def layout(self) -> bytes:
+        """Return 16 bytes that are the same where all is equal but the values, of which only the names count."""
+        names = tuple(self.values)
+        rest = repr((self.format, names, self.stubs, self.metadata, self.notes))
+        return _hashed(_of_rows(self.rows, self.shardings), rest)
+
     def digest(self) -> bytes:
         """Return 16 bytes that are the same for equal catalogues."""
-        return hashlib.sha256(repr(self).encode("utf-8", "backslashreplace")).digest()[:16]
+        return _hashed(self.layout(), repr(self.values))
 
     def short(self) -> dict[str, str]:
         """Return each tensor's name without wrappers' prefixes: the one by which ranks are compared."""
@@ -57,16 +68,28 @@ class Catalogue:
                 row.dtype,
                 row.shape,
                 in_c_order(row.shape),
-                self.title,
+                "",
                 0,
                 refused=row.refused,
                 data=b"",
                 parameter=row.parameter,
                 sharding=self.shardings[row.sharding] if row.sharding >= 0 else None,
                 same=digest,
+                crc32=row.crc32,
+                record=(row.crc32, 0, math.prod(row.shape) * DTYPES[row.dtype].size) if row.crc32 else None,
             )
             for row, digest in zip(self.rows, digests, strict=True)
         }
+
+
+def _hashed(first: bytes, rest: str) -> bytes:
+    return hashlib.sha256(first + rest.encode("utf-8", "backslashreplace")).digest()[:16]
+
+
+@lru_cache(maxsize=8)
+def _of_rows(rows: tuple[Row, ...], shardings: tuple[Sharding, ...]) -> bytes:
+    """Hash the tensors' descriptions, which are the same at each check; to write them out takes long."""
+    return _hashed(b"", repr((rows, shardings)))
 
 
 def catalogue_of(taken: Snapshot, algorithms: Sequence[str]) -> Catalogue:
@@ -78,11 +101,20 @@ def catalogue_of(taken: Snapshot, algorithms: Sequence[str]) -> Catalogue:
         if tensor.sharding is not None:
             # Where a rank stands follows from its number; without that, ranks have the same catalogue.
             at = known.setdefault(replace(tensor.sharding, coordinate=()), len(known))
-        rows.append(Row(tensor.name, tensor.dtype, tensor.shape, tensor.refused, tensor.parameter, algorithm, at))
+        rows.append(
+            Row(
+                tensor.name,
+                tensor.dtype,
+                tensor.shape,
+                tensor.refused,
+                tensor.parameter,
+                algorithm,
+                at,
+                tensor.crc32,
+            )
+        )
     return Catalogue(
-        taken.path,
         taken.format,
-        taken.bytes,
         tuple(rows),
         tuple(known),
         dict(taken.values),

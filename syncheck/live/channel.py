@@ -17,11 +17,13 @@ from syncheck.errors import RankFailed, SyncheckError, UsageError, one_line
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     T = TypeVar("T")
 
 _LONGEST = 500  # characters of a failure's text
+# Where more than one rank in so many has something to send to all, a gather costs less than one after another.
+_FEW = 4
 _MARK = "syncheck"
 DONE = "done"
 
@@ -111,6 +113,28 @@ class Channel:
                 raise _error(failures, len(self.ranks))
         return {rank: sent.message for rank, sent in found.items()}
 
+    def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
+        """Let some ranks send what they make to all, and return that, by rank. Raises on all ranks if one failed.
+
+        Of few senders each broadcasts: in a gather every rank would receive as much from each of the others too.
+        """
+        if len(senders) * _FEW > len(self.ranks):
+            return self.gather(make() if self.rank in senders else None, kind)
+        found: dict[int, Any] = {}
+        for rank in senders:
+            message: Any = None
+            if rank == self.rank:
+                try:
+                    message = _Sent(kind, pickle.dumps(make()))
+                except Exception as error:  # noqa: BLE001 - raised on all ranks below
+                    message = _failure(error)
+            found[rank] = self._broadcast(message, rank)
+        failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
+        if failures:
+            self.over = True
+            raise _error(failures, len(self.ranks))
+        return {rank: pickle.loads(sent.message) for rank, sent in found.items()}  # noqa: S301 - as in `_unpacked`
+
     def together(self, work: Callable[[], T]) -> T:
         """Run every rank's work, which may gather; where it fails on some rank, raise the same error on all."""
         try:
@@ -178,11 +202,11 @@ class Channel:
             with self._talking():
                 self._dist.send_object_list([reply], dst=first, group=self._group)
 
-    def _broadcast(self, message: Any) -> Any:
-        """Send what the first rank gives, and return it."""
+    def _broadcast(self, message: Any, source: int | None = None) -> Any:
+        """Send what one rank gives, by default the first, and return it."""
         listed = [message]
         with self._talking():
-            self._dist.broadcast_object_list(listed, src=min(self.ranks), group=self._group)
+            self._dist.broadcast_object_list(listed, min(self.ranks) if source is None else source, self._group)
         return listed[0]
 
     @contextmanager

@@ -79,14 +79,14 @@ def check(
     def options() -> Options:
         return Options(only=tuple(only), include=tuple(include), exclude=tuple(exclude), allow=tuple(allow), rng=rng)
 
-    chosen = _group_of(mesh) if group is None and mesh is not None else group
+    chosen = group_of(mesh) if group is None and mesh is not None else group
     states = ({"rng": _random_states()},) if rng else ()
     return compare_across_ranks(
         (*parts, *states), chosen, options, mesh=lambda: _place(mesh), alone=True, budget=budget
     )
 
 
-def _group_of(mesh: Any) -> Any:
+def group_of(mesh: Any) -> Any:
     """Return the process group of a mesh of one dimension; of another only all ranks have one."""
     return mesh.get_group() if getattr(mesh, "ndim", None) == 1 else None
 

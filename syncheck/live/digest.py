@@ -45,11 +45,12 @@ def digest_all(
     if algorithm not in (None, *ALGORITHMS):
         raise UsageError(f"digest algorithm {algorithm!r} is not known; there are {', '.join(ALGORITHMS)}")
     found: list[tuple[str, bytes]] = [("", b"")] * len(sources)
-    by_device, here = _sorted(sources, algorithm)
-    # A device computes while the CPU hashes what lies there; then each answers at once for all of its tensors.
-    pending = [(places, start(tensors)) for places, tensors in by_device.values()]
-    on_cpu = algorithm if algorithm in (XXH3, COMMON) else digest_host.default()
-    hashed = digest_host.digests([sources[i] for i in here], on_cpu, threads)
+    with parts.as_plain_tensors():
+        by_device, here = _sorted(sources, algorithm)
+        # A device computes while the CPU hashes what lies there; then each answers at once for all of its tensors.
+        pending = [(places, start(tensors)) for places, tensors in by_device.values()]
+        on_cpu = algorithm if algorithm in (XXH3, COMMON) else digest_host.default()
+        hashed = digest_host.digests([sources[i] for i in here], on_cpu, threads)
     for i, value in zip(here, hashed, strict=True):
         found[i] = on_cpu, value
     for places, answer in pending:

@@ -62,8 +62,9 @@ def usual_threads() -> int:
     torchrun sets OMP_NUM_THREADS to 1 unless told, and LOCAL_WORLD_SIZE to the number of ranks on this machine.
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(told) if told.isdecimal() else 1
-    return min(max(len(os.sched_getaffinity(0)) // max(ranks, 1), 1), MOST_THREADS)
+    ranks = max(int(told), 1) if told.isdecimal() else 1
+    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(given // ranks, 1), MOST_THREADS)
 
 
 class Stream:
@@ -185,11 +186,11 @@ def _memory(source: Any, number: int) -> memoryview | None:
     """
     if not parts.is_tensor(source):
         return memoryview(row_of(source))
-    size = source.nbytes
-    if source.untyped_storage().nbytes() < size + source.storage_offset() * source.element_size():
-        parts.require_storage(source, number)
-    elif source.is_cpu and source.is_contiguous() and not source.is_neg() and not source.is_conj():
-        return _view_of(source.data_ptr(), size, _READ_ONLY) if size else memoryview(b"")
+    if source.is_cpu and source.is_contiguous() and not source.is_neg() and not source.is_conj():
+        size = source.nbytes
+        if source.untyped_storage().nbytes() >= size + source.storage_offset() * source.element_size():
+            return _view_of(source.data_ptr(), size, _READ_ONLY) if size else memoryview(b"")
+    parts.require_storage(source, number)
     return None
 
 

@@ -14,8 +14,9 @@ What it sees. Both mixes are bijections of 64 bits. So a change within one align
 among them, changes both sums for certain, and the digest. Each word is mixed with its position, by other steps and in
 another way in each lane, so that permuted words, swapped rows, flipped signs and constants are different sums. For
 changes of several words that do not know the constants, two digests are equal with odds of 2**-128, as those of any
-128-bit hash. Flipping one bit of the input flips each bit of the digest in 0.49 to 0.51 of the cases (measured by
-tests/live/test_digest_lanes.py).
+128-bit hash. Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped
+each of the 128 bits of the digest in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many
+counts (root mean square 1.00 to 1.02 standard deviations).
 
 What it does not withstand is somebody who knows the constants: the terms of a sum can be chosen to cancel, as can the
 multiset of keyed words be kept where words are a multiple of the step apart. It finds faults, not forgers.

@@ -56,7 +56,7 @@ def require_storage(tensor: Any, number: int) -> None:
     FSDP1 frees the storage of a parameter between its uses, and the tensor keeps its shape. number: of the tensor in
     its list, for the error.
     """
-    if not tensor.numel():
+    if not tensor.numel() or not (tensor.is_cpu or tensor.is_cuda):  # others give no address to read from
         return
     if tensor.is_contiguous():
         last = tensor.storage_offset() + tensor.numel()
@@ -99,10 +99,20 @@ def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
 def as_bytes(tensor: Any) -> Any:
     """Return a tensor that lies in order as a row of uint8 on its own device, without a copy."""
     torch = sys.modules["torch"]
-    return tensor.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
+    # Not reshape: a single element keeps a stride that is not 1, and cannot be viewed as bytes.
+    row = tensor.detach().as_subclass(torch.Tensor).as_strided((tensor.numel(),), (1,))
+    return row.view(torch.uint8)
 
 
 def _copied(tensor: Any) -> Any:
-    found = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A slice of one element that is not in order may still lie in it, at an odd place.
+    """Return a copy of a tensor in C order, bit for bit."""
+    torch = sys.modules["torch"]
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    elif plain.element_size() <= WORD:
+        # To copy booleans as such makes ones of all that is not zero, also of damaged memory.
+        plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
+    found = plain.contiguous()
+    # What was in order all the same, a slice of one element, say, may lie at an odd place.
     return found if is_aligned(found) else found.clone()

@@ -11,12 +11,15 @@ Three steps, of which the later ones are taken only where they are needed:
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import reference
 from syncheck.api import Found, Options, judge
+from syncheck.comparison import hyperparameters
 from syncheck.errors import UsageError
 from syncheck.kinds import selector
 from syncheck.layout_groups import Replicas
@@ -82,25 +85,36 @@ def compare_across_ranks(
             taken = replace(taken, metadata=replace(taken.metadata or Metadata(), mesh=dict(place)))
         return compare_snapshots(channel, taken, chosen, budget)
 
-    return channel.together(work)
+    # All that is made here is freed by counting; to search it for cycles over and over takes longer than to make it.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return channel.together(work)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def compare_snapshots(
-    channel: Channel, taken: Snapshot, options: Options, budget: int = BUDGET, note: str = NOTE
+    channel: Channel,
+    taken: Snapshot,
+    options: Options,
+    budget: int = BUDGET,
+    name: str = "model",
+    note: str = NOTE,
+    *,
+    histograms: bool = False,
 ) -> Report:
-    """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them."""
+    """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them.
+
+    name, note: of the group in the report. histograms: as in `api.judge`.
+    """
     holdings = exchange(channel, taken, options)
     if holdings.are_equal:
-        # Nobody can differ from anybody: two stand for all, and are compared as fast as two.
-        ranks = list(holdings.places)
-        two = _judged(holdings, options, note, ranks[:2])
-        group = two.groups[0]
-        paths = {rank: s.path for rank, s in replace(holdings, by_key=_bare(holdings)).snapshots().items()}
-        replicas = (replace(group.replicas[0], path=paths[r], rank=r, host=holdings.places[r].host) for r in ranks)
-        return replace(two, groups=(replace(group, replicas=tuple(replicas)),))
+        return _in_sync(holdings, options, name, note)
     wanted = _differing(holdings, options)
     if not wanted:
-        return _judged(holdings, options, note)
+        return _judged(holdings, options, name, note)
     short = holdings.of(channel.rank).short
     tensors = holdings.of(channel.rank).tensors
     own: dict[Key, Sliced] = {
@@ -108,20 +122,45 @@ def compare_snapshots(
         for name, tensor in taken.tensors.items()
         if tensor.data is not None
     }
-    return channel.led(
-        lambda: _judged(_readable(holdings, channel, own, wanted, budget), options, note),
-        lambda pieces: answer(own, pieces),
-    )
+
+    def measured() -> Report:
+        readable = _readable(holdings, channel, own, wanted, budget)
+        return _judged(readable, options, name, note, histograms=histograms)
+
+    return channel.led(measured, lambda pieces: answer(own, pieces))
 
 
-def _bare(holdings: Holdings) -> dict[Any, Any]:
-    return {key: replace(held, tensors={}) for key, held in holdings.by_key.items()}
+# Reports on ranks that were equal, the last ones: while names, ranks and options stay, only some values change.
+_KNOWN: OrderedDict[Any, Report] = OrderedDict()
 
 
-def _judged(holdings: Holdings, options: Options, note: str, ranks: Sequence[int] = ()) -> Report:
-    replicas = Replicas("model", None, tuple(holdings.snapshots(ranks).items()), note)
+def _in_sync(holdings: Holdings, options: Options, name: str, note: str) -> Report:
+    """Return the report on ranks of which none can differ from another. Two stand for all, to be as fast as two."""
+    ranks = list(holdings.places)
+    held = holdings.of(ranks[0])
+    shown = tuple((place.path, rank, place.host, place.size) for rank, place in holdings.places.items())
+    key = held.catalogue.layout(), repr(options), shown, holdings.whole, name, note
+    report = _KNOWN.get(key)
+    if report is None:
+        report = _judged(holdings, options, name, note, ranks[:2])
+        first = report.groups[0].replicas[0]
+        replicas = tuple(
+            replace(first, path=path, rank=rank, host=host, bytes=size) for path, rank, host, size in shown
+        )
+        report = replace(report, groups=(replace(report.groups[0], replicas=replicas),))
+        _KNOWN[key] = report
+        while len(_KNOWN) > 8:
+            _KNOWN.popitem(last=False)
+    now = hyperparameters(held.catalogue.values)
+    return replace(report, groups=(replace(report.groups[0], hyperparameters=now),))
+
+
+def _judged(
+    holdings: Holdings, options: Options, name: str, note: str, ranks: Sequence[int] = (), *, histograms: bool = False
+) -> Report:
+    replicas = Replicas(name, None, tuple(holdings.snapshots(ranks).items()), note)
     reference.check(options.reference, (replicas,))
-    return judge(Found((replicas,)), options)
+    return judge(Found((replicas,)), options, histograms=histograms)
 
 
 def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wanted]]:
@@ -179,7 +218,7 @@ def _readable(
         return replace(tensor, data=Remote(fetcher, key)) if tensor.same in wanted.get(name, ()) else tensor
 
     by_key = {
-        key: replace(held, tensors={name: readable(held.short[name], t) for name, t in held.tensors.items()})
+        key: held.with_tensors({name: readable(held.short[name], t) for name, t in held.tensors.items()})
         for key, held in holdings.by_key.items()
     }
     return replace(holdings, by_key=by_key)

@@ -7,6 +7,7 @@ loaded modules, and a program without torch never pays for it.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
@@ -61,12 +62,18 @@ class HeldPlace(TensorPlace):
         refused: str = "",
         sharding: Sharding | None = None,
     ) -> None:
-        super().__init__(None, dtype, 0, shape, in_c_order(shape), refused=refused)
-        self._fill(held=held, sharding=sharding)
+        # A live check makes some hundred of these every time.
+        values = None, dtype, 0, shape, in_c_order(shape), "", refused, None, False, sharding, held
+        for put, value in zip(_PUT, values, strict=True):
+            put(self, value)
 
     def refuse(self, reason: str) -> HeldPlace:
         """Return the same place with a reason not to compare it."""
         return self if self.refused else HeldPlace(self.dtype, self.shape, None, reason)
+
+
+_FIELDS = "storage dtype offset shape strides lazy refused data big_endian sharding held".split()
+_PUT = [getattr(HeldPlace, name).__set__ for name in _FIELDS]
 
 
 def is_tensor(value: Any) -> bool:
@@ -87,6 +94,11 @@ def place_of(value: Any) -> HeldPlace:
         dtype = DTYPES.get(value.dtype.name)
         refused = "" if dtype else f"a numpy array of dtype {value.dtype.str[1:]:.20}"
         return HeldPlace(dtype, tuple(value.shape), None if refused else Held(value), refused)
+    kind = type(value)
+    if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:  # as nearly all
+        dtype = _dtype_of(value.dtype)
+        if dtype is not None and not (value.is_meta or value.is_quantized or value.is_nested):
+            return HeldPlace(dtype, tuple(value.shape), Held(value))
     refused = "sharded: a ShardedTensor holds this rank's shard only" if type(value).__name__ == "ShardedTensor" else ""
     sharding = None
     if not refused and hasattr(value, "placements") and hasattr(value, "device_mesh"):
@@ -94,12 +106,23 @@ def place_of(value: Any) -> HeldPlace:
         with torch.no_grad():
             value = value.to_local()
     refused = refused or _refused(value, torch)
-    name = str(value.dtype).removeprefix("torch.")
-    dtype = DTYPES.get(name)
+    dtype = _dtype_of(value.dtype)
     if dtype is None and not refused:
-        refused = f"dtype {name} is not read"
+        refused = f"dtype {str(value.dtype).removeprefix('torch.')} is not read"
     shape = () if refused in (_NESTED, _LAZY) else tuple(value.shape)  # these have none
     return HeldPlace(dtype, shape, None if refused else Held(value), refused, sharding)
+
+
+@cache
+def _dtype_of(dtype: Any) -> DType | None:
+    """Return what is known of a dtype of torch."""
+    return DTYPES.get(str(dtype).removeprefix("torch."))
+
+
+def holds_shard(value: Any) -> bool:
+    """Whether this rank holds a part of a tensor only."""
+    plain = not hasattr(value, "placements") and type(value).__name__ != "ShardedTensor"
+    return not plain and is_shard(place_of(value))
 
 
 def is_shard(place: HeldPlace) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
@@ -12,6 +13,7 @@ from syncheck.live.catalogue import catalogue_of
 from syncheck.live.digest import COMMON, digest_all, root
 from syncheck.live.held import Held
 from syncheck.live.memory import agree_on_buffers
+from syncheck.live.stored import Stored
 from syncheck.names import normalize
 from syncheck.snapshots import Metadata, Snapshot
 
@@ -28,21 +30,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """What is known of one rank. key: equal on ranks that hold the same; mesh: where it stands, by dimension."""
+    """What is known of one rank. key: equal on ranks that hold the same; mesh: where it stands, by dimension.
+
+    title, size: what reports call its replica, and its bytes.
+    """
 
     key: Key
     options: bytes
+    title: str
+    size: int
     host: str
     mesh: tuple[tuple[str, int], ...]
 
+    @property
+    def path(self) -> str:
+        """Say which replica it is."""
+        return f"{self.title} on {self.host}"
 
-@dataclass(frozen=True)
+
+@dataclass
 class Holding:
-    """What some ranks hold, all the same. short: names without wrappers' prefixes, by name."""
+    """What some ranks hold, all the same. blob: the digests of the catalogue's tensors, in their order."""
 
     catalogue: Catalogue
-    short: Mapping[str, str]
-    tensors: Mapping[str, Tensor]
+    blob: bytes
+
+    @cached_property
+    def short(self) -> Mapping[str, str]:
+        """Names without wrappers' prefixes, by name."""
+        return self.catalogue.short()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors without bytes, by name; made when somebody asks for them, for where all is well nobody does."""
+        return self.catalogue.tensors(_cut(self.catalogue, self.blob))
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Holding:
+        """Return the same with other tensors, such as some that can be read."""
+        made = Holding(self.catalogue, self.blob)
+        made.tensors = tensors
+        return made
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,10 @@ class Holdings:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks hold the same, and were to hold the same."""
+        """Whether all ranks hold the same, were to hold the same, and none is missing."""
+        worlds = {held.catalogue.metadata.world_size for held in self.by_key.values() if held.catalogue.metadata}
+        if not worlds <= {None, len(self.places)}:
+            return False
         parts = any(held.catalogue.shardings for held in self.by_key.values())
         return len(self.by_key) == 1 and not parts and not any(place.mesh for place in self.places.values())
 
@@ -72,16 +102,18 @@ class Holdings:
         for rank in ranks or self.places:
             place, held = self.places[rank], self.of(rank)
             of = held.catalogue
+            known = of.metadata or Metadata()
             metadata = replace(
-                of.metadata or Metadata(),
+                known,
                 rank=rank,
-                # Ranks outside a smaller group are not missing from it.
-                world_size=len(self.places) if self.whole else None,
+                # Ranks outside a smaller group are not missing from it; those that saved a file and are not here are.
+                world_size=None if ranks else known.world_size or (len(self.places) if self.whole else None),
                 host=place.host,
                 mesh=dict(place.mesh),
             )
-            title = f"{of.title} on {place.host}"
-            made[rank] = Snapshot(title, of.format, of.size, held.tensors, of.values, of.stubs, metadata, of.notes)
+            made[rank] = Snapshot(
+                place.path, of.format, place.size, held.tensors, of.values, of.stubs, metadata, of.notes
+            )
         return dict(zip(made, agree_on_buffers(made.values()), strict=True))
 
 
@@ -93,37 +125,42 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
     found = digests_of(list(taken.tensors.values()))
     mine = catalogue_of(taken, [algorithm for algorithm, _ in found])
     mesh: tuple[tuple[str, int], ...] = ()
-    if mine.metadata is not None and mine.metadata.mesh:
+    if mine.metadata is not None:
         mesh = tuple(mine.metadata.mesh.items())
-        mine = replace(mine, metadata=replace(mine.metadata, mesh={}))  # of this rank alone
-    blob = b"".join(digest for _, digest in found)
+        own = replace(mine.metadata, rank=None, host=None, mesh={})  # what of it is of this rank alone goes apart
+        mine = replace(mine, metadata=own)
     key = mine.digest(), root(found)
     asked = hashlib.sha256(repr(options).encode()).digest()[:16]
-    sent = channel.gather(Place(key, asked, os.uname().nodename, mesh), "digests")
+    sent = channel.gather(Place(key, asked, taken.path, taken.bytes, os.uname().nodename, mesh), "digests")
     places: dict[int, Place] = {rank: sent[rank] for rank in sorted(sent)}
     if len({place.options for place in places.values()}) > 1:
         raise UsageError("the options are not the same on all ranks")
     catalogues = {key[0]: mine}
     structures = _first_of({rank: place.key[0] for rank, place in places.items()})
     if len(structures) > 1:
-        sent = channel.gather(mine if channel.rank in structures.values() else None, "catalogues")
+        sent = channel.share(lambda: mine, structures.values(), "catalogues")
         catalogues = {structure: sent[rank] for structure, rank in structures.items()}
-    owners, blobs = _first_of({rank: place.key for rank, place in places.items()}), {key: blob}
+    owners, blobs = _first_of({rank: place.key for rank, place in places.items()}), {key: _joined(found)}
     if len(owners) > 1:
-        blob = b"".join(digest for _, digest in _agreed(taken, found, catalogues))
-        sent = channel.gather(blob if channel.rank in owners.values() else b"", "tensors")
+        sent = channel.share(lambda: _joined(_agreed(taken, found, catalogues)), owners.values(), "tensors")
         blobs = {key: sent[rank] for key, rank in owners.items()}
-    by_key = {}
-    for of, blob in blobs.items():
-        catalogue = catalogues[of[0]]
-        by_key[of] = Holding(catalogue, catalogue.short(), catalogue.tensors(_cut(catalogue, blob)))
-    return Holdings(places, by_key, channel.whole)
+    return Holdings(places, {of: Holding(catalogues[of[0]], blob) for of, blob in blobs.items()}, channel.whole)
 
 
 def digests_of(tensors: Sequence[Tensor], algorithm: str | None = None) -> list[tuple[str, bytes]]:
     """Return algorithm and digest of each tensor; nothing of those whose bytes cannot be had."""
     found = iter(digest_all([t.data.source for t in tensors if isinstance(t.data, Held)], algorithm))
-    return [next(found) if isinstance(tensor.data, Held) else ("", b"") for tensor in tensors]
+
+    def digest_of(data: Any) -> tuple[str, bytes]:
+        if isinstance(data, Held):
+            return next(found)
+        return data.digest(algorithm) if isinstance(data, Stored) else ("", b"")
+
+    return [digest_of(tensor.data) for tensor in tensors]
+
+
+def _joined(digests: Sequence[tuple[str, bytes]]) -> bytes:
+    return b"".join(digest for _, digest in digests)
 
 
 def _first_of(keys: Mapping[int, Any]) -> dict[Any, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from syncheck.live.held import is_shard, place_of
+from syncheck.live.held import holds_shard
 
 
 def is_sharding(module: Any) -> bool:
@@ -18,7 +18,7 @@ def is_sharded(module: Any) -> bool:
     """Whether a module is under FSDP1 or FSDP2, or holds a shard of a tensor."""
     if any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__):
         return True
-    return any(is_shard(place_of(p)) for p in module.parameters(recurse=False))
+    return any(holds_shard(p) for p in module.parameters(recurse=False))
 
 
 def has_extra_state(module: Any) -> bool:

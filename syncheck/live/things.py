@@ -98,13 +98,21 @@ class Tree:
         self.root = self._convert(merged, "", 0)
         # Last, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
-            into.update(self._optimizer(optimizer, name))
+            made = self._optimizer(optimizer, name)
+            if not ("state" in made and "param_groups" in made):
+                into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
+            into.update(made)
             self.containers.append(into)
 
     @property
     def buffers_synced(self) -> bool | None:
         """Whether the buffers are synchronized, where all modules say the same."""
         return next(iter(self.synced)) if len(self.synced) == 1 else None
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The name of every parameter of the modules, by its `id`."""
+        return self._names
 
     def _convert(self, node: Any, name: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -233,6 +241,19 @@ class Tree:
                     # Which states there are differs: a rank whose shard of the parameter is empty has none.
                     made["state"][number] = {"state": HeldPlace(None, (), None, _FLAT)}
         return made
+
+
+def named_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Return the modules, optimizers and other objects with a state of a replica, with what `Tree` calls each.
+
+    'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' where there are two of a kind.
+    """
+    merged = _merge(parts)
+    found: list[tuple[str, Any]] = []
+    for key, value in merged.items() if isinstance(merged, Mapping) else ():
+        several = [(f"{key}.{i}", part) for i, part in enumerate(value)] if isinstance(value, list) else [(key, value)]
+        found += [(name, part) for name, part in several if is_module(part) or _stateful(part)]
+    return found
 
 
 def _merge(parts: tuple[Any, ...]) -> Any:

@@ -1,5 +1,5 @@
-"""What the tests of this folder share is in `agreement`; its assertions explain themselves as those of a test do."""
+"""What the tests here share is in these modules; their assertions explain themselves as those of a test do."""
 
 import pytest
 
-pytest.register_assert_rewrite("agreement")
+pytest.register_assert_rewrite("agreement", "healing")

@@ -46,8 +46,11 @@ FLAGS = {
     "--method",
     "--model",
     "--momentum",
+    "--monitor",
+    "--monitor-every",
     "--no-buffer-sync",
     "--no-shuffle",
+    "--on-desync",
     "--optimizer",
     "--out",
     "--port",
@@ -137,6 +140,19 @@ NEXT = "; add --spawn 2, or start with torchrun"
         (
             "--replicas 2",
             "--replicas: only for --method dp or hsdp, not for single" + NEXT,
+        ),
+        (
+            "--monitor 10",
+            "--monitor: not with --method single: one process has no other to compare itself with" + NEXT,
+        ),
+        (
+            "--method dp --monitor 10",
+            "--monitor: not with --method dp: one process has no other to compare itself with",
+        ),
+        ("--spawn 2 --monitor -1", "--monitor -1: needs a number of steps, or 0 for no checks"),
+        (
+            "--spawn 2 --on-desync raise",
+            "--on-desync raise: needs --monitor N, the number of steps between two checks",
         ),
         ("--save-per-rank --out /dev/null/ckpts", "cannot write to --out /dev/null/ckpts: Not a directory"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),

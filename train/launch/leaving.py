@@ -110,8 +110,8 @@ def say(ending: Ending) -> None:
             sys.stderr.flush()
 
 
-def leave(code: int) -> NoReturn:
-    """End this process, rank 0 first where something went wrong.
+def leave(code: int, *, alike: bool = False) -> NoReturn:
+    """End this process, rank 0 first where something went wrong. alike: rank 0 speaks for all ranks.
 
     torchrun ends all ranks as soon as one has failed: were rank 1 faster, rank 0 would be killed before it
     has printed what is wrong. So the others wait to be told, and then leave with the same code.
@@ -126,7 +126,7 @@ def leave(code: int) -> NoReturn:
         patience = LINGER
     elif "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
         patience = LINGER_SLURM
-    if code == 2 and patience:
+    if patience and (code == 2 or (code == 1 and alike)):
 
         def told(_signal: int, _frame: FrameType | None) -> None:
             os._exit(code)

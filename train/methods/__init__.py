@@ -55,6 +55,8 @@ def check_modifiers(settings: Settings) -> None:
     for option, used in MODIFIERS.items():
         if used(settings) and option in METHODS[method].refuses:
             raise UserError(f"{option}: not with --method {method}: {METHODS[method].refuses[option]}")
+    if settings.monitor and not METHODS[method].grouped:
+        raise UserError(f"--monitor: not with --method {method}: one process has no other to compare itself with")
     for option, (given, owners) in OWN.items():
         if given(settings) and method not in owners:
             raise UserError(f"{option}: only for --method {' or '.join(owners)}, not for {method}")

@@ -1,0 +1,254 @@
+"""Watch a training: check every N steps that all ranks hold the same model, and act where they do not."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from syncheck.api import Options
+from syncheck.errors import OutOfSync, UsageError, brief
+from syncheck.live.alike import agree, call_together
+from syncheck.live.channel import Channel, world_size
+from syncheck.live.checks import check, group_of
+from syncheck.live.told import Checked, Teller
+from syncheck.live.trouble import Trouble
+from syncheck.records import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import Self
+
+    Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
+
+ACTIONS = ("raise", "warn", "resync")
+_ALONE = "there is no other rank in the process group, so there is nothing to compare with"
+_NO_GROUP = (
+    "there is no process group, so there is nothing to compare with; it needs "
+    "torch.distributed.init_process_group() on every rank"
+)
+
+
+class SyncMonitor:
+    """Checks every `every` optimizer steps that all ranks hold the same model. To be made on every rank, alike.
+
+    model, optimizer, scaler, group and checking (only=, include=, exclude=, allow=, ...): as `syncheck.live.check`
+    takes them. start: optimizer steps done before, where a run goes on from a checkpoint.
+
+    on_desync: what happens where ranks are out of sync, on all of them alike. "raise": `syncheck.OutOfSync`, whose
+    `report` is the whole answer. "warn": rank 0 prints it. "resync": the ranks that are apart are repaired by
+    `syncheck.live.resync`; UsageError where that refuses. Or a function that is called with the report on every rank
+    at every check that finds them apart; where it raises on some ranks only, the others raise RankFailed, so that none
+    goes on alone.
+
+    The group's first rank tells of each check: a line on `console` (a rich Console; by default one on stderr; False
+    for none), an object in the JSONL file `events`, and scalars to `writer`, anything with TensorBoard's
+    `add_scalar(tag, value, step)`. Where that fails, as on a full disk, the training goes on.
+
+    As a context manager it checks once more at the end, if steps were done since the last check. After an exception
+    it does not: the other ranks may be gone.
+
+    It draws no random number and changes nothing, "resync" aside. Raises UsageError for arguments that are wrong.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        scaler: Any = None,
+        *,
+        every: int = 100,
+        on_desync: Action = "raise",
+        group: Any = None,
+        start: int = 0,
+        events: Any = None,
+        writer: Any = None,
+        console: Any = None,
+        **checking: Any,
+    ) -> None:
+        # A single text stands for a tuple of one.
+        self._checking: dict[str, Any] = {
+            name: (value,) if isinstance(value, str) else value for name, value in checking.items()
+        }
+        _check_arguments(every, on_desync, start, writer, console, self._checking)
+        self.checks = 0
+        """How many checks were made."""
+        self.last: Report | None = None
+        """What the last one found."""
+        self._things = (model, optimizer, scaler)
+        self._every, self._on_desync, self._group = every, on_desync, group
+        self._start = self._step = start
+        self._pending = False
+        self._checked_at: int | None = None
+        self._begun: float | None = None  # when the first step had ended, by time.perf_counter
+        self._spent = 0.0  # seconds in checks since then
+        self._trouble = Trouble()
+        self._teller = Teller(console, events, writer)
+        self._leads = False  # whether this rank is the one that tells
+        self._told: set[str] = set()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the wall time since the end of the first step that was spent in checks, 0 to 1.
+
+        The clock runs from the beginning of a check to its end: it includes waiting for ranks that arrive later, and on
+        a GPU for the work that is queued there, so it is an upper bound of what checking costs.
+        """
+        elapsed = 0.0 if self._begun is None else time.perf_counter() - self._begun
+        return min(1.0, self._spent / elapsed) if elapsed > 0 else 0.0
+
+    def step(self, step: int | None = None) -> Report | None:
+        """Count one optimizer step; where a check is due, make it and return its report. Once a step, on every rank.
+
+        step: the number of the step where the caller counts; a check is due where `every` divides it, once for each
+        number. The same on all ranks. A collective call where a check is due: a rank that never makes it leaves the
+        others waiting until the timeout of the process group. Raises RankFailed, on all ranks that check, where they
+        are at different steps, and what `on_desync` and `syncheck.live.check` raise.
+        """
+        self._step = self._step + 1 if step is None else _whole(step, "step", least=0)
+        self._pending = self._step != self._checked_at
+        try:
+            return self.check() if self._pending and self._step % self._every == 0 else None
+        finally:
+            if self._begun is None:
+                self._begun, self._spent = time.perf_counter(), 0.0
+
+    def check(self) -> Report:
+        """Check now, and return the report. A collective call; raises as `step` does."""
+        began = time.perf_counter()
+        channel = Channel(self._members) if world_size() else None
+        self._lead(channel)
+        if channel is None:
+            report = Report("undecided", ())
+        else:
+            agree(channel, (self._step, self._every, self._action))
+            model, optimizer, scaler = self._things
+            report = check(model, optimizer, scaler, group=self._members, **self._checking)
+        seconds = time.perf_counter() - began
+        self._spent += seconds
+        self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
+        if channel is None or len(channel.ranks) < 2:
+            self._say_once(_NO_GROUP if channel is None else _ALONE)
+        else:
+            self._tell(report, seconds, len(channel.ranks))
+        if report.verdict == "out_of_sync":
+            self._act(report)
+        return report
+
+    def close(self) -> None:
+        """Check once more if steps were done since the last check, and end the events. `with` does this at its end."""
+        try:
+            if self._pending:
+                self.check()
+        finally:
+            self._end(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end(kind.__name__)
+
+    @property
+    def _members(self) -> Any:
+        """The process group that takes part, which `check` takes from a mesh of one dimension; None for all ranks."""
+        mesh = self._checking.get("mesh")
+        return group_of(mesh) if self._group is None and mesh is not None else self._group
+
+    @property
+    def _action(self) -> str:
+        return self._on_desync if isinstance(self._on_desync, str) else "callable"
+
+    def _lead(self, channel: Channel | None) -> None:
+        """Find out whether this rank tells, and begin the events if so."""
+        if "start" in self._told:
+            return
+        self._told.add("start")
+        ranks = () if channel is None else channel.ranks
+        self._leads = channel is None or channel.leads
+        if self._leads:
+            told = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
+            self._teller.event("start", step=self._start, **told)
+
+    def _say_once(self, text: str) -> None:
+        if self._leads and text not in self._told:
+            self._told.add(text)
+            self._teller.say(f"warning: step {self._step}: could not tell: {text}", "yellow")
+
+    def _tell(self, report: Report, seconds: float, ranks: int) -> None:
+        new = self._trouble.seen(self._step, report)
+        if report.verdict == "undecided":
+            from syncheck.report.words import verdict_line
+
+            self._say_once(verdict_line(report).partition(": ")[2])
+        if self._leads:
+            good, since = self._trouble.good, self._trouble.since
+            checked = Checked(self._step, report, ranks, seconds, self.overhead, good, since, new)
+            # What is raised has the details in its text.
+            self._teller.check(checked, details=self._on_desync != "raise")
+
+    def _act(self, report: Report) -> None:
+        if self._on_desync == "raise":
+            from syncheck.report.failure import message
+
+            good = f"in sync at step {self._trouble.good}" if self._trouble.good is not None else "the first check"
+            raise OutOfSync(f"step {self._step} ({good}): {message(report)}", report)
+        if self._on_desync == "resync":
+            self._resync()
+        elif callable(self._on_desync):
+            call_together(Channel(self._members), self._on_desync, report)
+
+    def _resync(self) -> None:
+        resync = import_module("syncheck.live.repair").resync  # where it is wanted only
+        model, optimizer, scaler = self._things
+        done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
+        self._trouble = Trouble(good=self._step)
+        if self._leads:
+            first, *_ = done.summary.splitlines() or [""]  # `resync` itself logs all of it
+            self._teller.say(f"step {self._step}: {first}", "bold")
+            self._teller.event("resync", step=self._step, summary=done.summary)
+
+    def _end(self, exception: str | None) -> None:
+        if self._leads and "end" not in self._told:
+            self._told.add("end")
+            told = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
+            self._teller.event("end", step=self._step, verdict=self.last and self.last.verdict, **told)
+
+
+def _check_arguments(
+    every: Any, on_desync: Any, start: Any, writer: Any, console: Any, checking: Mapping[str, Any]
+) -> None:
+    """Raise UsageError for what no step could make right."""
+    _whole(every, "every", least=1)
+    _whole(start, "start", least=0)
+    if not callable(on_desync) and on_desync not in ACTIONS:
+        raise UsageError(f"on_desync={brief(on_desync)}: needs one of {', '.join(ACTIONS)}, or a function of a report")
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        raise UsageError(f"writer={brief(writer)}: needs an object with add_scalar(tag, value, step)")
+    if console is not None and console is not False and not callable(getattr(console, "print", None)):
+        raise UsageError(f"console={brief(console)}: needs a rich Console, False for none, or None for one on stderr")
+    known = [name for name, p in inspect.signature(check).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    unknown = [name for name in checking if name not in known]
+    if unknown:
+        raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
+    # Now, and not at the first check, hours later.
+    shared: dict[str, Any] = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
+    Options(**shared)
+
+
+def _whole(value: Any, name: str, *, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise UsageError(f"{name}={brief(value)}: needs a whole number, {least} or more")
+    return number

@@ -1,0 +1,245 @@
+"""Repair a job whose ranks have come apart: copy what differs from a healthy rank, and prove it by another check.
+
+resync(model, optimizer, scaler)                # from a rank that the majority agrees with
+resync(model, optimizer, scaler, source=0)      # from rank 0, whatever the others hold
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
+from syncheck.live.channel import Channel
+from syncheck.live.checks import check, eager, group_of
+from syncheck.live.repair_copy import Copier
+from syncheck.live.repair_places import Places
+from syncheck.live.repair_plan import MAJORITY, named, planned
+from syncheck.records import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.live.repair_places import Content
+    from syncheck.live.repair_plan import Plan
+    from syncheck.records import Report
+
+
+class Copied(NamedTuple):
+    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's piece of it."""
+
+    name: str
+    source: int
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Changed(NamedTuple):
+    """A value that was set, or state that was created or removed, and on which ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Resync:
+    """What `resync` did; the same on all ranks. before, after: the reports, one where nothing had to be done.
+
+    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, those
+    that were created among them. values: set to the source's. created, removed: optimizer state that a rank lacked,
+    or had more than the source.
+    """
+
+    before: Report
+    after: Report
+    sources: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    why: str = ""
+    copied: tuple[Copied, ...] = ()
+    values: tuple[Changed, ...] = ()
+    created: tuple[Changed, ...] = ()
+    removed: tuple[Changed, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that were copied."""
+        return sum(copied.bytes for copied in self.copied)
+
+    @property
+    def summary(self) -> str:
+        """What was done, in a few lines of plain text."""
+        if self.before is self.after:
+            return "resync: nothing to do, the ranks are in sync"
+        changed = (*self.values, *self.created, *self.removed)
+        touched = [of.ranks for of in self.copied] + [of.ranks for of in changed]
+        targets = sorted({rank for ranks in touched for rank in ranks})
+        sources = tuple(sorted(set(self.sources.values())))
+        what = f"{_counted(len(self.copied), 'tensor')}, {_size(self.bytes)}"
+        if self.values:
+            what += f", {_counted(len(self.values), 'value')}"
+        lines = [f"resync from {ranks_text(sources)} ({self.why}): {what}, on {ranks_text(targets)}; proved in sync"]
+        of: tuple[tuple[str, Sequence[Copied | Changed]], ...] = (
+            ("copied", self.copied), ("set", self.values), ("created", self.created), ("removed", self.removed),
+        )  # fmt: skip
+        lines += [f"  {verb}: {named(f'{c.name} ({ranks_text(c.ranks)})' for c in done)}" for verb, done in of if done]
+        return "\n".join(map(one_line, lines))
+
+
+@eager
+def resync(
+    model: Any,
+    optimizer: Any = None,
+    scaler: Any = None,
+    *,
+    source: int | str = MAJORITY,
+    group: Any = None,
+    mesh: Any = None,
+    only: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    **checking: Any,
+) -> Resync:
+    """Make the model of every rank that of a healthy one, in place, and prove it; return what was done.
+
+    A collective call: every rank of the group has to make it, between `optimizer.step()` and the next forward.
+    Parameters, buffers and optimizer state are overwritten bit by bit where they differ; learning rates, the scaler's
+    state and other values are set; optimizer state that a rank lacks is created, and what it has more is removed.
+    Random number generators and gradients are left alone. No parameter is replaced by another object.
+
+    source: "majority", the ranks in the largest set, of more than half, of every tensor that differs; or the rank, of
+    the whole world, whose model is the right one. The other arguments are those of `check`, which is called before
+    and after; checking: further ones, such as allow. With rng=True nothing else is done than without.
+
+    Raises, on all ranks and with one text: UsageError, before anything is changed, where there is no majority, where
+    the ranks differ in structure, and for a source that is no rank of the group; RankFailed where a rank failed on
+    the way, or where the ranks still differ afterwards. It can then be called again with the same source.
+    """
+    group = group_of(mesh) if group is None else group
+    channel = Channel(group)
+    parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
+    channel.together(lambda: _agree(channel, source, only))
+
+    def compared() -> Report:
+        names: dict[str, Any] = {"only": only, "include": include, "exclude": exclude}
+        return check(model, optimizer, scaler, group=group, mesh=mesh, **names, **{**checking, "rng": False})
+
+    before = compared()
+    if before.verdict == "in_sync":
+        return Resync(before, before)
+    done = channel.together(lambda: _repair(channel, group, parts, before, source))
+    after = compared()
+    if after.verdict != "in_sync":
+        raise RankFailed(_remaining(after, done))
+    found = Resync(before, after, done.plan.sources, done.plan.why, done.copied, *done.changed)
+    if channel.rank == min(channel.ranks):
+        logging.getLogger("syncheck").warning("%s", found.summary)
+    return found
+
+
+@dataclass(frozen=True)
+class _Done:
+    plan: Plan
+    copied: tuple[Copied, ...]
+    changed: tuple[tuple[Changed, ...], ...]
+
+
+def _agree(channel: Channel, source: int | str, only: Sequence[str]) -> None:
+    """Raise UsageError, on all ranks, for a source that is none or not the same everywhere."""
+    asked = channel.gather(source, "source")
+    if len({repr(found) for found in asked.values()}) > 1:
+        told = ", ".join(f"{brief(found, 20)} on rank {rank}" for rank, found in list(asked.items())[:4])
+        raise UsageError(f"source= is not the same on all ranks: {told}")
+    is_rank = isinstance(source, int) and not isinstance(source, bool)
+    if source != MAJORITY and not is_rank:
+        raise UsageError(f'source={brief(source)}: needs "majority" or the number of a rank')
+    if is_rank and source not in channel.ranks:
+        raise UsageError(f"source={source} is no rank of the group; needs one of {ranks_text(sorted(channel.ranks))}")
+    if "rng" in only:
+        raise UsageError("only='rng': random number states are a rank's own, and resync leaves them alone")
+
+
+def _repair(channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str) -> _Done:
+    """Carry out the plan. Up to the first change every error is a UsageError, and nothing has happened yet."""
+    if before.verdict != "out_of_sync":
+        raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
+    places = Places(parts)
+    plan = planned(before, source, places.groups)
+    mine = [leaf for leaf in plan.leaves if channel.rank in leaf.ranks]
+    for leaf in mine:
+        places.known(leaf.name)
+    created = {leaf.name for leaf in mine}
+    for job in plan.jobs:
+        if channel.rank in job.ranks and job.name not in created:
+            places.live(job.name)
+    sent = channel.gather(
+        {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == channel.rank}, "values"
+    )
+    torch: Any = sys.modules["torch"]
+    try:
+        with torch.no_grad():
+            own = _take(places, plan, sent, channel.rank)
+            sizes = Copier(channel, group).copy(plan.jobs, places.live)
+        changes = channel.gather(own, "changes")
+    except Exception as error:
+        if channel.over:  # another rank's error, or one of the connection, is told as it is
+            raise
+        kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
+        raise SyncheckError(f"resync failed on the way: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
+    copied = tuple(
+        Copied(job.name, job.source, job.targets, size) for job, size in zip(plan.jobs, sizes, strict=True)
+    )  # fmt: skip
+    return _Done(plan, copied, tuple(_changed(changes, kind) for kind in ("values", "created", "removed")))
+
+
+_AGAIN = ". Some tensors may be copied and others not; calling it again with {} is safe"
+
+
+def _text(plan: Plan) -> str:
+    sources = sorted(set(plan.sources.values()))
+    return f"source={sources[0]}" if len(sources) == 1 else "the same source"
+
+
+def _take(
+    places: Places, plan: Plan, sent: Mapping[int, Mapping[str, Content]], rank: int
+) -> dict[str, str]:  # fmt: skip
+    """Set, create and remove what this rank has otherwise than the source; return what was done by name."""
+    done = {}
+    for leaf in plan.leaves:
+        if rank in leaf.ranks and rank != leaf.source:
+            done[leaf.name] = places.take(leaf.name, sent[leaf.source][leaf.name])
+    return {name: change for name, change in done.items() if change}
+
+
+def _changed(changes: Mapping[int, Mapping[str, str]], kind: str) -> tuple[Changed, ...]:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(changes):
+        for name, change in changes[rank].items():
+            if change == kind:
+                ranks[name].append(rank)
+    return tuple(Changed(name, tuple(of)) for name, of in ranks.items())
+
+
+def _remaining(after: Report, done: _Done) -> str:
+    group = after.groups[0]
+    names = [diff.name for diff in group.tensors if diff.out_of_sync] + [v.name for v in group.values if v.counts]
+    copied = {of.name for of in done.copied} & set(names)
+    why = (
+        "what was copied there is no live tensor: a state_dict() gives copies"
+        if copied
+        else "they came apart again, or in another place"
+    )
+    return f"still out of sync after a resync from {_text(done.plan)}: {named(names)}; {why}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def _size(count: int) -> str:
+    """Write bytes in the largest decimal unit that gives at least one."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

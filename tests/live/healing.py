@@ -1,0 +1,68 @@
+"""What the tests of `resync` share: the bits that a rank holds, read without syncheck, and a call on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from agreement import all_pass, each_rank
+
+from syncheck.live import Resync, check, resync
+
+
+def bits(*parts: Any) -> dict[str, Any]:
+    """Return all tensors and values of modules and of whatever has a state dict, tensors as bytes, by name."""
+    found: dict[str, Any] = {}
+    for i, part in enumerate(parts):
+        if isinstance(part, torch.nn.Module):
+            named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
+            found |= {f"{i}.{name}": _plain(tensor) for name, tensor in named}
+        else:
+            found |= _leaves(f"{i}", part.state_dict())
+    return found
+
+
+def _leaves(name: str, node: Any) -> dict[str, Any]:
+    if isinstance(node, dict):
+        return {key: leaf for at, part in node.items() for key, leaf in _leaves(f"{name}.{at}", part).items()}
+    if isinstance(node, (list, tuple)):
+        return _leaves(name, dict(enumerate(node)))
+    return {name: _plain(node) if isinstance(node, torch.Tensor) else node}
+
+
+def _plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    row = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), row.numpy().tobytes()
+
+
+def on_all(mine: Any) -> list[Any]:
+    """Return what each rank has."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def healed(*parts: Any, bad: tuple[int, ...], source: int, named: bool = False, **options: Any) -> Resync:
+    """Resync on all ranks; assert that all are then the source as it was, and that only the bad ones differed.
+
+    bad: the ranks that differ from the source before. named: give the source. options: of `resync` and `check`.
+    """
+    before = on_all(bits(*parts))
+    assert [rank for rank, held in enumerate(before) if held != before[source]] == list(bad)
+    done: Any = all_pass(each_rank(resync, *parts, **options, **({"source": source} if named else {})))
+    after = on_all(bits(*parts))
+    assert all(held == before[source] for held in after)
+    assert (done.before.verdict, done.after.verdict) == ("out_of_sync", "in_sync")
+    assert check(*parts, **options).verdict == "in_sync"
+    return done
+
+
+def untouched(*parts: Any, **options: Any) -> str:
+    """Assert that resync is refused on all ranks alike and changes nothing; return the error's text."""
+    before = on_all(bits(*parts))
+    outcomes = each_rank(resync, *parts, **options)
+    assert [outcome.error for outcome in outcomes] == ["UsageError"] * len(outcomes), outcomes
+    assert len({outcome.text for outcome in outcomes}) == 1
+    assert on_all(bits(*parts)) == before
+    return outcomes[0].text

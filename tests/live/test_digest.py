@@ -1,0 +1,260 @@
+"""A digest is a function of the bytes in C order, whatever computes it, and sees every change of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from syncheck.errors import UsageError
+from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all, root
+
+ALGORITHMS = [XXH3, COMMON, LANES]
+FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, *FLOAT8,
+]  # fmt: skip
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def values(sources: Any, algorithm: str | None) -> list[bytes]:
+    return [value for _, value in digest_all(sources, algorithm)]
+
+
+def value(source: Any, algorithm: str | None) -> bytes:
+    return values([source], algorithm)[0]
+
+
+def random(count: int, seed: int = 0) -> torch.Tensor:
+    """Return random bytes."""
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+KNOWN = {
+    "empty": (
+        b"",
+        {
+            XXH3: "99aa06d3014798d86001c324468d497f",
+            COMMON: "cae66941d9efbd404e4d88758ea67670",
+            LANES: "afcd1d7b39a820e2166697713f8ad173",
+        },
+    ),
+    "counting": (
+        bytes(range(251)) * 4,
+        {
+            XXH3: "7bb82325e4a9e8b77cf203f1f93df405",
+            COMMON: "188c74cea673173006add8b54c166080",
+            LANES: "7a82f9cfd9990ce32f84e75ccefbbe36",
+        },
+    ),
+    "chunks": (
+        bytes(range(256)) * (17 << 10) + b"end",
+        {
+            XXH3: "553996b91f1be2499e7e2559a59e93e5",
+            COMMON: "5803bb22e07bb82697678437a60d1d68",
+            LANES: "da357a874a2a4854c3604c7d5c255175",
+        },
+    ),
+}
+
+
+@every_algorithm
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_answers(name: str, algorithm: str) -> None:
+    """The digests of some bytes never change: ranks of different versions may be compared, and files outlive them."""
+    data, answers = KNOWN[name]
+    found = digest_all([np.frombuffer(data, np.uint8), torch.tensor(list(data), dtype=torch.uint8)], algorithm)
+    assert [(algorithm, answers[algorithm])] * 2 == [(told, digest.hex()) for told, digest in found]
+
+
+def test_the_common_algorithm_is_that_of_fingerprints() -> None:
+    """COMMON takes hashlib alone: BLAKE2b of 128 bits over all bytes in one piece."""
+    data = random(9 << 20)
+    assert value(data, COMMON) == hashlib.blake2b(data.numpy(), digest_size=16).digest()
+
+
+@every_algorithm
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_flipped_bit_anywhere(algorithm: str, dtype: torch.dtype) -> None:
+    """Each single bit of a small tensor of every dtype changes the digest, and no two of these digests are equal."""
+    count = 40 // dtype.itemsize + 1
+    data = random(count * dtype.itemsize)
+    flipped = [data]
+    for bit in range(len(data) * 8):
+        other = data.clone()
+        other[bit // 8] ^= 1 << bit % 8
+        flipped.append(other)
+    found = values([row.view(dtype) for row in flipped], algorithm)
+    assert len(set(found)) == len(data) * 8 + 1
+
+
+@every_algorithm
+def test_what_order_free_digests_do_not_see(algorithm: str) -> None:
+    """Permuted, swapped, turned, sign-flipped, constant and all-zero tensors of many lengths all differ."""
+    some = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    swapped = some.clone()
+    swapped[[3, 9]] = some[[9, 3]]
+    pair = some.flatten().clone()
+    pair[[4, 6]] = pair[[6, 4]]
+    sign = some.clone()
+    sign[2, 3] *= -1
+    variants = [some, swapped, pair, sign, -some, some.flip(0), some.flip(1), some.t(), some.abs(), some.roll(1)]
+    variants += [torch.full((16, 16), constant) for constant in (0.0, -0.0, 1.0, 2.0, -1.0, float("nan"))]
+    variants += [torch.zeros(count, dtype=torch.uint8) for count in range(100)]
+    variants += [torch.ones(count) for count in (1, 2, 3, 4, 63, 64, 65)]
+    assert len(set(values(variants, algorithm))) == len(variants)
+
+
+@every_algorithm
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_are_not_in_it(algorithm: str, dtype: torch.dtype) -> None:
+    """A transposed, expanded, stepped, permuted or shifted view has the digest of its copy in C order."""
+    base = random(24 * 10 * dtype.itemsize).view(dtype).reshape(4, 6, 10)
+    row = random(99 * dtype.itemsize).view(dtype)
+    views = [
+        base, base.permute(2, 0, 1), base.transpose(0, 2), base[1:3], base[:, ::2], base[:, :, 3], base[:, 1:2, 2:],
+        base[:1].expand(5, 6, 10), base[1, 2, 3], base[:, :, :0], row[1:], row[3:98], row[::7], row[5:5], row[98],
+    ]  # fmt: skip
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize, dtype)
+    copies = [torch.empty(view.shape, dtype=bits).copy_(view.view(bits)) for view in views]
+    assert values(views, algorithm) == values(copies, algorithm)
+
+
+@every_algorithm
+def test_conjugated_and_negated_views(algorithm: str) -> None:
+    """What torch conjugates and negates only when it is read is read so."""
+    some = torch.randn(7, 5, dtype=torch.complex64)
+    views = [some.conj(), some.t().conj(), some.conj().imag, some[:1, :1].conj().imag, some.conj()[2, 3]]
+    copies = [view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for view in views]
+    assert values(views, algorithm) == values(copies, algorithm)
+    assert value(some.conj(), algorithm) != value(some, algorithm)
+
+
+@every_algorithm
+def test_large_views_are_copied_in_parts(algorithm: str) -> None:
+    """Tensors of more than one part, in C order or not and at odd addresses, have the digest of their bytes."""
+    data = random((17 << 20) + 5)
+    transposed = data[: 17 << 20].view(torch.float64).view(-1, 1024).t()
+    views = [transposed, data[3:], transposed[None], data[8:].view(1, -1)]
+    copies = [view.clone(memory_format=torch.contiguous_format) for view in views]
+    assert values(views, algorithm) == values(copies, algorithm)
+
+
+@every_algorithm
+def test_arrays(algorithm: str) -> None:
+    """An array of numpy has the digest of the tensor with its bytes: in any order, read-only, ml_dtypes."""
+    some = np.arange(60, dtype=np.float32).reshape(5, 12)
+    fixed = some.copy()
+    fixed.flags.writeable = False
+    arrays = [
+        some,
+        np.asfortranarray(some),
+        some.astype(">f4"),
+        fixed,
+        some[::-1][::-1],
+        np.broadcast_to(some, (1, 5, 12)),
+    ]
+    assert set(values([*arrays, torch.from_numpy(some)], algorithm)) == {value(some, algorithm)}
+    scalars = [np.array(3.0), torch.tensor(3.0, dtype=torch.float64), np.zeros((0, 3)), torch.empty(2, 0)]
+    found = values(scalars, algorithm)
+    assert found[0] == found[1] != found[2] == found[3]
+    half = torch.randn(9).bfloat16()
+    assert value(half.view(torch.int16).numpy().view(ml_dtypes.bfloat16), algorithm) == value(half, algorithm)
+
+
+@every_algorithm
+def test_modes_of_torch_change_nothing(algorithm: str) -> None:
+    """Modes of autograd, autocast and determinism leave one digest, and no random number is drawn."""
+    some = torch.randn(300)
+    parameter = torch.nn.Parameter(some.clone())
+    expected = value(some, algorithm)
+    before = torch.random.get_rng_state()
+    with torch.inference_mode():
+        held = some.clone()
+        assert values([some, held, parameter], algorithm) == [expected] * 3
+    assert value(held, algorithm) == value(held[:].view(20, 15).t().t(), algorithm) == expected
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert value(parameter, algorithm) == expected
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert value(parameter, algorithm) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.device("meta"):  # where new tensors go unless told
+        assert value(parameter, algorithm) == expected
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert parameter.grad is None
+    assert torch.equal(parameter, some)
+
+
+@every_algorithm
+def test_subclasses_have_no_say(algorithm: str) -> None:
+    """A subclass that redefines what torch's functions do has the digest of its bytes."""
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("called")
+
+    some = torch.randn(6, 4)
+    loud = [some.as_subclass(Loud), some.t().as_subclass(Loud)]
+    assert values(loud, algorithm) == values([some, some.t()], algorithm)
+
+
+@every_algorithm
+def test_a_freed_storage_is_an_error(algorithm: str) -> None:
+    """A tensor whose storage was freed, as FSDP1 does, or cut, is refused with its number: to read it is a crash."""
+    for bad, kept in itertools.product([torch.randn(4, 4), torch.randn(5, 3)[1:].t()], (0, 59)):
+        bad.untyped_storage().resize_(kept)
+        with pytest.raises(UsageError, match=r"tensor 1, float32 .* its storage holds (0|59) bytes"):
+            digest_all([torch.ones(1), bad], algorithm)
+    empty = torch.empty(3, 0)
+    empty.untyped_storage().resize_(0)
+    assert value(empty, algorithm) == value(torch.empty(0), algorithm)
+
+
+def test_names_and_places() -> None:
+    """Digests come in the order of their sources, with the algorithm's name, and no source is no digest."""
+    assert digest_all([]) == []
+    sources = [torch.ones(3), np.ones(5), torch.randn(100_000), torch.ones(4).expand(2, 4), torch.empty(0)]
+    assert digest_all(sources) == [digest_all([source])[0] for source in sources]
+    assert {name for name, _ in digest_all(sources)} == {XXH3}
+    assert all(len(digest) == 16 for algorithm in ALGORITHMS for _, digest in digest_all(sources, algorithm))
+    with pytest.raises(UsageError, match="sha1"):
+        digest_all(sources, "sha1")
+
+
+def test_one_digest_over_all() -> None:
+    """The root differs when a digest, an algorithm, the order or the number of digests does."""
+    first, second = digest_all([torch.ones(3), torch.ones(4)])
+    other = (COMMON, first[1])
+    lists = [[first, second], [second, first], [first], [first, second, second], [other, second], []]
+    roots = [root(digests) for digests in lists]
+    assert len(set(roots)) == len(lists)
+    assert {len(found) for found in roots} == {16}
+    assert root([first, second]) == roots[0]
+
+
+@pytest.mark.parametrize("algorithm", [None, XXH3, COMMON])
+def test_a_stream_is_the_digest_of_its_bytes(algorithm: str | None) -> None:
+    """Bytes that come in blocks of any size, from a file, have the digest of a tensor that holds them."""
+    data = random((12 << 20) + 321)
+    expected = value(data, algorithm)
+    for size in (1 << 16, 4 << 20, (4 << 20) - 1, (4 << 20) + 1, 12 << 20, 1 << 30):
+        stream = Stream(algorithm)
+        for start in range(0, len(data), size):
+            stream.update(data[start : start + size].numpy())
+            stream.update(b"")
+        assert stream.digest() == expected
+    for count in (0, 1, 4 << 20, 8 << 20):
+        stream = Stream(algorithm)
+        stream.update(data[:count].numpy().tobytes())
+        assert stream.digest() == value(data[:count], algorithm)
+    with pytest.raises(UsageError, match=LANES):
+        Stream(LANES)

@@ -1,0 +1,109 @@
+"""Digests on the CPU: threads share the work and change nothing, and xxhash may be absent."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import xxhash
+
+from syncheck.errors import UsageError
+from syncheck.live import digest_host
+from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def some_tensors() -> list[torch.Tensor]:
+    """Return tensors in C order and not, small and of several chunks."""
+    large = torch.randint(0, 256, ((9 << 20) + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    small = [large[i * 1000 : i * 1000 + i] for i in range(50)]
+    medium = [large[i << 17 : (i + 1) << 17].view(torch.float32) for i in range(16)]
+    return [large, *small, *medium, *(tensor.view(-1, 64).t() for tensor in medium)]
+
+
+@pytest.fixture
+def without_xxhash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    digest_host.xxhash.cache_clear()
+    yield
+    digest_host.xxhash.cache_clear()
+
+
+def test_the_digest_is_that_of_the_package_xxhash() -> None:
+    """Up to a chunk it is xxh3-128 as the package gives it, beyond the xxh3-128 of the chunks' digests."""
+    data = some_tensors()[0]
+    size = 4 << 20
+    chunk = data[:size]
+    assert digest_all([chunk]) == [(XXH3, xxhash.xxh3_128_digest(chunk.numpy()))]
+    digests = [xxhash.xxh3_128_digest(data[start : start + size].numpy()) for start in range(0, len(data), size)]
+    assert len(digests) == 3
+    assert digest_all([data]) == [(XXH3, xxhash.xxh3_128_digest(b"".join(digests)))]
+
+
+@pytest.mark.parametrize("algorithm", [XXH3, COMMON])
+def test_any_number_of_threads_gives_the_same(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, two and more threads give the same digests, and more than one do take part."""
+    seen = set()
+    joined = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        seen.add(thread)
+        joined(thread)
+
+    sources = some_tensors()
+    expected = digest_all(sources, algorithm, threads=1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for threads in (2, 5):
+        seen.clear()
+        assert digest_all(sources, algorithm, threads=threads) == expected
+        assert len(seen) == threads - 1
+    seen.clear()
+    digest_all(sources[1:20], algorithm, threads=5)
+    assert not seen  # too little to share
+
+
+def test_a_rank_takes_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one machine share its CPUs; what torchrun says is taken, anything else is one rank."""
+    monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    for told, threads in (("3", 4), ("12", 1), ("100", 1), ("", 12), ("many", 12), ("0", 12)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+        assert digest_host.usual_threads() == threads
+    monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(500)), raising=False)
+    assert digest_host.usual_threads() == digest_host.MOST_THREADS
+
+
+def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in any thread ends all of them and is raised by the call, and no thread is left."""
+    before = threading.active_count()
+
+    def failing(data: memoryview) -> bytes:
+        if len(data) < digest_host.CHUNK:
+            raise MemoryError("no room")
+        return xxhash.xxh3_128_digest(data)
+
+    monkeypatch.setattr(digest_host, "_one_shot", lambda _: failing)
+    with pytest.raises(MemoryError, match="no room"):
+        digest_all(some_tensors()[:1], threads=3)
+    assert threading.active_count() == before
+
+
+@pytest.mark.usefixtures("without_xxhash")
+def test_without_xxhash() -> None:
+    """Without the package the digest is BLAKE2 and says so; xxh3 asked for by name is an error that says what to do."""
+    sources = some_tensors()
+    found = digest_all(sources)
+    assert found == digest_all(sources, COMMON)
+    assert {name for name, _ in found} == {COMMON}
+    stream = Stream()
+    stream.update(sources[0].numpy())
+    assert stream.digest() == hashlib.blake2b(sources[0].numpy(), digest_size=16).digest() == found[0][1]
+    assert digest_all(sources[:1], LANES)[0][0] == LANES
+    for call in (lambda: digest_all(sources, XXH3), lambda: Stream(XXH3)):
+        with pytest.raises(UsageError, match="pip install xxhash"):
+            call()

@@ -1,0 +1,214 @@
+"""The sums of mixed words that a GPU computes: held against Python's integers, here on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncheck.live import digest_kernel, digest_lanes
+from syncheck.live.digest import LANES, digest_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = 1 << 64
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+def python_mix(x: int, shifts: tuple[int, int, int], factors: tuple[int, int]) -> int:
+    x = (x ^ (x >> shifts[0])) * factors[0] % WORDS
+    x = (x ^ (x >> shifts[1])) * factors[1] % WORDS
+    return x ^ (x >> shifts[2])
+
+
+def splitmix(x: int) -> int:
+    return python_mix(x, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def murmur(x: int) -> int:
+    return python_mix(x, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+
+
+def python_digest(data: bytes) -> bytes:
+    """Write the docstring of `digest_lanes` in integers."""
+    step_a, step_b = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+    padded = data + bytes(-len(data) % 8)
+    words = [int.from_bytes(padded[start : start + 8], "little") for start in range(0, len(padded), 8)]
+    a = sum(splitmix((word + i * step_a) % WORDS) for i, word in enumerate(words, start=1))
+    b = sum(murmur(word ^ (i * step_b % WORDS)) for i, word in enumerate(words, start=1))
+    end = len(data) + 1
+    a = splitmix((a + end * step_a) % WORDS)
+    b = murmur((b % WORDS) ^ (end * step_b % WORDS))
+    return a.to_bytes(8, "little") + b.to_bytes(8, "little")
+
+
+def lanes(tensors: list[torch.Tensor]) -> list[bytes]:
+    return [value for _, value in digest_all(tensors, LANES)]
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.binary(max_size=70), min_size=1, max_size=4))
+def test_integers_of_python_agree(datas: list[bytes]) -> None:
+    """The eager form gives what the definition gives in Python's integers, whatever the bytes and their number."""
+    assert lanes([as_tensor(data) for data in datas]) == [python_digest(data) for data in datas]
+
+
+def test_splitmix_is_splitmix() -> None:
+    """The first lane over zeros sums the numbers that the published generator gives for the seed 0."""
+    published = [16294208416658607535, 7960286522194355700, 487617019471545679]
+    assert [splitmix(i * 0x9E3779B97F4A7C15 % WORDS) for i in (1, 2, 3)] == published
+    sums = digest_lanes.start([torch.zeros(3, dtype=torch.int64)]).sums
+    assert int(sums[0, 0]) % WORDS == sum(published) % WORDS
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros", "float32"])
+def test_avalanche(kind: str) -> None:
+    """A flipped bit of the input flips each bit of the digest in about half of the cases, also in plain data."""
+    draw = torch.Generator().manual_seed(0)
+    if kind == "float32":
+        base = torch.randn(40, 6, generator=draw).view(torch.int64)
+    elif kind == "random":
+        base = torch.randint(-(2**63), 2**63 - 1, (40, 3), generator=draw)
+    else:
+        base = torch.arange(40)[:, None] * torch.tensor([1, 0, 0])
+    tensors = list(base)
+    for word, bit in itertools.product(range(3), range(64)):
+        flipped = base.clone()
+        flipped[:, word] ^= (1 << bit) - (WORDS if bit == 63 else 0)
+        tensors += list(flipped)
+    bits = torch.tensor([list(value) for value in lanes(tensors)], dtype=torch.uint8)
+    bits = (bits[:, :, None] >> torch.arange(8)) & 1
+    bits = bits.reshape(193, 40, 128).to(torch.int64)
+    changed = (bits[1:] ^ bits[0]).double()
+    assert abs(float(changed.mean()) - 0.5) < 0.003
+    # By bit of the input 5,120 bits of digests, by bit of the digest 7,680 tensors: five standard deviations.
+    assert float((changed.mean((1, 2)) - 0.5).abs().max()) < 0.035
+    assert float((changed.mean((0, 1)) - 0.5).abs().max()) < 0.03
+
+
+def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the parts that are copied or worked on, the digest is that of the whole."""
+    some = torch.arange(1000, dtype=torch.int16)
+    views = [some, some[1:], some.view(10, 100).t(), some.view(torch.uint8)[3:1500], some[::3]]
+    expected = lanes(views)
+    monkeypatch.setattr(digest_lanes, "EAGER", 64)
+    calls = []
+
+    def add(rows: Any, sums: Any) -> None:
+        calls.append(len(rows))
+        digest_lanes.add_eagerly(rows, sums)
+
+    monkeypatch.setattr(digest_lanes.parts, "MOST_COPIED", 256)
+    monkeypatch.setattr(digest_lanes.parts.in_parts, "__defaults__", (128,))
+    assert digest_lanes.start(views, add).read() == expected
+    assert len(calls) > 20
+
+
+PROGRAM = """
+import sys
+import torch
+from syncheck.live import digest_kernel, digest_lanes
+
+assert "triton" in sys.modules
+draw = torch.Generator().manual_seed(0)
+base = torch.randint(0, 256, (300_001,), dtype=torch.uint8, generator=draw)
+tensors = [base[:count] for count in (*range(20), 65535, 65536, 65537, 131072, 300_001)]
+tensors += [base[3:5000], base[8:80_000].view(torch.int64), base[:6000].view(60, 100).t(), base[7], base[:0]]
+tensors += [torch.zeros(1000), torch.ones(64), -torch.ones(64), torch.randn(9, dtype=torch.complex64).conj()]
+digests = digest_lanes.start(tensors, digest_kernel.add).read()
+assert digests == digest_lanes.start(tensors, digest_lanes.add_eagerly).read()
+assert digest_lanes.start(tensors, digest_lanes.KERNEL.add).read() == digests
+assert not digest_lanes.KERNEL.broken, digest_lanes.KERNEL.broken
+flipped = [base.clone() for _ in range(3)]
+for tensor, place in zip(flipped, (0, 150_000, 300_000)):
+    tensor[place] ^= 1
+assert len(set(digest_lanes.start([base, *flipped], digest_kernel.add).read())) == 4
+print("AGREE", len(digests))
+"""
+
+
+def run(program: str, tmp_path: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)} | environment,
+        capture_output=True, text=True, timeout=100, check=False, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_triton
+def test_the_kernel_agrees_with_the_eager_form(tmp_path: Path) -> None:
+    """The code of the kernel, run by Triton's interpreter, gives the eager form's digests: all tails, odd views."""
+    assert run(PROGRAM, tmp_path, TRITON_INTERPRET="1").startswith("AGREE 34")
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from syncheck.live import digest_kernel
+
+signature = dict.fromkeys(("table", "owners", "sums"), "*i64")
+signature |= dict.fromkeys(digest_kernel.CONSTANTS, "constexpr")
+try:
+    source = ASTSource(digest_kernel.sum_words, signature, constexprs=dict(digest_kernel.CONSTANTS))
+except TypeError:  # before Triton 3.3
+    source = ASTSource(digest_kernel.sum_words, signature, constants=dict(digest_kernel.CONSTANTS))
+for target, made in ((GPUTarget("cuda", 80, 32), "ptx"), (GPUTarget("cuda", 90, 32), "cubin")):
+    compiled = triton.compile(source, target=target, options=dict(digest_kernel.OPTIONS))
+    assert compiled.asm[made]
+assert "red.global" in compiled.asm["ptx"] or "atom.global" in compiled.asm["ptx"]
+print("COMPILED")
+"""
+
+
+@needs_triton
+def test_the_kernel_compiles(tmp_path: Path) -> None:
+    """Triton compiles the kernel for two kinds of GPU, which needs none: the fallback would hide that it does not."""
+    assert run(COMPILES, tmp_path, TRITON_INTERPRET="0") == "COMPILED\n"
+
+
+def test_without_a_kernel_the_eager_form_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton is absent or fails, the eager form gives the digest, the reason is kept, and it is not retried."""
+    some = [torch.randn(100), torch.randn(7, 3).t()]
+    expected = lanes(some)
+    for error in (ImportError("no Triton"), RuntimeError("Failed to find C compiler")):
+        tried = []
+
+        def fails(*_: Any, error: Exception = error, tried: list[int] = tried) -> None:
+            tried.append(1)
+            raise error
+
+        kernel = type(digest_lanes.KERNEL)()
+        monkeypatch.setattr(digest_kernel, "add", fails)
+        assert [digest_lanes.start(some, kernel.add).read() for _ in range(3)] == [expected] * 3
+        assert len(tried) == 1
+        assert str(error) in kernel.broken
+    assert digest_lanes.KERNEL.broken == ""
+
+
+def test_without_triton(tmp_path: Path) -> None:
+    """Without the package the modules import, and the kernel says so in its reason."""
+    program = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from syncheck.live import digest_lanes\n"
+        "digest_lanes.start([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
+        "print(digest_lanes.KERNEL.broken)\n"
+    )
+    assert "Triton is not installed" in run(program, tmp_path)

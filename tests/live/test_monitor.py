@@ -1,0 +1,224 @@
+"""A monitor in a training: when it checks, and what it does on all ranks where they are apart."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agreement import all_pass, all_raise, each_rank, trained
+from monitored import Watched, flip_at, printer
+
+from syncheck.errors import UsageError
+from syncheck.live import SyncMonitor
+
+if TYPE_CHECKING:
+    from syncheck.records import Report
+    from syncheck.testing import Rank
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_flipped_bit_is_found_at_the_next_check(syncheck_rank: Rank) -> None:
+    """A bit that flips on rank 1 at step 3 raises one OutOfSync on all ranks at step 4, and names rank 1."""
+    watched = Watched(plant=flip_at(3, rank=1))
+    outcome = all_raise(each_rank(watched.run, 8))
+    assert outcome.text.startswith("step 4 (in sync at step 2): replicas are out of sync: SYN220\n")
+    assert [(finding.code, finding.ranks) for finding in outcome.findings] == [("SYN220", (1,))]
+    assert watched.monitor.last == outcome.report
+    assert watched.monitor.checks == 2
+    assert sorted(watched.returned) == [1, 2, 3]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_warn_goes_on_and_checks_only_when_due(syncheck_rank: Rank) -> None:
+    """With "warn" all steps are trained; every second one returns a report, the others none."""
+    watched = Watched(plant=flip_at(3, rank=0))
+    report = all_pass(each_rank(watched.run, 7, on_desync="warn"))
+    verdicts = {step: found and found.verdict for step, found in watched.returned.items()}
+    assert verdicts == {1: None, 2: "in_sync", 3: None, 4: "out_of_sync", 5: None, 6: "out_of_sync", 7: None}
+    assert report.verdict == "out_of_sync"
+    assert watched.monitor.checks == 4  # and one at the end, for step 7
+    assert 0 < watched.monitor.overhead < 1
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_function_gets_the_report_on_all_ranks(syncheck_rank: Rank) -> None:
+    """A function is called on every rank with the same report, at every check that finds the ranks apart."""
+    heard: list[Report] = []
+    watched = Watched(plant=flip_at(1, rank=0))
+    all_pass(each_rank(watched.run, 4, on_desync=heard.append))
+    assert heard == [watched.returned[2], watched.returned[4]]
+    assert {report.verdict for report in heard} == {"out_of_sync"}
+
+
+class Own(Exception):
+    """An exception of the caller's."""
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_a_function_raises_everywhere_is_raised(syncheck_rank: Rank) -> None:
+    """Where the function raises on all ranks, each rank sees its own exception."""
+
+    def action(report: Report) -> None:
+        raise Own(report.verdict)
+
+    outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 4, on_desync=action)
+    assert [(outcome.error, outcome.text) for outcome in outcomes] == [("Own", "out_of_sync")] * 2
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_no_rank_goes_on_where_a_function_raises_elsewhere(syncheck_rank: Rank) -> None:
+    """Where the function raises on rank 2 only, the others raise RankFailed, which names it."""
+
+    def action(report: Report) -> None:
+        if syncheck_rank.rank == 2:
+            raise Own("disk full")
+
+    outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 4, on_desync=action)
+    assert [outcome.error for outcome in outcomes] == ["RankFailed", "RankFailed", "Own"]
+    assert outcomes[0].text == "on_desync raised Own: 'disk full' on rank 2"
+
+
+def fake_repair(monkeypatch: pytest.MonkeyPatch, resync: Any) -> None:
+    module = ModuleType("syncheck.live.repair")
+    module.resync = resync  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "syncheck.live.repair", module)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_resync_is_asked_for_where_ranks_are_apart(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "resync" the repair gets the monitor's things and options, once; what is repaired is in sync after."""
+    calls = []
+
+    def resync(*things: Any, **options: Any) -> Any:
+        calls.append((things, options))
+        for parameter in things[0].parameters():
+            dist.broadcast(parameter.data, 0)
+        return SimpleNamespace(summary="resync from rank 0\n  fc.weight")
+
+    fake_repair(monkeypatch, resync)
+    watched = Watched(plant=flip_at(1, rank=1))
+    console, out = printer()
+    report = all_pass(each_rank(watched.run, 4, on_desync="resync", only="params", console=console))
+    assert report.verdict == "in_sync"
+    assert watched.returned[2] is not None
+    assert watched.returned[2].verdict == "out_of_sync"
+    (things, options), *more = calls
+    assert more == []
+    assert things == (watched.model, watched.optimizer, None)
+    assert options == {"source": "majority", "group": None, "only": ("params",)}
+    said = "syncheck: step 2: resync from rank 0\n"
+    assert out.getvalue().count(said) == (syncheck_rank.rank == 0)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_repair_that_refuses_is_raised(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the repair refuses, its UsageError ends the training on all ranks."""
+
+    def resync(*things: Any, **options: Any) -> Any:
+        raise UsageError("no majority among 2 ranks; give source=")
+
+    fake_repair(monkeypatch, resync)
+    outcome = all_raise(each_rank(Watched(plant=flip_at(1, rank=1)).run, 4, on_desync="resync"), "UsageError")
+    assert outcome.text == "no majority among 2 ranks; give source="
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_ranks_at_different_steps_are_told(syncheck_rank: Rank) -> None:
+    """Where a rank checks at another step, all raise RankFailed with steps and ranks; nothing is compared."""
+    model, optimizer = trained()
+    monitor = SyncMonitor(model, optimizer, console=False)
+    outcome = all_raise(each_rank(monitor.step, 100 * (1 + syncheck_rank.rank // 2)), "RankFailed")
+    assert outcome.text.startswith("the monitors are at different steps: 100 on ranks 0, 1, 200 on rank 2; call step()")
+    assert monitor.checks == 0
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize(
+    ("name", "values"), [("every", (5, 10)), ("on_desync", ("warn", "raise"))], ids=["every", "on_desync"]
+)
+def test_monitors_that_are_unlike_are_told(syncheck_rank: Rank, name: str, values: tuple[Any, Any]) -> None:
+    """Monitors that would check or act at different times are refused at the first check, on all ranks."""
+    model, optimizer = trained()
+    monitor = SyncMonitor(model, optimizer, console=False, **{name: values[syncheck_rank.rank]})
+    outcome = all_raise(each_rank(monitor.check), "UsageError")
+    assert outcome.text == f"{name}= is not the same on all ranks: {values[0]} on rank 0, {values[1]} on rank 1"
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_end_checks_what_was_not_checked(syncheck_rank: Rank) -> None:
+    """Leaving the context after a step that no check was due for finds a fault of that step."""
+    outcome = all_raise(each_rank(Watched(plant=flip_at(3, rank=1)).run, 3))
+    assert outcome.text.startswith("step 3 (in sync at step 2)")
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_end_does_not_check_twice(syncheck_rank: Rank) -> None:
+    """Where the last step was checked, leaving the context makes no further check."""
+    watched = Watched()
+    all_pass(each_rank(watched.run, 4))
+    assert watched.monitor.checks == 2
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_an_exception_is_not_hidden_by_a_check(syncheck_rank: Rank) -> None:
+    """An exception on rank 0 leaves the context at once, with a step unchecked: no check waits for rank 1."""
+    watched = Watched(plant=flip_at(1, rank=0))
+    watched.start()
+    watched.step(1)
+
+    def fail() -> None:
+        with watched.monitor:
+            raise Own
+
+    if syncheck_rank.rank == 0:
+        with pytest.raises(Own):
+            fail()
+    assert watched.monitor.checks == 0
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_steps_may_be_counted_by_the_caller(syncheck_rank: Rank) -> None:
+    """With step= a check is due where `every` divides it, once a number; with start= counting goes on."""
+    model, optimizer = trained()
+    monitor = SyncMonitor(model, optimizer, every=5, console=False)
+    assert [monitor.step(step) is not None for step in (7, 10, 10, 11, 15)] == [False, True, False, False, True]
+    resumed = SyncMonitor(model, optimizer, every=5, start=13, console=False)
+    assert [resumed.step() is not None for _ in range(4)] == [False, True, False, False]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_training_is_the_same_bits_with_a_monitor(syncheck_rank: Rank) -> None:
+    """A monitor draws no random number and changes nothing: weights and generator end as without it."""
+
+    def end(every: int) -> tuple[dict[str, Any], torch.Tensor]:
+        watched = Watched(norm=True)
+        watched.run(4, every=every, on_desync="warn")
+        return {k: v.clone() for k, v in watched.model.state_dict().items()}, torch.get_rng_state()
+
+    (with_it, state), (without, other) = end(1), end(1000)
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    assert torch.equal(state, other)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_is_allowed_does_not_raise(syncheck_rank: Rank) -> None:
+    """BatchNorm's drift under plain DDP raises, and with allow="SYN201" it does not."""
+    assert all_raise(each_rank(Watched(norm=True).run, 2)).codes == ["SYN201"]
+    report = all_pass(each_rank(Watched(norm=True).run, 2, allow="SYN201"))
+    assert report.verdict == "in_sync"
+    assert [finding.allowed for finding in report.groups[0].findings] == [True]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_only_the_ranks_of_its_group_take_part(syncheck_rank: Rank) -> None:
+    """A monitor checks its group's ranks only; in a group of one it has nothing to compare, and never raises."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    alone = Watched(plant=flip_at(1, rank=0))
+    alone.run(4, group=groups[syncheck_rank.rank])
+    assert alone.monitor.last is not None
+    assert alone.monitor.last.verdict == "undecided"
+    assert alone.monitor.checks == 2

@@ -1,0 +1,197 @@
+"""What a monitor tells, on one rank only: lines, events, scalars; and that telling never stops a training."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+from agreement import all_pass, each_rank
+from monitored import Watched, flip_at, printer
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+
+
+class Writer:
+    """Notes scalars, as TensorBoard's SummaryWriter would."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, dict[int, float]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.setdefault(tag, {})[step] = value
+
+
+class Broken:
+    """Fails whatever it is asked."""
+
+    is_terminal = False
+    asked = 0
+
+    def add_scalar(self, *_: Any) -> None:
+        self.asked += 1
+        raise OSError("no space left")
+
+    def print(self, *_: Any, **__: Any) -> None:
+        self.asked += 1
+        raise BrokenPipeError
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_events_are_lines_of_json(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """Rank 0 appends a JSON object a line: the start, each check with its findings, new trouble, and the end."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "of an earlier run"}\n')
+    Watched(plant=flip_at(3, rank=2)).run(5, on_desync="warn", events=path)
+    _, *events = [json.loads(line) for line in path.read_text().splitlines()]
+    if syncheck_rank.rank:
+        assert events == []
+        return
+    assert [event["event"] for event in events] == ["start", "check", "check", "desync", "check", "end"]
+    start, good, bad, desync, last, end = events
+    assert (start["every"], start["on_desync"], start["ranks"]) == (2, "warn", [0, 1, 2])
+    assert (good["step"], good["verdict"], good["findings"]) == (2, "in_sync", [])
+    assert (bad["step"], bad["verdict"], bad["compared"]) == (4, "out_of_sync", bad["tensors"])
+    (finding,) = bad["findings"]
+    assert (finding["code"], finding["slug"], finding["ranks"], finding["tensors"]) == ("SYN220", "bit-flip", [2], 1)
+    assert "fc.weight" in finding["evidence"]
+    assert (desync["step"], desync["in_sync_at"], desync["findings"]) == (4, 2, [finding])
+    assert (last["step"], last["verdict"]) == (5, "out_of_sync")
+    assert (end["step"], end["checks"], end["verdict"], end["exception"]) == (5, 3, "out_of_sync", None)
+    assert all(event["time"].endswith("+00:00") for event in events)
+    assert all(event["seconds"] > 0 and 0 <= event["overhead"] <= 1 for event in (good, bad, last))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_events_are_written_at_once(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """A check's event is on disk when the check returns, and an exception's name when the context is left."""
+    path = tmp_path / "events.jsonl"
+    watched = Watched()
+    seen = []
+
+    def fail() -> None:
+        with watched.start(events=str(path)):
+            watched.step(1)
+            watched.step(2)
+            seen.extend(path.read_text().splitlines() if path.exists() else [])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    if syncheck_rank.rank == 0:
+        assert [json.loads(line)["event"] for line in seen] == ["start", "check"]
+        assert json.loads(path.read_text().splitlines()[-1])["exception"] == "ZeroDivisionError"
+    else:
+        assert not path.exists()
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_scalars_go_to_the_writer_of_one_rank(syncheck_rank: Rank) -> None:
+    """The writer gets verdict, number of tensors and largest gap of each check, on rank 0 only."""
+    writer = Writer()
+    Watched(plant=flip_at(3, rank=1)).run(4, on_desync="warn", writer=writer)
+    if syncheck_rank.rank:
+        assert writer.scalars == {}
+        return
+    assert writer.scalars["syncheck/out_of_sync"] == {2: 0, 4: 1}
+    assert writer.scalars["syncheck/different"] == {2: 0, 4: 1}
+    gaps = writer.scalars["syncheck/max_abs"]
+    assert gaps[2] == 0 < gaps[4]
+    assert set(writer.scalars["syncheck/seconds"]) == set(writer.scalars["syncheck/overhead"]) == {2, 4}
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_trouble_is_told_at_length_once(syncheck_rank: Rank) -> None:
+    """The first check that finds a fault says what and how to mend it, the next ones that it is still there."""
+    console, out = printer()
+    Watched(plant=flip_at(3, rank=1)).run(6, on_desync="warn", console=console)
+    lines = out.getvalue().splitlines()
+    if syncheck_rank.rank:
+        assert lines == []
+        return
+    starts = [line for line in lines if line.startswith("syncheck: step ")]
+    assert starts[0].startswith("syncheck: step 2: in sync; 16 of 16 tensors compared on 2 ranks, ")
+    assert starts[1].startswith("syncheck: step 4: OUT OF SYNC (in sync at step 2): SYN220 bit-flip on ")
+    assert starts[2].startswith("syncheck: step 6: OUT OF SYNC (still, since step 4): SYN220 bit-flip on ")
+    assert all(" ms, overhead " in line for line in starts)
+    assert len(starts) == 3
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["SYN220", "what", "fix", "more"]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_new_trouble_is_told_beside_the_old(syncheck_rank: Rank) -> None:
+    """A second fault, of another tensor, is told at length though the first is still there."""
+
+    def plant(step: int, model: Any) -> None:
+        flip_at(1, rank=1)(step, model)
+        if step == 3 and dist.get_rank() == 1:
+            model.head.bias.data.add_(0.5)
+
+    console, out = printer()
+    Watched(plant=plant).run(4, on_desync="warn", console=console)
+    if syncheck_rank.rank == 0:
+        second = out.getvalue().partition("step 4: ")[2]
+        assert second.startswith("OUT OF SYNC (since step 2): ")
+        assert "head.bias" in second
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_terminal_gets_colours_and_folded_lines(syncheck_rank: Rank) -> None:
+    """On a terminal nothing is wider than it, and the verdict is coloured."""
+    console, out = printer(force_terminal=True, width=60, color_system="standard")
+    Watched(plant=flip_at(1, rank=1)).run(2, on_desync="warn", console=console)
+    if syncheck_rank.rank == 0:
+        assert "\x1b[1;31mOUT OF SYNC\x1b[0m" in out.getvalue()
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+        assert len(lines) > 5
+        assert all(len(line) <= 60 for line in lines)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_by_default_rank_0_prints_to_stderr(syncheck_rank: Rank) -> None:
+    """Without a console there is a line on rank 0's stderr and none on the others'; with False there is none at all."""
+    for console, expected in ((None, int(syncheck_rank.rank == 0)), (False, 0)):
+        heard = StringIO()
+        with redirect_stderr(heard):
+            Watched().run(2, console=console)
+        assert heard.getvalue().count("syncheck: step 2: in sync") == expected
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("what", ["full", "nowhere", "writer"])
+def test_what_cannot_be_written_is_said_once(syncheck_rank: Rank, what: str, tmp_path: Path) -> None:
+    """A full disk, a missing folder and a writer that raises are one warning on rank 0; the training goes on."""
+    broken = Broken()
+    paths = {"full": Path("/dev/full"), "nowhere": tmp_path / "no" / "events.jsonl"}
+    console, out = printer()
+    options: dict[str, Any] = {"writer": broken} if what == "writer" else {"events": paths[what]}
+    report = all_pass(each_rank(Watched().run, 6, console=console, **options))
+    assert report.verdict == "in_sync"
+    warnings = [line for line in out.getvalue().splitlines() if "warning" in line]
+    assert len(warnings) == int(syncheck_rank.rank == 0)
+    assert all(line.endswith("; nothing more is written there") for line in warnings)
+    assert broken.asked == (what == "writer" and syncheck_rank.rank == 0)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_broken_console_stops_nothing(syncheck_rank: Rank) -> None:
+    """Where the log cannot be printed, as to a pipe that is closed, the training goes on, and it is tried once."""
+    broken = Broken()
+    assert all_pass(each_rank(Watched().run, 6, console=broken)).verdict == "in_sync"
+    assert broken.asked == int(syncheck_rank.rank == 0)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_nothing_compared_is_warned_of_once(syncheck_rank: Rank) -> None:
+    """Where no tensor is compared the monitor says so once, and does not raise."""
+    console, out = printer()
+    report = all_pass(each_rank(Watched().run, 6, console=console, exclude="*"))
+    assert report.verdict == "undecided"
+    assert out.getvalue().count("warning: step 2: could not tell: no tensor was compared") == (syncheck_rank.rank == 0)
+    assert out.getvalue().count("warning") == (syncheck_rank.rank == 0)

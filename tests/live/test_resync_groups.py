@@ -1,0 +1,212 @@
+"""`resync` where a tensor has several replica groups, as under HSDP: a source for each, by the report's own groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agreement import Net, all_pass, all_raise, each_rank, flip
+from healing import on_all
+
+from syncheck.errors import UsageError
+from syncheck.live import repair_copy, resync
+from syncheck.live.channel import Channel
+from syncheck.live.repair_copy import Copier
+from syncheck.live.repair_plan import Job, Plan, planned
+from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
+
+PAIRS = ((0, 2), (1, 3))
+TRIPLES = ((0, 2, 4), (1, 3, 5))
+
+
+def differing(name: str, groups: tuple[tuple[int, ...], ...], *clusters: tuple[int, ...]) -> TensorDiff:
+    return TensorDiff(
+        name, "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters, numel=4
+    )  # fmt: skip
+
+
+def lacking(name: str, kind: str, ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
+    return TensorDiff(
+        name, kind, "float32", (4,), "not_compared", "missing", replica_groups=(ranks,), clusters=clusters
+    )  # fmt: skip
+
+
+def report(size: int, *found: TensorDiff | ValueDiff) -> Report:
+    replicas = tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size))
+    group = Group(
+        "model", "model", None, "out_of_sync", replicas, Counts(),
+        tensors=tuple(diff for diff in found if isinstance(diff, TensorDiff)),
+        values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
+    )  # fmt: skip
+    return Report("out_of_sync", (group,))
+
+
+def jobs(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(job.name, job.source, job.targets) for job in plan.jobs]
+
+
+def test_each_replica_group_has_a_source_of_its_own() -> None:
+    """Rank 2's shard is healed from rank 0 and rank 1's from rank 3; a group that agrees is left alone."""
+    both = report(6, differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,)))
+    assert jobs(planned(both, "majority")) == [("w", 0, (2,)), ("w", 3, (1,))]
+    one = report(6, differing("w", TRIPLES, (3, 5), (1,)))
+    plan = planned(one, "majority")
+    assert jobs(plan) == [("w", 3, (1,))]
+    assert plan.sources == {(1, 3, 5): 3}
+
+
+def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
+    """Rank 0 is in the majority of w, and not of v: w comes from rank 2."""
+    plan = planned(report(6, differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,))), "majority")
+    assert jobs(plan) == [("w", 2, (4,)), ("v", 2, (0,))]
+
+
+def test_two_replicas_have_no_majority() -> None:
+    """Where the groups are pairs neither side is the healthy one, and the tensor is named."""
+    with pytest.raises(UsageError, match=r"no majority: w \(2 versions on 2 ranks, the largest on 0\)"):
+        planned(report(4, differing("w", PAIRS, (0,), (2,))), "majority")
+
+
+def test_a_rank_that_is_named_stands_for_its_replica() -> None:
+    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh."""
+    plan = planned(report(4, differing("w", PAIRS, (0,), (2,), (1,), (3,))), 2)
+    assert jobs(plan) == [("w", 2, (0,)), ("w", 3, (1,))]
+
+
+def test_groups_of_unlike_sizes_take_their_own_majority() -> None:
+    """A named rank says nothing of a group that is not laid out as its own; that one has to have a majority."""
+    groups = ((0, 2), (1, 3, 4))
+    assert jobs(planned(report(5, differing("w", groups, (0,), (2,), (3, 4), (1,))), 2)) == [
+        ("w", 2, (0,)), ("w", 3, (1,)),
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"rank 2 is in no replica group of ranks 1, 3, 4, and they have no majority"):
+        planned(report(5, differing("w", groups, (0,), (2,), (3,), (1,), (4,))), 2)
+
+
+def test_a_majority_that_lacks_something_removes_it() -> None:
+    """What two of three ranks lack is removed from the third; what one of three lacks is created there."""
+    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority")
+    assert (plan.jobs, [(leaf.source, leaf.held) for leaf in plan.leaves]) == ((), [(0, False)])
+    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority")
+    assert jobs(plan) == [("optimizer.w.exp_avg", 0, (1,))]
+    assert [(leaf.source, leaf.held) for leaf in plan.leaves] == [(0, True)]
+
+
+def test_lost_state_of_shards_comes_from_the_own_group() -> None:
+    """Where rank 3 lacks a shard's state it takes that of rank 1; where all of a group lack it nobody has a copy."""
+    lost = lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5))
+    plan = planned(report(6, lost), "majority", lambda name: TRIPLES)
+    assert jobs(plan) == [("optimizer.w.exp_avg", 1, (3,))]
+    assert [(leaf.ranks, leaf.source) for leaf in plan.leaves] == [((1, 3, 5), 1)]
+    with pytest.raises(UsageError, match=r"no other rank holds a copy of optimizer\.w\.exp_avg; load it"):
+        planned(
+            report(2, lacking("optimizer.w.exp_avg", "optimizer", (0, 1), (0,))), "majority", lambda _: ((0,), (1,))
+        )
+
+
+def test_values_vote_too() -> None:
+    """A rank with another learning rate is no source of a tensor; NaN is equal to NaN."""
+    nan = float("nan")
+    values = (
+        ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True),
+        ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False),
+    )
+    plan = planned(report(3, differing("w", ((0, 1, 2),), (0, 1), (2,)), *values), "majority")
+    assert jobs(plan) == [("w", 1, (2,))]
+    assert [(leaf.name, leaf.source) for leaf in plan.leaves] == [("optimizer.param_groups.0.lr", 1)]
+    tied = ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True)
+    with pytest.raises(UsageError, match=r"best \(3 versions on 4 ranks, the largest on 0, 1\)"):
+        planned(report(4, tied), "majority")
+
+
+def test_many_names_are_cut_short() -> None:
+    """An error names five tensors and counts the others."""
+    with pytest.raises(UsageError, match=r"w4 \(2 versions on 2 ranks, the largest on 0\) and 7 more; source=RANK"):
+        planned(report(2, *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12))), "majority")
+
+
+def hybrid(names: tuple[int, int]) -> Any:
+    """Return a net under HSDP over a mesh of this shape, and an optimizer that has stepped."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("FSDP2 of this torch does not run on CPU")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", names, mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def local_bits(model: Any, optimizer: Any) -> list[Any]:
+    """Return the local bytes of a sharded model and of its optimizer's state."""
+    states = [state for p in model.parameters() for state in optimizer.state[p].values()]
+    tensors = [*model.parameters(), *states]
+    return [(t.to_local() if hasattr(t, "to_local") else t).detach().numpy().tobytes() for t in tensors]
+
+
+@pytest.mark.slow
+@pytest.mark.syncheck(ranks=4)
+def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> None:
+    """Under HSDP of two copies of two shards source=2 heals rank 0 and, for the other shard, rank 1 from rank 3.
+
+    A moment that rank 1 lost is created with its shard; without a rank named, pairs have no majority.
+    """
+    model, optimizer = hybrid((2, 2))
+    before = on_all(local_bits(model, optimizer))
+    if syncheck_rank.rank < 2:
+        flip(model.fc.weight.to_local())
+    if syncheck_rank.rank == 1:
+        del optimizer.state[model.head.weight]["exp_avg"]
+    outcome = all_raise(each_rank(resync, model, optimizer), "UsageError")
+    assert "no majority: fc.weight (2 versions on 2 ranks, the largest on 0)" in outcome.text
+    done: Any = all_pass(each_rank(resync, model, optimizer, source=2))
+    assert [of[:3] for of in done.copied] == [
+        ("fc.weight", 2, (0,)), ("fc.weight", 3, (1,)), ("optimizer.head.weight.exp_avg", 3, (1,)),
+    ]  # fmt: skip
+    assert dict(done.sources) == {(0, 2): 2, (1, 3): 3}
+    optimizer.state[model.head.weight] = {
+        name: optimizer.state[model.head.weight][name] for name in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert on_all(local_bits(model, optimizer)) == before
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
+    """With three copies a flipped bit in one is healed from the two others, and lost state is created sharded."""
+    model, optimizer = hybrid((3, 1))
+    before = on_all(local_bits(model, optimizer))
+    if syncheck_rank.rank == 0:
+        flip(model.fc.weight.to_local())
+        optimizer.state.clear()
+    done: Any = all_pass(each_rank(resync, model, optimizer))
+    assert {(of.source, of.ranks) for of in done.copied} == {(1, (0,))}
+    assert on_all(local_bits(model, optimizer)) == before
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("batch, device", [(1, "cpu"), (40, "cpu"), (1 << 20, "cpu"), (40, "elsewhere")])
+def test_pieces_reach_their_group_alone(
+    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, batch: int, device: str
+) -> None:
+    """Tensors of some ranks, of unlike sizes, are copied among these in batches of any size; the rest keep theirs.
+
+    So they are where the backend does not send from their device, and the bytes go through another one.
+    """
+    monkeypatch.setattr(repair_copy, "BATCH", batch)
+    monkeypatch.setattr(repair_copy, "device_of", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
+    rank = syncheck_rank.rank
+    held = {"pair": torch.full((5,), float(rank)), "whole": torch.full((3, 2), float(rank)).t()}
+    if rank == 1:  # in no job of its own: another shape, which must not matter
+        held["pair"] = torch.full((2,), 1.0)
+    listed = (Job("pair", (0, 2), 2, (0,)), Job("whole", (0, 1, 2), 1, (0, 2)))
+    sizes = Copier(Channel(), dist.group.WORLD).copy(listed, held.__getitem__)
+    assert sizes == (20, 24)
+    assert on_all(held["pair"].tolist()) == [[2.0] * 5, [1.0] * 2, [2.0] * 5]
+    assert torch.equal(held["whole"], torch.ones(2, 3))

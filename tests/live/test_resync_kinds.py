@@ -1,0 +1,267 @@
+"""`resync` and what models are made of: dtypes, strides, ties, wrappers, shards, masters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from agreement import Net, all_pass, each_rank, flip, trained
+from healing import bits, healed, on_all
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncheck.live import resync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def holding(**tensors: torch.Tensor) -> nn.Module:
+    """Return a module of these tensors: parameters those that can be trained, the others buffers."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            setattr(module, name, nn.Parameter(tensor))
+        else:
+            module.register_buffer(name, tensor)
+    return module
+
+
+def kinds() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "bfloat": torch.randn(5).to(torch.bfloat16),
+        "eighth": torch.randn(5).to(torch.float8_e4m3fn),
+        "imaginary": torch.randn(3, dtype=torch.complex64),
+        "whole": torch.arange(6),
+        "truth": torch.tensor([True, False]),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(3, 4).t(),
+        "gaps": torch.randn(6, 4)[::2, 1:3],
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    }
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_every_dtype_and_layout_is_healed(syncheck_rank: Any) -> None:
+    """bfloat16, float8, complex, bool, 0-dim, empty, channels_last, transposed, sliced: each comes out bit by bit."""
+    tensors = kinds()
+    if syncheck_rank.rank == 1:
+        for tensor in tensors.values():
+            tensor.zero_()
+    model = holding(**tensors)
+    strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
+    done = healed(model, bad=(1,), source=0)
+    assert {of.name for of in done.copied} == tensors.keys() - {"empty"}
+    assert {name: tensor.stride() for name, tensor in model.state_dict().items()} == strides
+    assert done.bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_negative_zero_and_nan_are_healed(syncheck_rank: Any) -> None:
+    """NaNs of one rank are overwritten; -0 beside 0 is equal, and yet becomes the same bits when others are healed."""
+    values = torch.tensor([0.0, 1.0])
+    signs = torch.tensor([0.0, 2.0])
+    if syncheck_rank.rank == 2:
+        values[1], signs[0] = float("nan"), -0.0
+    done = healed(holding(values=values, signs=signs), bad=(2,), source=0)
+    assert {of.name for of in done.copied} == {"values", "signs"}
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_tied_weights_stay_tied(syncheck_rank: Any) -> None:
+    """A tensor with two names is healed and is one tensor still."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    if syncheck_rank.rank == 0:
+        flip(model[0].weight)
+    healed(model, bad=(0,), source=1)
+    assert model[1].weight is model[0].weight
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model)  # never called, and so never compiled
+
+
+def both(model: nn.Module) -> nn.Module:
+    return torch.compile(DistributedDataParallel(model))
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, compiled, both])
+def test_wrapped_models_are_healed(syncheck_rank: Any, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Under DDP, torch.compile or both, names are those of the model, and lost state finds its parameter."""
+    torch.manual_seed(0)
+    inner = Net()
+    model = wrap(inner)
+    optimizer = torch.optim.Adagrad(inner.parameters())
+    if syncheck_rank.rank == 2:
+        flip(inner.fc.weight)
+        optimizer.state.pop(inner.head.weight)
+    done = healed(model, optimizer, bad=(2,), source=0)
+    assert {of.name for of in done.copied} == {
+        "fc.weight", "optimizer.head.weight.step", "optimizer.head.weight.sum",
+    }  # fmt: skip
+
+
+class Mixed(torch.optim.Optimizer):
+    """fp32 masters of half-precision parameters, saved as Megatron saves them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = list(model.parameters())
+        self.masters = [p.detach().float() for p in self.model]
+        self.inner = torch.optim.AdamW(self.masters, lr=1e-2)
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+    def step(self) -> None:  # type: ignore[override]
+        for master, p in zip(self.masters, self.model, strict=True):
+            master.grad = p.grad.float()
+        self.inner.step()
+        for master, p in zip(self.masters, self.model, strict=True):
+            p.data.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.inner.state_dict(), "fp32_from_fp16_params": [self.masters]}
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_masters_are_healed(syncheck_rank: Any) -> None:
+    """A bit of an fp32 master, which no model shows, and a moment and lr of the optimizer inside."""
+    torch.manual_seed(0)
+    model = Net().to(torch.bfloat16)
+    optimizer = Mixed(model)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    if syncheck_rank.rank == 1:
+        flip(optimizer.masters[0])
+        flip(optimizer.state[optimizer.masters[1]]["exp_avg"])
+        optimizer.param_groups[0]["lr"] = 0.5
+    done = healed(model, optimizer, bad=(1,), source=0)
+    assert len(done.copied) == 2
+    assert done.copied[0].name == "optimizer.fp32_from_fp16_params.0.0"
+    assert optimizer.inner.param_groups[0]["lr"] == 1e-2
+
+
+class Stepper(torch.optim.Optimizer):
+    """An optimizer whose state is numbers and nested tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1, "nested": {"decay": 0.5}})
+        for p in model.parameters():
+            self.state[p] = {"step": 3, "history": [torch.ones(2), torch.zeros(2)]}
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_numbers_and_nested_state_are_healed(syncheck_rank: Any) -> None:
+    """A step that is a number, a tensor in a list and a value in a dict of a parameter group are set."""
+    model = Net()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    optimizer = Stepper(model)
+    if syncheck_rank.rank == 1:
+        optimizer.state[model.fc.bias]["step"] = 4
+        flip(optimizer.state[model.fc.bias]["history"][1])
+        optimizer.param_groups[0]["nested"] = {"decay": 0.25}
+    done = healed(model, optimizer, bad=(1,), source=0)
+    assert [of.name for of in done.copied] == ["optimizer.fc.bias.history.1"]
+    assert {of.name for of in done.values} == {"optimizer.fc.bias.step", "optimizer.param_groups.0.nested.decay"}
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_two_optimizers_are_told_apart(syncheck_rank: Any) -> None:
+    """Of a generator's and a discriminator's optimizer, the one with the fault is healed."""
+    torch.manual_seed(0)
+    models = Net(), Net()
+    optimizers = tuple(torch.optim.Adagrad(model.parameters()) for model in models)
+    if syncheck_rank.rank == 2:
+        optimizers[1].param_groups[0]["lr"] = 0.5
+        del optimizers[1].state[models[1].fc.bias]
+    done: Any = all_pass(each_rank(resync, models, optimizers))
+    assert on_all(bits(*models, *optimizers)) == [bits(*models, *optimizers)] * 3
+    assert {of.name for of in (*done.values, *done.created)} == {
+        "optimizer.1.param_groups.0.lr", "optimizer.1.model.1.fc.bias.sum", "optimizer.1.model.1.fc.bias.step",
+    }  # fmt: skip
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_it_works_inside_other_modes(syncheck_rank: Any, mode: Callable[[], Any]) -> None:
+    """Inside no_grad, inference mode and autocast the same is done, and what was created can be trained with."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 2:
+        flip(model.module.fc.weight)
+        optimizer.state.clear()
+    with mode():
+        healed(model, optimizer, bad=(2,), source=0)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert len({str(held) for held in on_all(bits(model, optimizer))}) == 1
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_gradients_and_random_numbers_are_left_alone(syncheck_rank: Any) -> None:
+    """What a rank's next batch and random numbers will be does not change, and neither do its gradients."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        flip(model.module.fc.weight)
+    torch.manual_seed(syncheck_rank.rank)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    healed(model, optimizer, bad=(1,), source=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_shards_are_left_alone(syncheck_rank: Any) -> None:
+    """Under FSDP2 each rank has its own shards, which stay; a buffer, which is replicated, takes the named rank's."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("FSDP2 of this torch does not run on CPU")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = Net(norm=True)
+    fully_shard(model, mesh=init_device_mesh("cpu", (syncheck_rank.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+    shards = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    model.norm.running_mean += syncheck_rank.rank
+    done: Any = all_pass(each_rank(resync, model, optimizer, source=1))
+    assert [of.name for of in done.copied] == ["norm.running_mean"]
+    assert all(torch.equal(p.to_local(), shards[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_replicated_dtensors_are_healed(syncheck_rank: Any) -> None:
+    """A parameter that is a DTensor, whole on each rank, is healed by its local tensor and gets its lost state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (3,))
+    local = torch.arange(8.0)
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    if syncheck_rank.rank == 1:
+        flip(local)
+        optimizer.state.clear()
+    done: Any = all_pass(each_rank(resync, model, optimizer))
+    assert {of.name for of in done.copied} == {"weight", "optimizer.weight.sum", "optimizer.weight.step"}
+    assert torch.equal(model.weight.to_local(), torch.arange(8.0))
+    assert isinstance(optimizer.state[model.weight]["sum"], DTensor)
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    """`from syncheck.live import resync` alone leaves torch unloaded."""
+    code = "from syncheck.live import resync, Resync; import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,66 @@
+"""--monitor: check during the training that all ranks hold the same model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncheck import metadata
+from syncheck.live import SyncMonitor
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from rich.console import Console
+
+    from train.settings import Settings
+    from train.step import Step
+
+
+class Watch:
+    """Asks a monitor after every optimizer step; without --monitor it does nothing.
+
+    console: where rank 0 prints the checks; None for stderr.
+    """
+
+    def __init__(self, settings: Settings, trainer: Step, console: Console | None = None) -> None:
+        self.settings, self.trainer = settings, trainer
+        # What a checkpoint of this trainer holds beside the model, under the same keys.
+        self.beside: dict[str, Any] = {}
+        if trainer.average is not None:
+            self.beside["ema"] = trainer.average.parameters
+        self.monitor: SyncMonitor | None = None
+        if settings.monitor:
+            method, scaler = trainer.method, trainer.scaler
+            (replica,) = method.state(trainer.optimizer)
+            self.monitor = SyncMonitor(
+                (method.module, self.beside),
+                replica.optimizer,
+                scaler if scaler.is_enabled() else None,
+                every=settings.monitor,
+                on_desync=settings.on_desync or "warn",
+                console=console,
+                # With zero each rank's optimizer has parameters of its own.
+                exclude=("optimizer.param_groups.*.params",) if method.facts.get("optimizer_sharded") else (),
+            )
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Check if it is due after this step, counted from 1, and in any case after the last one; a collective then."""
+        if self.monitor is None:
+            return
+        # What no tensor tells, and what may change from step to step: when localsgd averaged last.
+        facts = self.trainer.method.facts
+        self.beside["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
+        self.monitor.step(step)
+        if last:
+            self.monitor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the monitor; after an exception without a check, for the other ranks may be gone."""
+        if self.monitor is not None:
+            self.monitor.__exit__(kind, value, trace)
