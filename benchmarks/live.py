@@ -29,7 +29,7 @@ MOST_READS, MOST_BYTES, MOST_SHARE, MOST_COPY_READS = 3.0, 64.0, 1.0, 2.0
 
 def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether every bar is met."""
-    found = _measured(rounds)
+    found = measured(rounds)
     bars = [
         bar(f"{name}: check / reading the bytes once", _ratio(of["times"], "check", "read"), MOST_READS)
         for name, of in found["models"].items()
@@ -64,7 +64,7 @@ def run(rounds: int) -> tuple[str, bool]:
     return section(*parts)
 
 
-def _measured(rounds: int) -> dict[str, Any]:
+def measured(rounds: int) -> dict[str, Any]:
     """Run both ranks, and return what rank 0 prints. Raises RuntimeError where one fails; none is left behind."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

@@ -83,23 +83,31 @@ def once(kinds: Kinds, model_of: Callable[[str], torch.nn.Module]) -> dict[str, 
     }
 
 
-def main() -> None:
-    """Play the job, after once that is not counted."""
-    ranks, tensors, case, rounds = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    torch.set_num_threads(1)
+def measured(ranks: int, tensors: int, case: str, rounds: int = 1) -> dict[str, Any]:
+    """Play a job `rounds` times; return what `once` does, and the seconds of every round.
+
+    What is timed has run before: the passes in which messages are still missing are the warm-up.
+    """
     shards = math.isqrt(ranks) if case in (HSDP, HSDP_DIFFERS) else 1
     kinds = kinds_of(ranks, shards=shards, odd=case in (ONE_DIFFERS, HSDP_DIFFERS))
     made: dict[str, torch.nn.Module] = {}
 
     def model_of(kind: str) -> torch.nn.Module:
-        # Made in the first pass, which is not timed, as the rank that it is for: the mesh asks for its number.
+        # Made in the first pass, as the rank that it is for: the mesh asks for its number.
         if kind not in made:
             found = values(tensors, kinds.first[kind] % shards, odd=kind == ODD)
             made[kind] = plain(found) if shards == 1 else sharded(found, ranks, shards)
         return made[kind]
 
-    found = [once(kinds, model_of) for _ in range(rounds + 1)][1:]
-    print(json.dumps(found[0] | {"seconds": [of["seconds"] for of in found]}))
+    found = [once(kinds, model_of) for _ in range(rounds)]
+    return found[0] | {"seconds": [of["seconds"] for of in found]}
+
+
+def main() -> None:
+    """Play one job in this process."""
+    torch.set_num_threads(1)
+    ranks, tensors, case, rounds = sys.argv[1:5]
+    print(json.dumps(measured(int(ranks), int(tensors), case, int(rounds))))
 
 
 if __name__ == "__main__":
