@@ -35,7 +35,7 @@ def unreadable(*_: Any) -> bytes:
     raise RuntimeError("device lost")
 
 
-def without_room(*_: Any) -> Any:
+def without_room(*_: Any, **__: Any) -> Any:
     """Stand in for a comparison that runs out of memory."""
     raise MemoryError("no room")
 
