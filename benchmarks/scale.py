@@ -37,7 +37,7 @@ MOST_TIME = 20.0  # microseconds a tensor and rank
 def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether every bar is met."""
     lines = [
-        "| ranks | tensors | ranks hold | s | bytes sent | bytes received | collectives |",
+        "| ranks | tensors | ranks hold | CPU s | bytes sent | bytes received | collectives |",
         "|---|---|---|---|---|---|---|",
     ]
     bars = []
@@ -54,8 +54,7 @@ def run(rounds: int) -> tuple[str, bool]:
     times, memory = _fingerprints(rounds, bars)
     return section(
         f"Simulated job: one process plays each kind of rank in turn, all messages are real, nothing is sent. Tensors "
-        f"of {ELEMENTS} float32. Time: of one rank for a check, the one that takes longest, without waiting for others "
-        "or a network.",
+        f"of {ELEMENTS} float32. Time: of the CPU, on the rank that takes longest, for a check that is not the first.",
         lines,
         "`syncheck compare *.fp.json`, one rank with another tensor; whole processes, less what `syncheck --version` "
         "takes for the bars.",

@@ -41,7 +41,7 @@ class Kinds:
 
 @dataclass
 class Played:
-    """What the ranks of one kind did. seconds: of the last pass, in which every message was there."""
+    """What the ranks of one kind did. seconds: of CPU, in the last pass, in which every message was there."""
 
     result: Any
     seconds: float
@@ -179,12 +179,12 @@ def play(kinds: Kinds, work: Callable[[str], Any]) -> dict[str, Played]:
         done: dict[str, Played] = {}
         for kind in kinds.first:
             with _joined(talk, kind) as group:
-                start = time.perf_counter()
+                start = time.process_time()
                 try:
                     result = work(kind)
                 except Waiting:
                     continue
-                seconds = time.perf_counter() - start
+                seconds = time.process_time() - start
                 done[kind] = Played(result, seconds, group.sent, group.received, group.at)
         if len(done) == len(kinds.first):
             return done
