@@ -15,7 +15,7 @@ from benchmarks.timing import SYNCHECK, bar, environment, median, peak_anonymous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROUNDS = 3
+ROUNDS = 1
 RANKS = (2, 8, 64, 1024)
 TENSORS = (500, 5_000)
 ELEMENTS = 64  # float32, of one tensor
@@ -28,6 +28,8 @@ JOBS = (
     *((ranks, 50, case) for ranks in (64, 1024) for case in (HSDP, HSDP_DIFFERS)),
 )
 ROOT = Path(__file__).resolve().parent.parent
+# Of the report, which the first rank sends to all: bytes a rank, and a tensor beside its name.
+RANK, TENSOR = 94, 9
 MOST_BYTES = 64.0  # sent a tensor and rank, in sync: DESIGN.md, section 9
 MOST_MEMORY = 150.0  # MB of a comparison, up to 40,000 tensors and ranks; beyond, 200 bytes each
 UP_TO, MORE = 40_000, 200
@@ -64,6 +66,20 @@ def run(rounds: int) -> tuple[str, bool]:
     )
 
 
+def received(ranks: int, tensors: int, *, answers: int, letters: int, each: int) -> float:
+    """Return the bytes that a rank receives for a check: the formula of docs/scale.md.
+
+    answers: how many different things the ranks hold; letters: of a tensor's name; each: bytes that a rank sends to
+    all when all is well.
+    """
+    first = each * (ranks - 1)
+    if answers == 1:
+        return first
+    # Few ranks broadcast their digests, of more than a quarter all take part in one gather.
+    digests = 16 * tensors * (answers if 4 * answers <= ranks else ranks - 1)
+    return first + digests + RANK * ranks + (TENSOR + letters) * tensors
+
+
 def played(ranks: int, tensors: int, case: str, rounds: int) -> dict[str, Any]:
     """Run one simulated check, `rounds` times, in a process of its own. Raises RuntimeError when it fails."""
     command = [sys.executable, "-m", "benchmarks.scale_ranks", str(ranks), str(tensors), case, str(rounds)]
@@ -87,7 +103,8 @@ def _fingerprints(rounds: int, bars: list[tuple[str, bool]]) -> tuple[dict[str, 
             size = write_fingerprints(where, ranks, tensors)
             what = f"{ranks:,} fingerprints of {tensors:,} tensors"
             command = ["sh", "-c", f"exec {SYNCHECK} compare -q {where}/*.fp.json"]
-            times |= take_turns({what: command, "syncheck --version": [SYNCHECK, "--version"]}, rounds)
+            # Each takes minutes: what is in the page cache is in it since the files were written.
+            times |= take_turns({what: command, "syncheck --version": [SYNCHECK, "--version"]}, rounds, warm=False)
             peak = peak_anonymous(command)
         lines.append(f"{what} are {size / 1e6:.0f} MB; peak of RssAnon {peak:.0f} MB.")
         took = median(times)[what] - median(times)["syncheck --version"]

@@ -81,6 +81,17 @@ def test_sixteen_simulated_ranks_find_what_was_planted(case: str) -> None:
     assert found["received"] >= 16 * 20
 
 
+@pytest.mark.parametrize(("ranks", "tensors"), [(6, 100), (64, 30), (64, 300)])
+def test_traffic_is_what_the_formula_says(ranks: int, tensors: int) -> None:
+    """With one rank different, a rank receives within 15 % what docs/scale.md says, of few ranks and of many."""
+    from benchmarks import scale
+    from benchmarks.scale_ranks import measured
+
+    each = measured(ranks, 5, scale.IN_SYNC)["sent"]
+    found = measured(ranks, tensors, scale.ONE_DIFFERS)["received"]
+    assert found == pytest.approx(scale.received(ranks, tensors, answers=2, letters=6, each=each), rel=0.15)
+
+
 def test_ranks_that_make_other_calls_are_told() -> None:
     """A simulated rank that leaves before a collective makes an error of the run, and no endless loop."""
     from benchmarks.simulated import Kinds, play
