@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 BACKEND = "simulated"
+_PLAYED: list[Any] = []  # the group of the rank that is played now
 
 
 class Waiting(BaseException):
@@ -160,7 +161,9 @@ def _done(result: Any) -> Any:
 def _joined(talk: _Talk, kind: str) -> Iterator[Group]:
     """Be one rank of the simulated job. Raises RuntimeError in a process that has a process group already."""
     group = Group(talk, kind)
-    dist.Backend.register_backend(BACKEND, lambda *_: group, devices=["cpu"])
+    _PLAYED[:] = [group]
+    if not hasattr(dist.Backend, BACKEND.upper()):  # older versions of torch take a name once only
+        dist.Backend.register_backend(BACKEND, lambda *_: _PLAYED[0], devices=["cpu"])
     dist.init_process_group(BACKEND, rank=talk.kinds.first[kind], world_size=talk.kinds.size, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         yield group
