@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks import (
     compare,
+    digest,
     distributed_tests,
     large,
     last_element,
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "many_small": many_small,
     "sparse": sparse,
     "distributed_tests": distributed_tests,
+    "digest": digest,
     "live": live,
     "scale": scale,
 }
