@@ -22,9 +22,11 @@ from benchmarks import (
     distributed_tests,
     large,
     last_element,
+    live,
     many_ranks,
     many_small,
     memory,
+    scale,
     sparse,
 )
 
@@ -39,6 +41,8 @@ BENCHMARKS = {
     "sparse": sparse,
     "distributed_tests": distributed_tests,
     "digest": digest,
+    "live": live,
+    "scale": scale,
 }
 
 
