@@ -41,7 +41,7 @@ def run(paths: Sequence[str], options: Options, tell: Callable[[Report], int], *
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
         raise UsageError(
-            f"{path}: the rank in it is that of a process started by torchrun, and {', '.join(missing)} is not set; "
+            f"{path}: the rank in it is that of a process started by torchrun, which sets {', '.join(missing)}; "
             "needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
         )
     own = path.format_map({name: int(os.environ.get(of, "0")) for name, of in FIELDS.items()})
