@@ -35,6 +35,11 @@ FIX = (
     "Load it on every rank before the first step: optimizer.load_state_dict(torch.load(path, map_location=device)"
     "['optimizer']), outside any 'if rank == 0'; DDP broadcasts the model, never the optimizer."
 )
+# The majority may be the ranks that lost their state.
+IN_A_JOB = (
+    f"{FIX} To go on with this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a rank "
+    "whose optimizer still has its state."
+)
 
 
 def apply(case: Case) -> Match | None:
@@ -58,10 +63,11 @@ def apply(case: Case) -> Match | None:
         _moved(case, moved),
         "the loss scaler's state differs with it" if scaler else "",
         f"{then}: it happened, or steps were left out, repeatedly" if then else "",
-        "" if case.group.stores_progress else "the files do not say that they are of one step",
+        "" if case.group.stores_progress or case.in_memory else "the files do not say that they are of one step",
     ]
     values = tuple(counter.name for counter in counters if counter.diff is None)
-    return Match(tensors, ranks, "; ".join(filter(None, texts)), (*values, *scaler))
+    evidence = "; ".join(filter(None, texts))
+    return Match(tensors, ranks, evidence, (*values, *scaler), fix=IN_A_JOB if case.in_memory else "")
 
 
 def _moved(case: Case, moved: list[TensorDiff]) -> str:
@@ -85,4 +91,5 @@ def _empty(case: Case, ranks: tuple[int, ...], lacking: tuple[TensorDiff, ...]) 
         having if len(having) < len(ranks) else ranks,
         f"the optimizer of {ranks_text(ranks)} holds no state at all, that of {ranks_text(having)} has "
         f"{counted(len(lacking), 'tensor')}" + ("; all parameters still agree" if agree else ""),
+        fix=IN_A_JOB if case.in_memory else "",
     )

@@ -51,6 +51,17 @@ def test_a_nan_is_mended_by_resync(syncheck_rank: Any) -> None:
     assert "files" not in found.fix
 
 
+@pytest.mark.syncheck(ranks=3)
+def test_restored_state_is_not_voted_away(syncheck_rank: Any) -> None:
+    """Only rank 0 restored its optimizer: the advice is a source of one's choice, for the majority lost its state."""
+    model, optimizer = trained()
+    if syncheck_rank.rank > 0:
+        optimizer.state.clear()
+    found = only(all_pass(each_rank(check, model, optimizer)))
+    assert found.code == "SYN215"
+    assert "resync(model, optimizer, source=RANK) on all ranks, with a rank whose optimizer still has" in found.fix
+
+
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_batchnorm_of_a_job_is_told_by_ddp_itself(syncheck_rank: Any, wrapped: bool) -> None:
