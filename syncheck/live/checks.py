@@ -77,7 +77,10 @@ def check(
     parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
 
     def options() -> Options:
-        return Options(only=tuple(only), include=tuple(include), exclude=tuple(exclude), allow=tuple(allow), rng=rng)
+        given = {"only": only, "include": include, "exclude": exclude, "allow": allow}
+        # A single text stands for a tuple of one, as in the fixes that findings print.
+        texts = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in given.items()}
+        return Options(**texts, rng=rng)
 
     chosen = group_of(mesh) if group is None and mesh is not None else group
     states = ({"rng": _random_states()},) if rng else ()

@@ -18,6 +18,7 @@ from syncheck.live.modules import buffers_synced, has_extra_state, is_sharded, i
 from syncheck.live.optimizers import FLAT, own_part, with_names
 from syncheck.live.saved import own_state
 from syncheck.names import MODEL_CONTAINERS
+from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 
 # As deep as `readers.pickles.tree` goes.
 MAX_DEPTH = 200
@@ -248,7 +249,9 @@ def _merge(parts: tuple[Any, ...]) -> Any:
     plain: list[tuple[str, Any]] = []
     listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
     for i, part in enumerate(listed):
-        if isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
+        if is_optimizer_state(part):  # beside other keys it would make an optimizer of the whole tree
+            found.setdefault("optimizer", []).append(part)
+        elif isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
             plain.append((f"things.{i}", part))
         else:
             found.setdefault(_key(part), []).append(part)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank, trained
+from agreement import all_pass, each_rank, flip, trained
 from torch import nn
 
-from syncheck.live import check
+from syncheck.live import check, resync
 from syncheck.testing import compare
 
 if TYPE_CHECKING:
@@ -84,3 +84,28 @@ def test_things_of_one_process_are_no_job() -> None:
     found = only(compare(model, other))
     assert found.code == "SYN222"
     assert "resync" not in found.fix
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_a_fix_says_of_allow_can_be_pasted(syncheck_rank: Any) -> None:
+    """allow="SYN201", as fixes have it, is taken by `check` and `resync` as by all else; each text is one entry."""
+    model, optimizer = trained(norm=True)
+    report = all_pass(each_rank(check, model, optimizer, allow="SYN201"))
+    assert report.verdict == "in_sync"
+    assert [(finding.code, finding.allowed) for finding in report.groups[0].findings] == [("SYN201", True)]
+    report = all_pass(each_rank(check, model, optimizer, only="params", exclude="*.bias"))
+    assert set(report.groups[0].names) == {"fc.weight", "norm.weight", "head.weight"}
+    assert resync(model, optimizer, allow="SYN201").before.verdict == "in_sync"
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("saved", [True, False], ids=["state dict", "module"])
+def test_the_state_dict_of_an_optimizer_hides_no_model(syncheck_rank: Any, saved: bool) -> None:
+    """A model beside an optimizer's state dict is compared with it: a flipped bit of a weight is found."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        flip(model.module.fc.weight)
+    given = model.module.state_dict() if saved else model
+    report = all_pass(each_rank(check, given, optimizer.state_dict()))
+    assert only(report).tensors == ("fc.weight",)
+    assert report.counts.tensors == 16
