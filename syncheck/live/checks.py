@@ -79,7 +79,7 @@ def check(
     def options() -> Options:
         given = {"only": only, "include": include, "exclude": exclude, "allow": allow}
         # A single text stands for a tuple of one, as in the fixes that findings print.
-        texts = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in given.items()}
+        texts: dict[str, Any] = {n: (of,) if isinstance(of, str) else tuple(of) for n, of in given.items()}
         return Options(**texts, rng=rng)
 
     chosen = group_of(mesh) if group is None and mesh is not None else group
