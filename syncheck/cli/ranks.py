@@ -48,15 +48,16 @@ def run(paths: Sequence[str], choose: Choose, tell: Tell) -> NoReturn:
     The processes leave together, so that none is told that another failed. Raises UsageError where this process was
     not started as one of several.
     """
-    code = compared(_path(paths), choose, tell)
+    channel, code = compared(_path(paths), choose, tell)
     sys.stderr.flush()
-    _wait()
+    if not channel.lost:
+        _wait()
     # What is left to be ended are torch's threads, which need not come to an end once a process is gone.
     os._exit(code)
 
 
-def compared(path: str, choose: Choose, tell: Tell) -> int:
-    """Do all of `run` but to leave: a collective call, which returns the same exit code on all processes."""
+def compared(path: str, choose: Choose, tell: Tell) -> tuple[Channel, int]:
+    """Do all of `run` but to leave. A collective call: returns the same exit code on all processes."""
     channel = _channel(path)
 
     def work() -> int:
@@ -66,17 +67,17 @@ def compared(path: str, choose: Choose, tell: Tell) -> int:
             raise UsageError(error.spelled(Words("--", " "))) from error
 
     try:
-        return channel.together(work)
+        return channel, channel.together(work)
     except SyncheckError as error:
         cause = error.__cause__
         # Where no message comes through, the first process may be the one that is gone.
-        if channel.leads or isinstance(cause, RuntimeError):
+        if channel.leads or channel.lost:
             output.tell(f"error: {error}")
-        if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError, RuntimeError)):
+        if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.lost:
             import traceback
 
             traceback.print_exception(cause)  # of ours, and to be reported
-        return error.exit_code
+        return channel, error.exit_code
 
 
 def _compared(channel: Channel, path: str, choose: Choose, tell: Tell) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,13 +131,16 @@ def test_torchrun_of_a_file_that_is_missing(jobs: Jobs, tmp_path: Path) -> None:
     assert done.err.count("syncheck: error: rank 1: run_rank1.pth: no such file or directory.") == 1
 
 
-@pytest.mark.slow
-def test_a_port_on_which_nobody_answers(jobs: Jobs, tmp_path: Path) -> None:
-    """A process that cannot join the others says so in one line, with the address, and ends with 2."""
+def test_a_port_that_is_taken(jobs: Jobs, tmp_path: Path) -> None:
+    """A process that cannot join the others says so in one line, with address and reason, and ends with 2."""
     write(tmp_path)
-    where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.1", "MASTER_PORT": str(free_port())}
-    done = finished(jobs.start(*SYNCHECK, "compare", PATH, **where))
-    assert done.code == 2
-    assert done.err.splitlines()[-1].startswith(
-        "syncheck: error: rank 0 of 2 could not join the others at 203.0.113.1:"
-    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = finished(jobs.start(*SYNCHECK, "compare", PATH, **where))
+    assert (done.code, done.out) == (2, "")
+    line = done.err.splitlines()[-1]
+    assert line.startswith(f"syncheck: error: rank 0 of 2 could not join the others at 127.0.0.1:{port}: ")
+    assert "address already in use" in line

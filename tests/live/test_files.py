@@ -7,23 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agreement import all_pass, each_rank
+from agreement import all_pass, all_raise, each_rank
+from checkpoints import changed, network, save
 
 import syncheck
+from syncheck.live import files
 from syncheck.live.channel import Channel
-from syncheck.live.files import NOTE, compare_files
+from syncheck.live.files import compare_files
 from syncheck.report import json_document
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ENTRIES: list[dict[str, Any]] = json.loads((FIXTURES / "MANIFEST.json").read_text(encoding="utf-8"))["fixtures"]
 MOST = 4  # ranks at a time
+# One of each kind of difference; the others are compared by the slow tests.
+ALWAYS = {
+    "desync/bit_flip_exp_avg",
+    "desync/bn_local_stats",
+    "desync/damaged_on_disk",
+    "desync/gradients_not_reduced",
+    "desync/missing_tensors",
+    "desync/nonfinite",
+    "desync/other_dtype",
+    "desync/tensor_parallel_dtensor",
+    "in_sync/fsdp_shards",
+    "in_sync/tie_broken",
+    "in_sync/wrapper_prefix",
+}
 
 
 def last_files(folder: str) -> list[Path]:
     """The files of a fixture's last step, by rank; found without reading them."""
-    files = sorted((FIXTURES / folder).rglob("*.*"), key=lambda file: (len(str(file)), str(file)))
-    last = files[-1].parent
-    return [file for file in files if file.parent == last]
+    found = sorted((FIXTURES / folder).rglob("*.*"), key=lambda file: (len(str(file)), str(file)))
+    last = found[-1].parent
+    return [file for file in found if file.parent == last]
 
 
 def cases() -> list[Any]:
@@ -32,8 +48,9 @@ def cases() -> list[Any]:
     for entry in ENTRIES:
         ranks = len(last_files(entry["folder"]))
         if ranks <= MOST:
-            mark = pytest.mark.syncheck(ranks=ranks, timeout=120)
-            found.append(pytest.param(entry["folder"], ranks, id=entry["folder"], marks=mark))
+            marks = [pytest.mark.syncheck(ranks=ranks), *([] if entry["folder"] in ALWAYS else [pytest.mark.slow])]
+            found.append(pytest.param(entry["folder"], ranks, id=entry["folder"], marks=marks))
+    assert ALWAYS <= {case.values[0] for case in found}
     return sorted(found, key=lambda case: case.values[1])  # processes are used again by tests of as many ranks
 
 
@@ -48,13 +65,68 @@ def told(report: syncheck.Report) -> Any:
     """The JSON document without what tells how the files were found."""
     document = json_document.document(report, "")
     for group in document["groups"]:
-        group["notes"] = [note for note in group["notes"] if note not in (NOTE, "grouped by the metadata in the files")]
+        group["notes"] = [
+            note for note in group["notes"] if note not in (files.NOTE, "grouped by the metadata in the files")
+        ]
     return json.loads(json_document.written(document))
 
 
 @pytest.mark.parametrize("folder, ranks", cases())
 def test_the_report_is_that_of_one_process(syncheck_rank: Any, folder: str, ranks: int) -> None:
     """Every number, finding and verdict is that of a comparison by one process that reads all files."""
-    files = last_files(folder)
-    report = all_pass(each_rank(collective, files[syncheck_rank.rank]))
-    assert told(report) == told(syncheck.compare(*files))
+    there = last_files(folder)
+    report = all_pass(each_rank(collective, there[syncheck_rank.rank]))
+    assert told(report) == told(syncheck.compare(*there))
+
+
+def written(rank: Any, name: str, by: float = 0.0, **metadata: Any) -> Path:
+    """Write this rank's file. by: what is added to all weights of it."""
+    state: dict[str, Any] = changed(network(), "weight", by=by)
+    if metadata:
+        state["syncheck"] = syncheck.metadata(rank=rank.rank, world_size=rank.world_size, **metadata)
+    path = save(rank.shared / name.format(rank.rank), state)
+    rank.barrier()
+    return path
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_safetensors(syncheck_rank: Any) -> None:
+    """safetensors files are compared as those of torch.save are."""
+    mine = written(syncheck_rank, "r_{}.safetensors", by=float(syncheck_rank.rank))
+    report = all_pass(each_rank(collective, mine))
+    assert report.verdict == "out_of_sync"
+    assert {replica.format for replica in report.groups[0].replicas} == {"safetensors"}
+    assert told(report)["groups"][0]["tensors"] == told(syncheck.compare(mine.parent))["groups"][0]["tensors"]
+
+
+@pytest.mark.syncheck(ranks=4)
+def test_hosts_are_those_of_the_training(syncheck_rank: Any) -> None:
+    """Files that differ by the host that trained them are told so, wherever they are compared."""
+    node = syncheck_rank.rank // 2
+    mine = written(syncheck_rank, "rank_{}.pth", by=0.5 * node, run="mine", step=5, host=f"gpu{node}")
+    report = all_pass(each_rank(collective, mine))
+    assert "SYN230" in [finding.code for finding in report.groups[0].findings]
+    assert [replica.host for replica in report.groups[0].replicas] == ["gpu0", "gpu0", "gpu1", "gpu1"]
+    assert [replica.path for replica in report.groups[0].replicas] == [
+        str(syncheck_rank.shared / f"rank_{rank}.pth") for rank in range(4)
+    ]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_name_where_the_files_have_none(syncheck_rank: Any) -> None:
+    """A run that no metadata names is called by what its paths have in common."""
+    mine = written(syncheck_rank, "rank_{}.pth")
+    report = all_pass(each_rank(collective, mine, "ckpts/mine_rank*"))
+    assert (report.groups[0].name, report.verdict) == ("mine", "in_sync")
+    assert report.groups[0].notes == (files.NOTE,)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_one_file_seen_from_two_machines(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file on a disk that two machines share is one file, whatever they call the disk; equal files are two."""
+    (tmp_path / "boot").write_text(f"machine {syncheck_rank.rank}")
+    monkeypatch.setattr(files, "_BOOT", tmp_path / "boot")
+    mine = written(syncheck_rank, "rank_{}.pth")
+    assert all_pass(each_rank(collective, mine)).verdict == "in_sync"
+    outcomes = each_rank(collective, syncheck_rank.shared / "rank_0.pth")
+    assert all_raise(outcomes, "UsageError").text.startswith("ranks 0 and 1 read one and the same file: ")
