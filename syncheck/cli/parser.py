@@ -66,7 +66,13 @@ def build() -> argparse.ArgumentParser:
     compare = command(
         "compare", commands.compare, "compare the replicas in each group of files and diagnose what differs"
     )
-    compare.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint files, folders or globs")
+    compare.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="checkpoint files, folders or globs; under torchrun also one path such as 'rank_{rank}.pth', of which "
+        "each process reads its own",
+    )
     _comparing(compare)
     report = command("report", commands.report, "look at all runs and steps: matrix, drift, what SyncBatchNorm closed")
     report.add_argument(

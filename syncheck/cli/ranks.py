@@ -85,7 +85,7 @@ def _compared(channel: Channel, path: str, choose: Choose, tell: Tell) -> int:
 
     options, histograms = choose()
     try:
-        own = path.format_map({name: int(os.environ.get(of, "0")) for name, of in FIELDS.items()})
+        own = path.format_map({name: int(os.environ[of]) for name, of in FIELDS.items() if of in os.environ})
     except (ValueError, KeyError) as error:
         raise UsageError(
             f"{path}: what is in braces cannot be filled in: {error}; needs {{rank}} or {{rank:02d}}"
@@ -108,10 +108,11 @@ def _told(report: Report, tell: Tell) -> int:
 
 def _channel(path: str) -> Channel:
     """Join the other processes."""
-    missing = [name for name in _NEEDED if name not in os.environ]
+    needed = dict.fromkeys((*_NEEDED, *(FIELDS[name] for name in sorted(_fields(path)))))
+    missing = [name for name in needed if name not in os.environ]
     if missing:
         raise UsageError(
-            f"{path}: the rank in it is that of a process started by torchrun, and {', '.join(missing)} is not set; "
+            f"{path}: what is in braces is told by torchrun, and not set: {', '.join(missing)}; "
             "needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
         )
     try:

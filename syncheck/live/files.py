@@ -56,6 +56,11 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     """
     if options.quick or options.group_by is not None:
         raise UsageError("--quick and --group-by need one process that sees all files; leave them out")
+    if len(channel.ranks) < 2:
+        raise UsageError(
+            f"{path}: one process, and so one file: there is no other replica to compare it with; needs a process for "
+            "each file: torchrun --nproc-per-node N"
+        )
     with Files(jobs=1) as reader:
         taken = opened(path, reader)
         found: dict[int, File] = channel.gather(_described(taken), "files")

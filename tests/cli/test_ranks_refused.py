@@ -226,12 +226,25 @@ def test_a_crash_of_rank_0_shows_where(across: Across, monkeypatch: pytest.Monke
 
 def test_without_the_variables_of_torchrun(across: Across, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside torchrun the path is told to need it, and what else would do."""
+    needs = "needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
+    monkeypatch.delenv("GROUP_RANK")
+    text = f"node_{{node_rank}}.pth: what is in braces is told by torchrun, and not set: GROUP_RANK; {needs}"
+    assert {(done.code, done.err) for done in across.compare("node_{node_rank}.pth")} == {
+        (2, f"syncheck: error: {text}\n")
+    }
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
-    for done in across.compare("run_{rank}.pth"):
-        assert done.code == 2
-        assert done.err == (
-            "syncheck: error: run_{rank}.pth: the rank in it is that of a process started by torchrun, and RANK, "
-            "WORLD_SIZE is not set; needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as "
-            "'ckpts/rank_*.pth'\n"
-        )
+    text = f"run_{{rank}}.pth: what is in braces is told by torchrun, and not set: RANK, WORLD_SIZE; {needs}"
+    assert {(done.code, done.err) for done in across.compare("run_{rank}.pth")} == {(2, f"syncheck: error: {text}\n")}
+
+
+@pytest.mark.syncheck(ranks=1)
+def test_a_process_alone(across: Across) -> None:
+    """A single process has nothing to compare with, and is told to be started as several."""
+    across.save()
+    (done,) = across.compare(across.path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"syncheck: error: {across.folder}/run_rank0.pth: one process, and so one file: there is no other replica to "
+        "compare it with; needs a process for each file: torchrun --nproc-per-node N\n"
+    )
