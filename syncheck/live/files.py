@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from syncheck.blocks import Files
 from syncheck.errors import UsageError, brief
+from syncheck.kinds import selector
 from syncheck.layout_groups import title_of
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.stored import opened
+from syncheck.names import normalize
 from syncheck.records import ranks_text
 from syncheck.snapshots import Metadata
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from syncheck.api import Options
     from syncheck.live.channel import Channel
     from syncheck.records import Report
-    from syncheck.snapshots import Snapshot
+    from syncheck.snapshots import Snapshot, Tensor
 
 NOTE = "each rank read its own file: digests first, and the bytes of what differs"
 # Differs from one start of a machine to the next, and so between machines; several may have one name.
@@ -49,8 +51,8 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     """Compare this rank's checkpoint with those of the others; to be run by `channel.together` on all ranks.
 
     path: of this rank's file, or of a folder that is one checkpoint. pattern: of all paths, for a name where no
-    metadata has one. histograms: as in `api.judge`. What the first rank has measured is in its report alone, and the
-    others' is the same. Every byte is read once by the rank that has it; of what differs the first rank fetches bytes.
+    metadata has one. histograms: as in `api.judge`. Every rank returns the same report. Every byte is read once by the
+    rank that has it, but for tensors that include and exclude leave out; of what differs the first rank fetches bytes.
     Raises CheckpointError for a file that cannot be read, UsageError for one that is no checkpoint of this rank, and
     where ranks read one file or those of several runs. Through `together` all ranks raise it.
     """
@@ -65,11 +67,19 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
         taken = opened(path, reader)
         found: dict[int, File] = channel.gather(_described(taken), "files")
         _check(found)
+        taken = replace(taken, tensors=_asked(taken.tensors, options))
         if len({file.host for file in found.values()}) > 1:
             taken = replace(taken, path=f"{found[channel.rank].host}:{path}")
         runs = [file.run[0] for file in found.values() if file.run and file.run[0]]
         name = runs[0] if runs else title_of(pattern)
         return compare_snapshots(channel, taken, options, name=name, note=NOTE, histograms=histograms)
+
+
+def _asked(tensors: Mapping[str, Tensor], options: Options) -> Mapping[str, Tensor]:
+    """Return the tensors, and of those that no report will tell of the name alone: their bytes need not be read."""
+    asked = selector(frozenset(), options.include, options.exclude)
+    short = normalize(tensors)
+    return {name: t if asked(short[name], "") else replace(t, data=b"") for name, t in tensors.items()}
 
 
 def _described(taken: Snapshot) -> File:

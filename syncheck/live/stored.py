@@ -55,7 +55,7 @@ def opened(path: str, files: Files) -> Snapshot:
         raise UsageError(f"{path}: {len(found.snapshots)} checkpoints; needs the one of this rank")
     snapshot = found.snapshots[0]
     if any(tensor.digest is not None for tensor in snapshot.tensors.values()):
-        raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.fp.json")
+        raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.json")
     tensors = {name: _readable(tensor, files) for name, tensor in snapshot.tensors.items()}
     # Ties are told by places in the file, which the others cannot see.
     return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, shared(snapshot.tensors.values()))))

@@ -81,7 +81,7 @@ def program(file: Path) -> None:
         (folder, "2 checkpoints; needs the one of this rank"),
         (empty_folder, "no checkpoint in this folder"),
         (text, "needed a file of torch.save or safetensors"),
-        (fingerprint, "a fingerprint; these are compared without torchrun: syncheck compare *.fp.json"),
+        (fingerprint, "a fingerprint; these are compared without torchrun: syncheck compare *.json"),
         (program, "os.system"),
     ],
 )

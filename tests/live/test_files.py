@@ -11,7 +11,7 @@ from agreement import all_pass, all_raise, each_rank
 from checkpoints import changed, network, save
 
 import syncheck
-from syncheck.live import files
+from syncheck.live import files, stored
 from syncheck.live.channel import Channel
 from syncheck.live.files import compare_files
 from syncheck.report import json_document
@@ -110,6 +110,26 @@ def test_hosts_are_those_of_the_training(syncheck_rank: Any) -> None:
     assert [replica.path for replica in report.groups[0].replicas] == [
         str(syncheck_rank.shared / f"rank_{rank}.pth") for rank in range(4)
     ]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_is_left_out_is_not_read(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that --include leaves out are counted by their names, and no byte of them is read."""
+    read: list[int] = []
+    real = stored.Stored.digest
+
+    def digest(self: stored.Stored, algorithm: str | None) -> tuple[str, bytes]:
+        read.append(1)
+        return real(self, algorithm)
+
+    monkeypatch.setattr(stored.Stored, "digest", digest)
+    mine = written(syncheck_rank, "rank_{}.pth", by=float(syncheck_rank.rank))
+    report = all_pass(each_rank(collective, mine, include=("*.bias", "fc.weight")))
+    assert len(read) == 4
+    counts = report.groups[0].counts
+    assert (counts.tensors, counts.identical, counts.different, report.groups[0].left_out) == (4, 3, 1, 10)
+    assert [diff.name for diff in report.groups[0].tensors] == ["fc.weight"]
+    assert all_pass(each_rank(collective, mine, exclude=("*weight",))).verdict == "in_sync"
 
 
 @pytest.mark.syncheck(ranks=2)
