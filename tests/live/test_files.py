@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from agreement import all_pass, all_raise, each_rank
 from checkpoints import changed, network, save
 
 import syncheck
 from syncheck.live import files, stored
 from syncheck.live.channel import Channel
+from syncheck.live.digest import COMMON
 from syncheck.live.files import compare_files
 from syncheck.report import json_document
 
@@ -110,6 +114,32 @@ def test_hosts_are_those_of_the_training(syncheck_rank: Any) -> None:
     assert [replica.path for replica in report.groups[0].replicas] == [
         str(syncheck_rank.shared / f"rank_{rank}.pth") for rank in range(4)
     ]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
+    """A folder of torch.distributed.checkpoint for each rank is compared as a file is; a folder of all is one thing."""
+    state = {"fc.weight": torch.ones(6, 4), "fc.bias": torch.full((4,), float(syncheck_rank.rank))}
+    mine = syncheck_rank.shared / f"rank_{syncheck_rank.rank}"
+    with warnings.catch_warnings(action="ignore"):  # torch says that it saves without a process group, as is meant
+        dcp.save(state, checkpoint_id=mine, no_dist=True)
+    syncheck_rank.barrier()
+    report = all_pass(each_rank(collective, mine))
+    assert [(diff.name, diff.mismatched, diff.max_abs) for diff in report.groups[0].tensors] == [("fc.bias", 4, 1.0)]
+    assert {replica.format for replica in report.groups[0].replicas} == {"dcp"}
+    refused = all_raise(each_rank(collective, syncheck_rank.shared), "UsageError").text
+    assert refused == f"{syncheck_rank.shared}: 2 checkpoints; needs the one of this rank"
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("by", [0.0, 1.0])
+def test_ranks_of_which_one_lacks_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Where ranks have unlike digest algorithms they agree on one: equal files are in sync, and others are not."""
+    if syncheck_rank.rank == 1:
+        monkeypatch.setattr(stored, "default", lambda: COMMON)
+    mine = written(syncheck_rank, "rank_{}.pth", by=by * syncheck_rank.rank)
+    report = all_pass(each_rank(collective, mine))
+    assert (report.verdict, report.groups[0].counts.different) == (("in_sync", 0), ("out_of_sync", 5))[by > 0]
 
 
 @pytest.mark.syncheck(ranks=2)
