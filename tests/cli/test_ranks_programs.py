@@ -49,12 +49,12 @@ def test_one_by_one(jobs: Jobs, tmp_path: Path) -> None:
     assert done[1].err == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(jobs: Jobs, tmp_path: Path) -> None:
     """Where stdout is closed, as by `| head`, all ranks end with 141, as one process alone does, without a word."""
     write(tmp_path, by=1.0)
     started = jobs.ranks("compare", PATH)
     assert started[0].stdout is not None
-    os.close(os.dup(started[0].stdout.fileno()))
     started[0].stdout.close()
     started[0].stdout = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - closed with the process
     done = [finished(process) for process in started]
@@ -68,7 +68,7 @@ def reads(pid: int, file: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_is_killed(jobs: Jobs, tmp_path: Path, killed: int) -> None:
     """Where a process is killed while the others wait for it, these end with 2 at once and say that it is gone."""
     path = "run_rank{rank}.safetensors"
@@ -131,6 +131,7 @@ def test_torchrun_of_a_file_that_is_missing(jobs: Jobs, tmp_path: Path) -> None:
     assert done.err.count("syncheck: error: rank 1: run_rank1.pth: no such file or directory.") == 1
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(jobs: Jobs, tmp_path: Path) -> None:
     """A process that cannot join the others says so in one line, with address and reason, and ends with 2."""
     write(tmp_path)
