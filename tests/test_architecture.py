@@ -77,7 +77,7 @@ ALLOWED = {
     "config": LEAVES | {"api", "report"},
     "live": BASE
     | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"}
-    | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks"},
+    | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks", "ties"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},

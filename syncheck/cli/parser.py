@@ -12,6 +12,9 @@ from syncheck.report.files import ENDINGS, FORMATS, version
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
 
+_COMPARED = """checkpoint files, folders or globs; under torchrun also one path such as 'rank_{rank}.pth', of which each
+process reads its own"""
+
 
 class _Version(argparse.Action):
     """Look the version up only when it is asked for: that costs as much as all the rest of the start."""
@@ -66,7 +69,7 @@ def build() -> argparse.ArgumentParser:
     compare = command(
         "compare", commands.compare, "compare the replicas in each group of files and diagnose what differs"
     )
-    compare.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint files, folders or globs")
+    compare.add_argument("paths", nargs="+", metavar="PATH", help=_COMPARED)
     _comparing(compare)
     report = command("report", commands.report, "look at all runs and steps: matrix, drift, what SyncBatchNorm closed")
     report.add_argument(

@@ -73,8 +73,8 @@ class Channel:
     """The ranks of one process group. rank: this process's; ranks: of the group; both count in the whole world.
 
     group: of torch.distributed, by default all ranks. whole: the group has all ranks. over: an error was raised on
-    all ranks, or no message comes through any more. Raises UsageError without a process group, and on a rank that is
-    not in the group given.
+    all ranks, or no message comes through any more; lost: the latter. Raises UsageError without a process group, and on
+    a rank that is not in the group given.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -89,7 +89,7 @@ class Channel:
             raise UsageError(f"rank {self.rank} is not in the process group given; call this on its members only")
         self.ranks = tuple(int(rank) for rank in self._dist.get_process_group_ranks(self._group))
         self.whole = len(self.ranks) == world_size()
-        self.over = False
+        self.over = self.lost = False
 
     def gather(self, message: Any, kind: str) -> dict[int, Any]:
         """Send a message and return those of all ranks, by rank. Raises on all ranks if a rank sent a failure.
@@ -218,6 +218,7 @@ class Channel:
         except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
             raise RankFailed(_mixed("some rank")) from error
         except RuntimeError as error:  # torch.distributed's own are of this kind
+            self.lost = True
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RankFailed(
                 f"rank {self.rank} got no message through: {first[:200]}; a rank has ended, or did not make this call "

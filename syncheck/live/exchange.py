@@ -158,7 +158,7 @@ def _in_sync(holdings: Holdings, options: Options, name: str, note: str) -> Repo
 def _judged(
     holdings: Holdings, options: Options, name: str, note: str, ranks: Sequence[int] = (), *, histograms: bool = False
 ) -> Report:
-    replicas = Replicas(name, None, tuple(holdings.snapshots(ranks).items()), note)
+    replicas = Replicas(name, holdings.step, tuple(holdings.snapshots(ranks).items()), note)
     reference.check(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
