@@ -8,6 +8,7 @@ Where one rank has work to do for all, the others answer its questions until it 
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,12 +219,17 @@ class Channel:
         except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
             raise RankFailed(_mixed("some rank")) from error
         except RuntimeError as error:  # torch.distributed's own are of this kind
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RankFailed(
-                f"rank {self.rank} got no message through: {first[:200]}; a rank has ended, or did not make this call "
+                f"rank {self.rank} got no message through: {_cause(error)}; a rank has ended, or did not make this call "
                 "within the group's timeout: see what the others printed last"
             ) from error
         self.over = False
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return the first sentence of what torch says, without the place in its sources and its guess at the reason."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0][:200]
 
 
 def _failure(error: Exception) -> Failure:
