@@ -220,8 +220,8 @@ class Channel:
             raise RankFailed(_mixed("some rank")) from error
         except RuntimeError as error:  # torch.distributed's own are of this kind
             raise RankFailed(
-                f"rank {self.rank} got no message through: {_cause(error)}; a rank has ended, or did not make this call "
-                "within the group's timeout: see what the others printed last"
+                f"rank {self.rank} got no message through: {_cause(error)}; a rank has ended, or did not make this "
+                "call within the group's timeout: see what the others printed last"
             ) from error
         self.over = False
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,8 @@ def told(places: list[str], folder: Path) -> Iterator[Told]:
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.communicate()
 
 
