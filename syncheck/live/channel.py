@@ -74,8 +74,8 @@ class Channel:
     """The ranks of one process group. rank: this process's; ranks: of the group; both count in the whole world.
 
     group: of torch.distributed, by default all ranks. whole: the group has all ranks. over: an error was raised on
-    all ranks, or no message comes through any more. Raises UsageError without a process group, and on a rank that is
-    not in the group given.
+    all ranks, or no message comes through any more. Raises UsageError without a process group, for a group that is
+    none, and on a rank that is not in the group given.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -86,7 +86,13 @@ class Channel:
         self._dist: Any = sys.modules["torch.distributed"]
         self._group = group if group is not None else self._dist.group.WORLD
         self.rank = int(self._dist.get_rank())
-        if self._dist.get_rank(self._group) < 0:
+        try:
+            inside = self._dist.get_rank(self._group) >= 0
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"group= of class {type(group).__name__}: needs a process group of torch.distributed that still exists"
+            ) from None
+        if not inside:
             raise UsageError(f"rank {self.rank} is not in the process group given; call this on its members only")
         self.ranks = tuple(int(rank) for rank in self._dist.get_process_group_ranks(self._group))
         self.whole = len(self.ranks) == world_size()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, Outcome, all_pass, each_rank
+from agreement import Net, Outcome, all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.errors import UsageError
@@ -151,3 +151,13 @@ def test_only_the_members_of_a_subgroup_are_compared(syncheck_rank: Any) -> None
     )
     everyone = all_pass(each_rank(check, state))
     assert everyone.groups[0].tensors[0].clusters == ((1, 2), (0,))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_group_that_is_none_is_refused() -> None:
+    """What is no process group, or one that was destroyed, is a UsageError that says what is needed."""
+    gone = dist.new_group()
+    dist.destroy_process_group(gone)
+    for group, kind in (("world", "str"), ([0, 1], "list"), (gone, "ProcessGroup")):
+        outcome = all_raise(each_rank(check, {"w": torch.ones(1)}, group=group), "UsageError")
+        assert outcome.text == f"group= of class {kind}: needs a process group of torch.distributed that still exists"
