@@ -18,12 +18,15 @@ from pathlib import Path
 
 from benchmarks import (
     compare,
+    digest,
     distributed_tests,
     large,
     last_element,
+    live,
     many_ranks,
     many_small,
     memory,
+    scale,
     sparse,
 )
 
@@ -37,6 +40,9 @@ BENCHMARKS = {
     "many_small": many_small,
     "sparse": sparse,
     "distributed_tests": distributed_tests,
+    "digest": digest,
+    "live": live,
+    "scale": scale,
 }
 
 

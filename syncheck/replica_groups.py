@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 from syncheck.records import ranks_text
@@ -145,6 +147,14 @@ def _by_mesh(
     parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...], standing: Mapping[int, int]
 ) -> Division:
     keys: dict[int, Hashable] = {}
+    # A thousand ranks share a layout or two, each of a thousand ranks: these are looked at once.
+    different = {id(sharding): sharding for sharding in parts.values()}
+    layouts: dict[Hashable, int] = {}
+    # Ranks of another mesh may be replicas, as where DDP wraps tensor parallel parts, or parts of another whole.
+    numbers = {
+        key: layouts.setdefault((found.ranks, found.mesh, found.placements, found.shape), len(layouts))
+        for key, found in different.items()
+    }
     for rank in having:
         sharding = parts.get(rank)
         place = None if sharding is None else _coordinate(rank, sharding)
@@ -152,13 +162,11 @@ def _by_mesh(
             keys[rank] = rank
             continue
         divided = zip(sharding.placements, place, strict=True)
-        at = tuple(i for placement, i in divided if placement != "R")
-        # Ranks of another mesh may be replicas, as where DDP wraps tensor parallel parts, or parts of another whole.
-        keys[rank] = (sharding.ranks, sharding.mesh, sharding.placements, sharding.shape, at)
-    members = {rank for sharding in parts.values() for rank in sharding.ranks}
+        keys[rank] = numbers[id(sharding)], tuple(i for placement, i in divided if placement != "R")
+    members = {rank for sharding in different.values() for rank in sharding.ranks}
     expected = tuple(rank for rank in ranks if standing.get(rank, rank) in members or rank in having)
-    layouts = dict.fromkeys(layout_text(sharding) for sharding in parts.values())
-    layout = next(iter(layouts)) if len(layouts) == 1 else "laid out in unlike ways"
+    texts = dict.fromkeys(layout_text(sharding) for sharding in different.values())
+    layout = next(iter(texts)) if len(texts) == 1 else "laid out in unlike ways"
     whole = [rank for rank in having if rank not in parts]
     if whole:
         layout += f", but whole on {ranks_text(whole)}"
@@ -169,13 +177,12 @@ def _coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
     """Say where in the mesh a rank stands: by what its file says, else by its rank; None where neither tells."""
     if sharding.coordinate:
         return sharding.coordinate
-    if rank not in sharding.ranks:
-        return None
-    at, place = sharding.ranks.index(rank), list[int]()
-    for size in reversed(sharding.mesh):
-        at, i = divmod(at, size)
-        place.insert(0, i)
-    return tuple(place)
+    return _by_rank(sharding.ranks, sharding.mesh).get(rank)
+
+
+@lru_cache(maxsize=64)
+def _by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    return dict(zip(ranks, product(*map(range, mesh)), strict=False))
 
 
 def _rank_at(sharding: Sharding) -> int:

@@ -108,7 +108,8 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division)
                 continue  # parts of plain tensors, too, may be of unequal sizes
             return _split(bare, what, found, tensors)
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
-    layouts = {rank: layout_text(sharding) for rank, sharding in parts.items()}
+    texts = {id(sharding): layout_text(sharding) for sharding in parts.values()}  # ranks of a job share one
+    layouts = {rank: texts[id(sharding)] for rank, sharding in parts.items()}
     if len(set(layouts.values())) > 1:  # no rank's part is another's then, and the rest of the model would hide it
         return _split(bare, "shape", layouts, tensors)
     refused = next(iter(refusals.values()))

@@ -40,8 +40,6 @@ class Watch:
                 every=settings.monitor,
                 on_desync=settings.on_desync or "warn",
                 console=console,
-                # With zero each rank's optimizer has parameters of its own.
-                exclude=("optimizer.param_groups.*.params",) if method.facts.get("optimizer_sharded") else (),
             )
 
     def after_step(self, step: int, *, last: bool) -> None:

@@ -27,6 +27,11 @@ class Case:
     values: tuple[str, ...]
     series: tuple[Group, ...]
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the replicas are those of a running job, of which there are no files."""
+        return all(replica.format == "memory" for replica in self.group.replicas)
+
     def of_kind(self, *kinds: str) -> tuple[TensorDiff, ...]:
         """Return the uncovered differences of these kinds."""
         return tuple(diff for diff in self.tensors if diff.kind in kinds)

@@ -44,6 +44,10 @@ FIX = (
     "Load the file of a rank that agrees with the others on the odd one: "
     "model.load_state_dict(torch.load(FILE)['model']), its optimizer too. Test that host's memory."
 )
+IN_A_JOB = (
+    "Copy from a rank that agrees with the others: syncheck.live.resync(model, optimizer) on all ranks, with "
+    "source=RANK where there is no majority. Test that host's memory."
+)
 # dtype: (bits of the mantissa, bits of the exponent), from the lowest; the sign, if any, is above.
 _FORMATS = {
     "float64": (52, 11),
@@ -66,7 +70,10 @@ def apply(case: Case) -> Match | None:
     tensors = tuple(diff for spot in found for diff in spot.tensors)
     text = "; ".join(_text(spot, case) for spot in found)
     return Match(
-        tensors, suspects(tensors, case.group), f"{text}{rest_text(case)}{agreement_text(tensors, case.group)}"
+        tensors,
+        suspects(tensors, case.group),
+        f"{text}{rest_text(case)}{agreement_text(tensors, case.group)}",
+        fix=IN_A_JOB if case.in_memory else "",
     )
 
 

@@ -40,6 +40,10 @@ FIX = (
     "Load the file of a rank that agrees with the others on the odd one: "
     "model.load_state_dict(torch.load(FILE)['model']), its optimizer too. Check that host's memory, links and storage."
 )
+IN_A_JOB = (
+    "Copy from a rank that agrees with the others: syncheck.live.resync(model, optimizer) on all ranks, with "
+    "source=RANK where there is no majority. Check that host's memory, links and storage."
+)
 
 
 def apply(case: Case) -> Match | None:
@@ -54,6 +58,7 @@ def apply(case: Case) -> Match | None:
         tensors,
         suspects(tensors, case.group),
         f"{text}; {gap_text(worst(tensors))}{rest_text(case)}{agreement_text(tensors, case.group)}",
+        fix=IN_A_JOB if case.in_memory else "",
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import RankFailed, UsageError, brief
+from syncheck.errors import RankFailed, SyncheckError, UsageError, brief
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def call_together(channel: Channel, action: Callable[[Report], object], report: 
     try:
         action(report)
     except (Exception, SystemExit) as error:
-        channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
+        with suppress(SyncheckError):  # where others are gone, this rank's own error is what matters
+            channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
         raise
     sent = channel.gather("", "on_desync")
     failed = {rank: (text,) for rank, text in sent.items() if text}

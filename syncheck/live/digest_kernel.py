@@ -38,6 +38,9 @@ def add(rows: Sequence[Row], sums: Any) -> None:
     """
     if triton is None:
         raise ImportError("Triton is not installed")
+    if sums.is_cuda and not isinstance(sum_words, triton.runtime.JITFunction):
+        # It would take the addresses of the device for its own.
+        raise RuntimeError("Triton's interpreter reads the memory of the CPU only (TRITON_INTERPRET=1 is set)")
     import numpy as np
     import torch
 
@@ -131,8 +134,8 @@ def sum_words(
     there = (lane == 0) & (rest > 0)
     sum_a += tl.where(there, mixed(tail + last * step_a, a1, a2, a3, a4, a5), 0)
     sum_b += tl.where(there, mixed(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
-    tl.atomic_add(sums + slot * 2, tl.sum(sum_a.to(tl.int64, bitcast=True), axis=0))
-    tl.atomic_add(sums + slot * 2 + 1, tl.sum(sum_b.to(tl.int64, bitcast=True), axis=0))
+    tl.atomic_add(sums + slot * 2, tl.sum(sum_a.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
+    tl.atomic_add(sums + slot * 2 + 1, tl.sum(sum_b.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
 
 
 # What is compiled into `sum_words`. One by one: the Triton of torch 2.6 takes no tuple.

@@ -10,21 +10,23 @@ padding. All arithmetic is modulo 2**64:
 Sums of integers do not depend on the order of their terms: any number of threads, blocks and atomic additions give the
 same digest, and so do the kernel and the eager form.
 
-What it sees. Both mixes are bijections of 64 bits. So a change within one aligned word, one flipped bit anywhere
-among them, changes both sums for certain, and the digest. Each word is mixed with its position, by other steps and in
-another way in each lane, so that permuted words, swapped rows, flipped signs and constants are different sums. For
-changes of several words that do not know the constants, two digests are equal with odds of 2**-128, as those of any
-128-bit hash. Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped
-each of the 128 bits of the digest in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many
-counts (root mean square 1.00 to 1.02 standard deviations).
+What it sees. Both mixes are bijections of 64 bits, so a change within one aligned word, as one flipped bit is, changes
+both sums for certain, and the digest. Each word is mixed with its position, by another step and in another way in each
+lane, so that permuted words, swapped rows, flipped signs, constants and zeros of other lengths give other sums. If the
+terms of a sum are taken for random numbers, changes of several words leave the digest as it was with odds of 2**-128.
+Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped each bit of
+the digest in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many counts (root mean square
+1.00 to 1.02 standard deviations).
 
-What it does not withstand is somebody who knows the constants: the terms of a sum can be chosen to cancel, as can the
-multiset of keyed words be kept where words are a multiple of the step apart. It finds faults, not forgers.
+What it does not withstand is somebody who knows the constants. Terms of a sum can be chosen to cancel; and a lane sees
+only the set of keyed words, which words a multiple of the step apart can keep while they change places. The two lanes
+have steps of their own for that. The digest finds faults, not forgers.
 
 Constants: STEP_A and mix_a from Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", as in the
 reference code https://prng.di.unimi.it/splitmix64.c; mix_b from MurmurHash3, Austin Appleby,
-https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp; STEP_B is the
-multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers", table 5, 64 bits.
+https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp;
+STEP_B is the 64-bit LCG multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers for
+congruential pseudorandom number generators".
 """
 
 from __future__ import annotations
@@ -96,12 +98,13 @@ class Pending:
 
     def read(self) -> list[bytes]:
         """Wait for the device, and return the digest of each tensor, 16 bytes. One copy from the device."""
-        numpy = sys.modules["numpy"]
-        found = self.sums.cpu().numpy().view(numpy.uint64)
-        ends = numpy.array(self.sizes, numpy.uint64) + numpy.uint64(1)
-        a = _mixed(found[:, 0] + ends * numpy.uint64(STEP_A), MIX_A)
-        b = _mixed(found[:, 1] ^ ends * numpy.uint64(STEP_B), MIX_B)
-        data = numpy.stack([a, b], axis=1).astype("<u8").tobytes()
+        import numpy as np
+
+        found = self.sums.cpu().numpy().view(np.uint64)
+        ends = np.array(self.sizes, np.uint64) + np.uint64(1)
+        a = _mixed(found[:, 0] + ends * np.uint64(STEP_A), MIX_A)
+        b = _mixed(found[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
+        data = np.stack([a, b], axis=1).astype("<u8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
@@ -173,11 +176,12 @@ def _mix_in_place(x: Any, mix: Mix) -> Any:
 
 def _mixed(x: Any, mix: Mix) -> Any:
     """Mix an array of uint64."""
-    numpy = sys.modules["numpy"]
+    import numpy as np
+
     for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
-        x = x ^ (x >> numpy.uint64(shift))
+        x = x ^ (x >> np.uint64(shift))
         if factor:
-            x = x * numpy.uint64(factor)
+            x = x * np.uint64(factor)
     return x
 
 

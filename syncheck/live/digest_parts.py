@@ -50,21 +50,28 @@ def is_aligned(tensor: Any) -> bool:
     return not (tensor.data_ptr() % WORD or tensor.storage_offset() * tensor.element_size() % WORD)
 
 
-def require_storage(tensor: Any, number: int) -> None:
-    """Raise UsageError for a tensor whose storage was freed: reading it would end the process.
+def storage_holds(tensor: Any) -> bool:
+    """Whether the storage of a strided tensor has all its bytes; else reading it would end the process.
 
-    FSDP1 frees the storage of a parameter between its uses, and the tensor keeps its shape. number: of the tensor in
-    its list, for the error.
+    FSDP1 frees the storage of a parameter between its uses, and the tensor keeps its shape.
     """
     if not tensor.numel() or not (tensor.is_cpu or tensor.is_cuda):  # others give no address to read from
-        return
-    if tensor.is_contiguous():
-        last = tensor.storage_offset() + tensor.numel()
-    else:
+        return True
+    return bool(tensor.untyped_storage().nbytes() >= _end(tensor))
+
+
+def _end(tensor: Any) -> int:
+    """Return where in its storage a tensor ends, in bytes."""
+    reach = tensor.numel() - 1
+    if not tensor.is_contiguous():
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        last = tensor.storage_offset() + reach + 1
-    found, needed = tensor.untyped_storage().nbytes(), last * tensor.element_size()
-    if found < needed:
+    return int(tensor.storage_offset() + reach + 1) * int(tensor.element_size())
+
+
+def require_storage(tensor: Any, number: int) -> None:
+    """Raise UsageError for a tensor whose storage was freed. number: of the tensor in its list, for the error."""
+    if not storage_holds(tensor):
+        found, needed = tensor.untyped_storage().nbytes(), _end(tensor)
         raise UsageError(
             f"tensor {number}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: its storage holds "
             f"{found} bytes, {needed} needed. FSDP frees parameters between their uses: check inside "
@@ -87,7 +94,7 @@ def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
         step = max(most // (size * WORD), 1) * WORD
         for start in range(0, rows, step):
             part = tensor[start : start + step] if tensor.dim() else tensor
-            yield start * size // WORD, _copied(part)
+            yield start * size // WORD, copied(part)
     elif is_aligned(tensor):
         yield 0, tensor
     else:
@@ -104,7 +111,7 @@ def as_bytes(tensor: Any) -> Any:
     return row.view(torch.uint8)
 
 
-def _copied(tensor: Any) -> Any:
+def copied(tensor: Any) -> Any:
     """Return a copy of a tensor in C order, bit for bit."""
     torch = sys.modules["torch"]
     plain = tensor.detach()

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.live.digest_parts import as_bytes, as_plain_tensors, lies_in_order
+from syncheck.live.digest_parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
 from syncheck.live.sharded import sharding_of
 from syncheck.pieces import boxes
 from syncheck.readers.pickles.stand_ins import TensorPlace
@@ -110,7 +110,8 @@ def place_of(value: Any) -> HeldPlace:
     kind = type(value)
     if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:  # as nearly all
         dtype = _dtype_of(value.dtype)
-        if dtype is not None and not (value.is_meta or value.is_quantized or value.is_nested):
+        has_bytes = not (value.is_meta or value.is_quantized or value.is_nested) and storage_holds(value)
+        if dtype is not None and has_bytes:
             return HeldPlace(dtype, tuple(value.shape), Held(value))
     refused = "sharded: a ShardedTensor holds this rank's shard only" if type(value).__name__ == "ShardedTensor" else ""
     sharding = None
@@ -158,7 +159,7 @@ def _refused(value: Any, torch: Any) -> str:
         return "a meta tensor: it has no values"
     if value.layout != torch.strided:
         return "a sparse tensor" if "sparse" in str(value.layout) else f"a tensor of layout {value.layout}"
-    return ""
+    return "" if storage_holds(value) else "a tensor whose storage was freed"
 
 
 def flat_bytes(source: Any) -> Any:
@@ -168,10 +169,8 @@ def flat_bytes(source: Any) -> Any:
         numpy = sys.modules["numpy"]
         native = numpy.ascontiguousarray(source, dtype=source.dtype.newbyteorder("="))
         return native.reshape(-1).view(numpy.uint8)
-    # Subclasses may redefine what the methods do; the bytes are torch's business alone.
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        plain = source.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-        row = as_bytes(plain.contiguous())
+    with as_plain_tensors():
+        row = as_bytes(source if lies_in_order(source) else copied(source))
         return row.numpy() if row.device.type == "cpu" else row
 
 

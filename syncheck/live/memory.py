@@ -68,6 +68,8 @@ def _name_members(tree: Tree, flat: Flat) -> bool:
 
     Where the names are not known, their positions are given in another field: the two have nothing to be compared by.
     """
+    if tree.dealt_out or (flat.metadata is not None and flat.metadata.optimizer_sharded):
+        return False  # every rank's groups are of its own parameters
     short = normalize(name for name in flat.tensors if not name.startswith("optimizer."))
     found = False
     for state in filter(is_optimizer, tree.containers):
@@ -117,10 +119,12 @@ def _metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | None)
         statistic = short.get(f"{name}.running_mean" if name else "running_mean")
         if statistic is not None:
             momentum[statistic.removesuffix("running_mean").removesuffix(".")] = value
+    known = block or Metadata()
     return replace(
-        block or Metadata(),
+        known,
         buffers=tuple(short[name] for name in tree.buffers if name in short),
         frozen=tuple(short[name] for name in tree.frozen if name in short),
         bn_momentum=momentum,
-        buffers_synced=tree.buffers_synced,
+        optimizer_sharded=known.optimizer_sharded or tree.dealt_out,
+        buffers_synced=known.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )

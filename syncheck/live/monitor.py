@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
@@ -143,8 +142,10 @@ class SyncMonitor:
         try:
             if self._pending:
                 self.check()
-        finally:
-            self._end(None)
+        except BaseException as error:
+            self._end(type(error).__name__)
+            raise
+        self._end(None)
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +208,8 @@ class SyncMonitor:
             call_together(Channel(self._members), self._on_desync, report)
 
     def _resync(self) -> None:
-        resync = import_module("syncheck.live.repair").resync  # where it is wanted only
+        from syncheck.live.repair import resync  # where it is wanted only
+
         model, optimizer, scaler = self._things
         done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
         self._trouble = Trouble(good=self._step)

@@ -83,7 +83,10 @@ class Resync:
         of: tuple[tuple[str, Sequence[Copied | Changed]], ...] = (
             ("copied", self.copied), ("set", self.values), ("created", self.created), ("removed", self.removed),
         )  # fmt: skip
-        lines += [f"  {verb}: {named(f'{c.name} ({ranks_text(c.ranks)})' for c in done)}" for verb, done in of if done]
+        for verb, done in of:
+            # The ranks stand in the first line already where they are the same throughout.
+            told = (c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done)
+            lines += [f"  {verb}: {named(told)}"] if done else []
         return "\n".join(map(one_line, lines))
 
 
@@ -128,7 +131,13 @@ def resync(
     before = compared()
     if before.verdict == "in_sync":
         return Resync(before, before)
-    done = channel.together(lambda: _repair(channel, group, parts, before, source))
+    repair = _Repair(channel, group, parts, before, source)
+    try:
+        done = channel.together(repair.run)
+    except RankFailed as error:
+        if repair.begun and _FAILED not in str(error):  # no message comes through any more
+            raise RankFailed(f"{_FAILED}, and some tensors may be copied and others not: {error}") from error
+        raise
     after = compared()
     if after.verdict != "in_sync":
         raise RankFailed(_remaining(after, done))
@@ -160,56 +169,65 @@ def _agree(channel: Channel, source: int | str, only: Sequence[str]) -> None:
         raise UsageError("only='rng': random number states are a rank's own, and resync leaves them alone")
 
 
-def _repair(channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str) -> _Done:
-    """Carry out the plan. Up to the first change every error is a UsageError, and nothing has happened yet."""
-    if before.verdict != "out_of_sync":
-        raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
-    places = Places(parts)
-    plan = planned(before, source, places.groups)
-    mine = [leaf for leaf in plan.leaves if channel.rank in leaf.ranks]
-    for leaf in mine:
-        places.known(leaf.name)
-    created = {leaf.name for leaf in mine}
-    for job in plan.jobs:
-        if channel.rank in job.ranks and job.name not in created:
-            places.live(job.name)
-    sent = channel.gather(
-        {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == channel.rank}, "values"
-    )
-    torch: Any = sys.modules["torch"]
-    try:
-        with torch.no_grad():
-            own = _take(places, plan, sent, channel.rank)
-            sizes = Copier(channel, group).copy(plan.jobs, places.live)
-        changes = channel.gather(own, "changes")
-    except Exception as error:
-        if channel.over:  # another rank's error, or one of the connection, is told as it is
-            raise
-        kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-        raise SyncheckError(f"resync failed on the way: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
-    copied = tuple(
-        Copied(job.name, job.source, job.targets, size) for job, size in zip(plan.jobs, sizes, strict=True)
-    )  # fmt: skip
-    return _Done(plan, copied, tuple(_changed(changes, kind) for kind in ("values", "created", "removed")))
-
-
+_FAILED = "resync failed on the way"
 _AGAIN = ". Some tensors may be copied and others not; calling it again with {} is safe"
+
+
+@dataclass
+class _Repair:
+    """One repair of this rank, with all others. begun: something may have been changed."""
+
+    channel: Channel
+    group: Any
+    parts: tuple[Any, ...]
+    before: Report
+    source: int | str
+    begun: bool = False
+
+    def run(self) -> _Done:
+        """Make the plan, find everything that it names, and only then change something."""
+        if self.before.verdict != "out_of_sync":
+            raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
+        rank, places = self.channel.rank, Places(self.parts)
+        plan = planned(self.before, self.source, places.groups)
+        mine = [leaf for leaf in plan.leaves if rank in leaf.ranks]
+        for leaf in mine:
+            places.known(leaf.name)
+        created = {leaf.name for leaf in mine}
+        for job in plan.jobs:
+            if rank in job.ranks and job.name not in created:
+                places.live(job.name)
+        self.channel.gather(None, "places")  # up to here a rank may have failed; from here on only some send
+
+        def contents() -> dict[str, Content]:
+            return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == rank}
+
+        sent = self.channel.share(contents, sorted({leaf.source for leaf in plan.leaves}), "values")
+        self.begun = True
+        try:
+            return self._carry_out(plan, places, sent)
+        except Exception as error:
+            if self.channel.over:  # another rank's error is told as it is
+                raise
+            kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
+            raise SyncheckError(f"{_FAILED}: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
+
+    def _carry_out(self, plan: Plan, places: Places, sent: Mapping[int, Mapping[str, Content]]) -> _Done:
+        torch: Any = sys.modules["torch"]
+        rank, own = self.channel.rank, {}
+        with torch.no_grad():
+            for leaf in plan.leaves:
+                if rank in leaf.ranks and rank != leaf.source:
+                    own[leaf.name] = places.take(leaf.name, sent[leaf.source][leaf.name])
+            sizes = Copier(self.channel, self.group).copy(plan.jobs, places.live)
+        changes = self.channel.gather(own, "changes")
+        copied = [Copied(job.name, job.source, job.targets, size) for job, size in zip(plan.jobs, sizes, strict=True)]
+        return _Done(plan, tuple(copied), tuple(_changed(changes, kind) for kind in ("values", "created", "removed")))
 
 
 def _text(plan: Plan) -> str:
     sources = sorted(set(plan.sources.values()))
     return f"source={sources[0]}" if len(sources) == 1 else "the same source"
-
-
-def _take(
-    places: Places, plan: Plan, sent: Mapping[int, Mapping[str, Content]], rank: int
-) -> dict[str, str]:  # fmt: skip
-    """Set, create and remove what this rank has otherwise than the source; return what was done by name."""
-    done = {}
-    for leaf in plan.leaves:
-        if rank in leaf.ranks and rank != leaf.source:
-            done[leaf.name] = places.take(leaf.name, sent[leaf.source][leaf.name])
-    return {name: change for name, change in done.items() if change}
 
 
 def _changed(changes: Mapping[int, Mapping[str, str]], kind: str) -> tuple[Changed, ...]:

@@ -49,10 +49,16 @@ class Copier:
             rows = [self._row(jobs[i], shapes[i], live) for i in batch]
             # Whoever has no memory left says it here, where the others still listen.
             self._channel.gather(None, "ready")
+            failed: list[Exception] = []
             for i, (row, arrived) in zip(batch, rows, strict=True):
                 if shapes[i].size:
                     self._dist.broadcast(row, jobs[i].source, group=self._group)
-                    arrived()
+                    try:
+                        arrived()
+                    except Exception as error:  # noqa: BLE001 - the others are waiting for the next row first
+                        failed.append(error)
+            if failed:
+                raise failed[0]
         return tuple(shape.size for shape in shapes)
 
     def _shape(self, tensor: Any) -> Shape:
@@ -77,15 +83,19 @@ class Copier:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             plain = tensor.detach().as_subclass(torch.Tensor)
         here = plain.device.type == shape.device
+        # Those of inference mode may not be given to what writes to them outside of it.
+        inferred = plain.is_inference()
         if job.source == self._channel.rank:
             row = _bytes(plain.resolve_conj().resolve_neg().contiguous())
+            row = row.clone() if inferred else row
             return row if here else row.to(device_of(shape.device)), _nothing
-        if here and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        if here and not inferred and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
             return _bytes(plain), _nothing
         row = torch.empty(shape.size, dtype=torch.uint8, device=plain.device if here else device_of(shape.device))
 
         def arrived() -> None:
-            plain.copy_(row.view(plain.dtype).view(plain.shape))
+            with torch.inference_mode(mode=inferred or torch.is_inference_mode_enabled()):
+                plain.copy_(row.view(plain.dtype).view(plain.shape))
 
         return row, arrived
 

@@ -13,8 +13,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from syncheck.errors import UsageError
-from syncheck.live.held import HeldPlace, is_tensor, place_of
+from syncheck.live.held import is_tensor, place_of
 from syncheck.live.modules import buffers_synced, has_extra_state, is_sharded, is_sharding
+from syncheck.live.optimizers import FLAT, own_part, with_names
 from syncheck.live.saved import own_state
 from syncheck.names import MODEL_CONTAINERS
 
@@ -22,7 +23,6 @@ from syncheck.names import MODEL_CONTAINERS
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
-_FLAT = "sharded: FSDP holds this rank's shard of its parameters only"
 
 
 def is_module(thing: Any) -> bool:
@@ -75,12 +75,14 @@ class Tree:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
     `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
     `records.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
-    mappings of the tree. Raises UsageError for what cannot be read.
+    mappings of the tree. dealt_out: an optimizer keeps the state of some parameters only, as ZeRO's does.
+    Raises UsageError for what cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
         self.persistent = persistent
         self.modules = 0
+        self.dealt_out = False
         self.buffers: list[str] = []
         self.frozen: list[str] = []
         self.parameters: set[str] = set()
@@ -98,7 +100,7 @@ class Tree:
         self.root = self._convert(merged, "", 0)
         # Last, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
-            made = self._optimizer(optimizer, name)
+            made = with_names(self._convert(optimizer.state_dict(), name, 1), optimizer, self._names, self._sharded)
             if not ("state" in made and "param_groups" in made):
                 into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
             into.update(made)
@@ -147,7 +149,9 @@ class Tree:
             return self._module(node, name)
         if is_optimizer(node):
             into: dict[str, Any] = {}
-            self._optimizers.append((into, node, name))
+            own, dealt_out = own_part(node)
+            self.dealt_out = self.dealt_out or dealt_out
+            self._optimizers.append((into, own, name))
             # What makes `readers.pickles.tree` see an optimizer; filled when all names are known.
             into.update(state={}, param_groups=[])
             return into
@@ -188,7 +192,7 @@ class Tree:
                 place = place_of(parameter)
                 if flat and f"{at}{key}".startswith(flat):
                     self._sharded.add(id(parameter))
-                    place = place.refuse(_FLAT)
+                    place = place.refuse(FLAT)
                 made[f"{at}{key}"] = place
                 self._names.setdefault(id(parameter), f"{prefix}{at}{key}")
                 self.parameters.add(f"{prefix}{at}{key}")
@@ -220,27 +224,6 @@ class Tree:
             made[name] = self._convert(value, f"{prefix}{name}", 1)
             if is_tensor(value):
                 self.buffers.append(f"{prefix}{name}")
-
-    def _optimizer(self, optimizer: Any, name: str) -> dict[str, Any]:
-        """Return an optimizer's state dict with the names of its parameters, where the modules given have them all."""
-        made: dict[str, Any] = self._convert(optimizer.state_dict(), name, 1)
-        if not isinstance(made, dict) or not (
-            isinstance(made.get("param_groups"), list) and isinstance(made.get("state"), dict)
-        ):
-            return made
-        groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        numbers = [group.get("params") for group in made["param_groups"]]
-        known = all(key in self._names for group in groups for key in group)
-        if [len(n or ()) for n in numbers] != [len(group) for group in groups]:
-            return made
-        for group, keys, ids in zip(made["param_groups"], groups, numbers, strict=True):
-            if known and "param_names" not in group:
-                group["param_names"] = [self._names[key] for key in keys]
-            for key, number in zip(keys, ids, strict=True):
-                if key in self._sharded:
-                    # Which states there are differs: a rank whose shard of the parameter is empty has none.
-                    made["state"][number] = {"state": HeldPlace(None, (), None, _FLAT)}
-        return made
 
 
 def named_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:

@@ -407,6 +407,14 @@ def test_digests_follow_the_values() -> None:
     assert other != plain
 
 
+def test_bytes_of_odd_views_are_read_as_they_are() -> None:
+    """One element with a step has its bytes, and damaged booleans of a strided tensor keep their damage."""
+    one = torch.arange(4.0)[::2][:1]
+    assert Held(one)[0:4] == bytes(4)
+    damaged = torch.tensor([[1, 0], [77, 1]], dtype=torch.uint8).view(torch.bool).t()
+    assert Held(damaged)[0:4] == bytes([1, 77, 0, 1])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_a_device_are_compared() -> None:
     """A module on the GPU is in sync with its copy on the CPU, and a change there is found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, trained
 from monitored import Watched, flip_at, printer
 
-from syncheck.errors import UsageError
+from syncheck.errors import RankFailed, UsageError
 from syncheck.live import SyncMonitor
 
 if TYPE_CHECKING:
@@ -149,6 +150,18 @@ def test_monitors_that_are_unlike_are_told(syncheck_rank: Rank, name: str, value
 
 
 @pytest.mark.syncheck(ranks=2)
+def test_a_rank_that_never_checks_is_not_waited_for_without_end(syncheck_rank: Rank) -> None:
+    """Where rank 1 makes no check, rank 0 raises RankFailed when the timeout of the group is over."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, optimizer = trained()
+    monitor = SyncMonitor(model, optimizer, group=group, console=False)
+    if syncheck_rank.rank == 0:
+        with pytest.raises(RankFailed, match="did not make this call within the group's timeout"):
+            monitor.check()
+    assert monitor.checks == 0
+
+
+@pytest.mark.syncheck(ranks=2)
 def test_the_end_checks_what_was_not_checked(syncheck_rank: Rank) -> None:
     """Leaving the context after a step that no check was due for finds a fault of that step."""
     outcome = all_raise(each_rank(Watched(plant=flip_at(3, rank=1)).run, 3))
@@ -222,3 +235,21 @@ def test_only_the_ranks_of_its_group_take_part(syncheck_rank: Rank) -> None:
     assert alone.monitor.last is not None
     assert alone.monitor.last.verdict == "undecided"
     assert alone.monitor.checks == 2
+
+
+@pytest.mark.slow  # torch.compile loads for seconds
+@pytest.mark.syncheck(ranks=2)
+def test_it_may_be_called_in_compiled_code(syncheck_rank: Rank) -> None:
+    """Within torch.compile a step of the monitor is left to Python: it counts and checks as elsewhere."""
+    watched = Watched(plant=flip_at(3, rank=0))
+    watched.start(on_desync="warn")
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        watched.returned[len(watched.returned) + 1] = watched.monitor.step()
+        return x + 1
+
+    flip_at(3, rank=0)(3, watched.model.module)
+    assert [float(step(torch.zeros(1))) for _ in range(4)] == [1.0] * 4
+    verdicts = [report and report.verdict for report in watched.returned.values()]
+    assert verdicts == [None, "out_of_sync", None, "out_of_sync"]

@@ -92,6 +92,18 @@ def test_events_are_written_at_once(syncheck_rank: Rank, tmp_path: Path) -> None
 
 
 @pytest.mark.syncheck(ranks=2)
+def test_the_end_names_what_its_last_check_raised(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """Where the check at the end of the context raises, the last event has the exception's name."""
+    path = tmp_path / "events.jsonl"
+    outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 1, events=path)
+    assert [outcome.error for outcome in outcomes] == ["OutOfSync"] * 2
+    if syncheck_rank.rank == 0:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [event["event"] for event in events] == ["start", "check", "desync", "end"]
+        assert events[-1]["exception"] == "OutOfSync"
+
+
+@pytest.mark.syncheck(ranks=2)
 def test_scalars_go_to_the_writer_of_one_rank(syncheck_rank: Rank) -> None:
     """The writer gets verdict, number of tensors and largest gap of each check, on rank 0 only."""
     writer = Writer()

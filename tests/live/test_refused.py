@@ -12,7 +12,7 @@ from torch import nn
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-ODD = ("sparse", "quantized", "nested", "meta", "lazy", "unknown dtype")
+ODD = ("sparse", "quantized", "nested", "meta", "lazy", "unknown dtype", "freed")
 GOOD = torch.ones(2)
 
 
@@ -21,7 +21,10 @@ def odd(value: float = 1.0) -> dict[str, Any]:
     dense = torch.full((3, 3), value)
     with torch.random.fork_rng():
         quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
+    freed = torch.full((3, 3), value)
+    freed.untyped_storage().resize_(0)
     return {
+        "freed": freed,
         "sparse": dense.to_sparse(),
         "quantized": quantized,
         "nested": torch.nested.nested_tensor([dense, dense]),

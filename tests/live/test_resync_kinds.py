@@ -206,6 +206,44 @@ def test_it_works_inside_other_modes(syncheck_rank: Any, mode: Callable[[], Any]
 
 
 @pytest.mark.syncheck(ranks=3)
+def test_a_model_of_inference_tensors_is_healed(syncheck_rank: Any) -> None:
+    """Tensors that were made in inference mode are overwritten, contiguous or not, also outside of that mode."""
+    with torch.inference_mode():
+        model = holding(row=torch.arange(6.0), column=torch.arange(6.0).view(2, 3).t())
+        if syncheck_rank.rank == 1:
+            model.row += 1
+            model.column += 1
+    healed(model, bad=(1,), source=0)
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_no_bytes_need_to_be_looked_at(syncheck_rank: Any) -> None:
+    """With budget=0 nothing is fetched to measure the difference, and it is healed all the same."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        flip(model.module.fc.weight)
+    done = healed(model, optimizer, bad=(1,), source=0, budget=0)
+    assert [of.name for of in done.copied] == ["fc.weight"]
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_learning_rate_that_is_a_tensor_is_healed(syncheck_rank: Any) -> None:
+    """A tensor lr is overwritten in place, and one that is a number on the bad rank becomes a tensor."""
+    torch.manual_seed(0)
+    model = Net()
+    groups = [{"params": [model.fc.weight], "lr": torch.tensor(0.1)}, {"params": [model.head.weight], "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups, capturable=False, foreach=False)
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.2)
+    first = optimizer.param_groups[0]["lr"]
+    if syncheck_rank.rank == 2:
+        first.fill_(0.5)
+        optimizer.param_groups[1]["lr"] = 0.2
+    done = healed(model, optimizer, bad=(2,), source=0)
+    assert optimizer.param_groups[0]["lr"] is first
+    assert [of.name for of in done.created] == ["optimizer.param_groups.1.lr"]
+
+
+@pytest.mark.syncheck(ranks=3)
 def test_gradients_and_random_numbers_are_left_alone(syncheck_rank: Any) -> None:
     """What a rank's next batch and random numbers will be does not change, and neither do its gradients."""
     model, optimizer = trained()

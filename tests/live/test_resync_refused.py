@@ -209,3 +209,18 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(
         "calling it again with source=0 is safe"
     )
     healed(model, optimizer, bad=(1,), source=0)
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_tensor_that_cannot_be_written_tells_the_others(syncheck_rank: Any) -> None:
+    """On rank 1 two elements of a parameter share memory: that is told after the other tensors have come through."""
+    torch.manual_seed(0)
+    model: Any = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2)) for name in "abc"})
+    if syncheck_rank.rank == 1:
+        model["a"].data = torch.ones(1, 2).expand(3, 2)
+        flip(model["b"])
+        flip(model["c"])
+    outcome = all_raise(each_rank(resync, model), "RankFailed")
+    assert outcome.text.startswith("rank 1: resync failed on the way: RuntimeError: unsupported operation")
+    model["a"].data = model["a"].data.clone()
+    healed(model, bad=(1,), source=0)

@@ -80,6 +80,20 @@ def test_weights_are_the_same_bits_with_it(ctx: RankContext, syncheck_rank: Rank
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.syncheck(ranks=3)
+def test_resync_heals_a_planted_fault(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """With resync a flipped bit is repaired from the other two ranks, and the run ends as one without the fault."""
+    ends = []
+    for changes in ({"fault": "bit-flip-weight", "fault_step": 4, "on_desync": "resync"}, {}):
+        settings = replace(MONITORED, sync_bn=True, save_per_rank=True, out=syncheck_rank.shared, **changes)
+        if changes:
+            assert told(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN220", "?", "5 in sync"]
+        else:
+            run(ctx, settings)
+        ends.append(tensors(settings.out / f"{settings.run}_rank{ctx.rank}.pth"))
+    assert all(tensor.equal(ends[1][name]) for name, tensor in ends[0].items())
+
+
 FAULT = ("--sync-bn", "--fault", "bit-flip-weight", "--fault-step", 2, "--on-desync", "raise")
 
 

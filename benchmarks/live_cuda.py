@@ -1,0 +1,53 @@
+"""Digests of tensors on a GPU against a copy of the same tensors on the same GPU. Runs only where there is one."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.live_models import MODELS, tensors_of
+from syncheck.live.digest import digest_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Where bytes are many enough to count; of small tensors the launches do.
+BY_BYTES = "transformer, AdamW"
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Time both in turn for each model; return the device and, by model, bytes, seconds, and whether the bar counts.
+
+    A copy reads every byte and writes as many. Rank 0's GPU is used; other ranks' too, if they call this.
+    """
+    cases: dict[str, Any] = {}
+    for name, build in MODELS.items():
+        tensors = [tensor.cuda() for tensor in tensors_of(*build())]
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+
+        def copy(copies: list[torch.Tensor] = copies, tensors: list[torch.Tensor] = tensors) -> None:
+            for target, source in zip(copies, tensors, strict=True):
+                target.copy_(source)
+
+        def digests(tensors: list[torch.Tensor] = tensors) -> None:
+            digest_all(tensors)
+
+        times: dict[str, list[float]] = {"copy": [], "digests": []}
+        for i in range(rounds + 1):
+            for what, work in (("copy", copy), ("digests", digests)):
+                took = _timed(work)
+                if i:
+                    times[what].append(took)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        cases[name] = {"bytes": size, "times": times, "bar": name == BY_BYTES}
+    return {"device": torch.cuda.get_device_name(), "cases": cases}

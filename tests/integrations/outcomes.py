@@ -1,0 +1,57 @@
+"""Run the programs of this folder, and read what they write of each case on each rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from libraries import run
+
+if TYPE_CHECKING:
+    from libraries import Ended
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What a program did on each rank. ended: its processes, in the order of the ranks they were started as."""
+
+    folder: Path
+    ended: list[Ended]
+
+    def of(self, case: str) -> list[dict[str, Any]]:
+        """Return what each rank wrote of a case."""
+        found = sorted(self.folder.glob(f"{case}.rank*.json"))
+        assert found, f"nothing of {case}:\n" + "\n".join(each.output[-3000:] for each in self.ended)
+        return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+
+    def steps(self, case: str) -> list[int]:
+        """Return the steps after which all ranks checked, as rank 0 told them."""
+        each = self.of(case)
+        steps: list[int] = each[0]["steps"]
+        assert [rank["checks"] for rank in each] == [len(steps)] * len(each)
+        return steps
+
+    def ended_well(self) -> None:
+        """Assert that all processes exited with 0 and left none behind."""
+        text = "\n".join(each.output[-3000:] for each in self.ended)
+        assert [(each.code, each.left) for each in self.ended] == [(0, False)] * len(self.ended), text
+
+
+def outcomes(program: str, folder: Path, *cases: str, ranks: int = 2) -> Outcomes:
+    """Run the cases of a program on so many ranks; a single one is started outside any launcher."""
+    return Outcomes(folder, run(PROGRAMS / program, folder, *cases, ranks=ranks))
+
+
+def assert_stopped_alike(found: Outcomes, case: str, code: str, names: list[str], step: int) -> None:
+    """Assert that all ranks raised one OutOfSync at this step, exited with 1, and left no process behind."""
+    each = found.of(case)
+    assert [rank["error"] for rank in each] == [each[0]["error"]] * len(each)
+    assert each[0]["error"].startswith(f"OutOfSync: step {step} (")
+    assert [(rank["codes"], rank["names"]) for rank in each] == [([code], names)] * len(each)
+    assert [(ended.code, ended.left) for ended in found.ended] == [(1, False)] * len(found.ended)
+    # Of the process' own traceback, in which launchers show it.
+    assert all(f"OutOfSync: step {step} (" in ended.output and code in ended.output for ended in found.ended)

@@ -1,0 +1,46 @@
+"""What the programs of this folder write of a training, for the tests to read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def digest(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> str:
+    """Digest every bit that a training leaves: parameters, buffers, optimizer states, the random numbers to come."""
+    states = [optimizer.state[p] for optimizer in optimizers for p in model.parameters() if p in optimizer.state]
+    tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
+    tensors.append(torch.get_rng_state())
+    found = hashlib.sha256()
+    for value in tensors:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        found.update(local.numpy().tobytes() if isinstance(local, torch.Tensor) else repr(local).encode())
+    return found.hexdigest()
+
+
+def write(folder: str, case: str, monitor: Any, error: BaseException | None, **more: Any) -> None:
+    """Write CASE.rank<r>.json: what the monitor did and found, with rank 0's events of CASE.jsonl, and the error."""
+    events = Path(folder, f"{case}.jsonl")
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    last = monitor.last if monitor is not None else None
+    findings = [finding for group in last.groups for finding in group.findings] if last else []
+    result = {
+        "checks": monitor.checks if monitor is not None else 0,
+        "verdict": last.verdict if last else None,
+        "codes": sorted({finding.code for finding in findings}),
+        "names": sorted({name for finding in findings for name in finding.tensors}),
+        "evidence": [finding.evidence for finding in findings],
+        "tensors": last.counts.tensors if last else None,
+        "steps": [row["step"] for row in told if row["event"] == "check"],
+        "ended": [row["exception"] for row in told if row["event"] == "end"],
+        "error": f"{type(error).__name__}: {error}" if error else "",
+    }
+    Path(folder, f"{case}.rank{RANK}.json").write_text(json.dumps(result | more))

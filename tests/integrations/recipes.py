@@ -1,0 +1,19 @@
+"""The blocks of code in docs/integrations.md, by the heading that they stand under."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the Python blocks under each heading that has any."""
+    text = DOCS.read_text(encoding="utf-8")
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
+    found = {
+        heading: re.findall(r"^```python\n(.*?)^```$", body, flags=re.MULTILINE | re.DOTALL)
+        for heading, body in zip(sections[::2], sections[1::2], strict=True)
+    }
+    return {heading: code for heading, code in found.items() if code}

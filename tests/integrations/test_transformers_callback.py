@@ -1,0 +1,97 @@
+"""transformers' Trainer with the callback, on two gloo ranks, with planted faults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from libraries import need
+from outcomes import Outcomes, assert_stopped_alike, outcomes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = "transformers_trainings.py"
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Return one run of some trainings, the last of which a planted fault ends."""
+    need("transformers")
+    need("accelerate")
+    folder = tmp_path_factory.mktemp("transformers")
+    return outcomes(PROGRAM, folder, "plain", "healthy", "accumulated", "evaluated", "resumed", "scaled", "weight")
+
+
+def test_a_healthy_training_is_in_sync(quick: Outcomes) -> None:
+    """Each rank checks every fourth step and after the last one, and finds model and optimizer in sync."""
+    assert quick.steps("healthy") == [4, 6]
+    for rank in quick.of("healthy"):
+        assert (rank["verdict"], rank["tensors"], rank["error"]) == ("in_sync", 6 + 3 * 6, "")
+    assert quick.of("healthy")[0]["ended"] == [None]
+
+
+def test_the_callback_changes_nothing(quick: Outcomes) -> None:
+    """Parameters, optimizer states and random numbers are to the bit those of a training without the callback."""
+    assert [rank["trained"] for rank in quick.of("healthy")] == [rank["trained"] for rank in quick.of("plain")]
+
+
+def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
+    """With two batches a step, six batches are three steps: a check after the second and after the last."""
+    assert quick.steps("accumulated") == [2, 3]
+
+
+def test_the_last_check_comes_before_the_last_evaluation(quick: Outcomes) -> None:
+    """BatchNorm's drift is found after the last step, though an evaluation follows that would hide it."""
+    assert quick.steps("evaluated") == [12]
+    assert [rank["codes"] for rank in quick.of("evaluated")] == [["SYN201"]] * 2
+
+
+def test_a_resumed_training_counts_on(quick: Outcomes) -> None:
+    """A training that resumes after three steps checks at step 5 where every fifth one is checked."""
+    assert quick.steps("resumed") == [5, 6]
+
+
+def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
+    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
+    assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
+
+
+def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:
+    """One weight that changes on rank 1 is found at the next check; all ranks raise one error and exit with 1."""
+    assert_stopped_alike(quick, "weight", "SYN220", ["net.2.weight"], 5)
+    assert quick.of("weight")[0]["ended"] == ["OutOfSync"]
+
+
+def test_what_is_out_of_sync_is_not_saved(quick: Outcomes) -> None:
+    """A checkpoint that is due after the step of a failed check is not written."""
+    assert list((quick.folder / "weight.run").glob("checkpoint-*")) == []
+    assert list((quick.folder / "saved.run").glob("checkpoint-*")) == [quick.folder / "saved.run" / "checkpoint-3"]
+
+
+@pytest.mark.slow
+def test_drift_of_batchnorm_stops_all_ranks(tmp_path: Path) -> None:
+    """Statistics that drift under DDP are found at the first check."""
+    need("transformers")
+    found = outcomes(PROGRAM, tmp_path, "drift")
+    assert_stopped_alike(found, "drift", "SYN201", ["net.1.running_mean", "net.1.running_var"], 3)
+
+
+@pytest.mark.slow
+def test_no_check_after_an_exception(tmp_path: Path) -> None:
+    """Where rank 1 raises in a step no rank waits for a check: rank 1's own error ends the program."""
+    need("transformers")
+    found = outcomes(PROGRAM, tmp_path, "raise")
+    assert [(ended.code != 0, ended.left) for ended in found.ended] == [(True, False)] * 2
+    assert [rank["checks"] for rank in found.of("raise")] == [0, 0]
+    assert found.of("raise")[1]["error"] == "ZeroDivisionError: planted"
+
+
+@pytest.mark.slow
+def test_a_single_process_is_told_once(tmp_path: Path) -> None:
+    """Without other ranks there is nothing to compare: one line says so, and the training goes on."""
+    need("transformers")
+    found = outcomes(PROGRAM, tmp_path, "single", ranks=1)
+    found.ended_well()
+    assert found.ended[0].output.count("there is nothing to compare with") == 1
+    assert [rank["verdict"] for rank in found.of("single")] == ["undecided"]

@@ -1,0 +1,95 @@
+"""What tests with real libraries need: the libraries, and processes that train with each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from required import unavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = Path(__file__).parent / "layouts" / "programs"
+# Variables that launchers set; pytest itself may have been started by one.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_")
+
+
+def need(name: str) -> None:
+    """Skip the test without this library, or fail where SYNCHECK_REQUIRE names it, as CI does."""
+    if find_spec(name) is None:  # importing it here would take seconds, and is left to the programs
+        unavailable(name, "it is not installed; pip install -e '.[layouts]'")
+
+
+class Ended(NamedTuple):
+    """How a process ended. left: whether processes that it had started were still there."""
+
+    code: int
+    output: str
+    left: bool
+
+
+def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> list[Ended]:
+    """Run a program as one process on each of `ranks` nodes, with `folder` as its first argument.
+
+    A single one is started outside any launcher. Each is in a session of its own, and none outlives the call.
+    """
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
+    kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
+    kept["PYTHONPATH"] = f"{ROOT}:{kept.get('PYTHONPATH', '')}"  # syncheck of this clone, wherever it is run
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "layouts", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    command = [sys.executable, str(program), str(folder), *arguments]
+    started = []
+    logs = [folder / f"log{rank}.txt" for rank in range(ranks)]
+    try:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "GROUP_RANK": str(rank)} | shared if ranks > 1 else {}
+            with open(logs[rank], "w") as log:
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=kept | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        codes = [process.wait(timeout) for process in started]
+        left = [_alive(process.pid) for process in started]
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return [Ended(*each) for each in zip(codes, [log.read_text() for log in logs], left, strict=True)]
+
+
+def _alive(session: int) -> bool:
+    """Whether anything is left of a session some time after its first process."""
+    for _ in range(100):
+        try:
+            os.killpg(session, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def train(program: str, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> None:
+    """Run a program of `layouts/programs/`, which has to end well."""
+    done = run(PROGRAMS / program, folder, *arguments, ranks=ranks, timeout=timeout)
+    assert [each.code for each in done] == [0] * ranks, "\n".join(each.output[-3000:] for each in done)

@@ -1,0 +1,124 @@
+"""`python -m benchmarks scale` simulates a job of many ranks: with the messages and the reports of a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncheck.live import check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process import the benchmarks, which are not installed."""
+    if str(ROOT) not in sys.path:
+        monkeypatch.syspath_prepend(str(ROOT))
+
+
+PLAY = """
+import json
+from benchmarks.scale_ranks import measured
+print(json.dumps([measured(2, 40, case) for case in ("in sync", "one tensor of one rank differs")]))
+"""
+
+
+def played() -> list[dict[str, Any]]:
+    """Simulate two ranks, equal and not, in a process without a process group."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAY],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_two_simulated_ranks_send_what_two_real_ones_send(syncheck_rank: Any) -> None:
+    """As many bytes, with a fault and without."""
+    from benchmarks.scale_ranks import plain, values
+    from benchmarks.traffic import counted
+
+    sent = []
+    for odd, verdict in ((False, "in_sync"), (True, "out_of_sync")):
+        model = plain(values(40, 0, odd=odd and syncheck_rank.rank == 1))
+        with counted() as traffic:
+            report = check(model)
+        assert report.verdict == verdict
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, traffic.sent)
+        sent.append(max(both))
+    simulated: list[Any] = [played() if syncheck_rank.rank == 0 else None]
+    dist.broadcast_object_list(simulated)
+    assert [of["sent"] for of in simulated[0]] == sent
+
+
+@pytest.mark.parametrize(
+    "case", ["one tensor of one rank differs", "HSDP, in sync", "HSDP, one shard of one rank differs"]
+)
+def test_sixteen_simulated_ranks_find_what_was_planted(case: str) -> None:
+    """All ranks have one report, which names rank 15 where that one differs; under HSDP shards are no difference."""
+    from benchmarks.scale_ranks import measured
+
+    found = measured(16, 20, case)  # compares the reports with each other and with what was planted
+    # Of each different answer, the digests: 16 bytes a tensor.
+    assert found["received"] >= 16 * 20
+
+
+@pytest.mark.parametrize(("ranks", "tensors"), [(6, 100), (64, 30), (64, 300)])
+def test_traffic_is_what_the_formula_says(ranks: int, tensors: int) -> None:
+    """With one rank different, a rank receives within 15 % what docs/scale.md says, of few ranks and of many."""
+    from benchmarks import scale
+    from benchmarks.scale_ranks import measured
+
+    each = measured(ranks, 5, scale.IN_SYNC)["sent"]
+    found = measured(ranks, tensors, scale.ONE_DIFFERS)["received"]
+    assert found == pytest.approx(scale.received(ranks, tensors, answers=2, letters=6, each=each), rel=0.15)
+
+
+def test_ranks_that_make_other_calls_are_told() -> None:
+    """A simulated rank that leaves before a collective makes an error of the run, and no endless loop."""
+    from benchmarks.simulated import Kinds, play
+
+    def work(kind: str) -> None:
+        if kind == "stays":
+            dist.all_gather([torch.zeros(1) for _ in range(3)], torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match="wait for one another"):
+        play(Kinds({"stays": 0, "leaves": 1}, ["stays", "leaves", "leaves"]), work)
+    assert not dist.is_initialized()
+
+
+def test_messages_reach_the_rank_that_they_are_for() -> None:
+    """An all_gather gives what each kind of rank sent, by position; a broadcast the root's; a message its receiver."""
+    from benchmarks.simulated import Kinds, play
+
+    def work(kind: str) -> list[float]:
+        found = [torch.zeros(1) for _ in range(4)]
+        dist.all_gather(found, torch.tensor([{"a": 1.0, "b": 2.0}[kind]]))
+        told = torch.tensor([7.0 if kind == "b" else 0.0])
+        dist.broadcast(told, 1)
+        letter = torch.tensor([9.0 if kind == "a" else 0.0])
+        dist.send(letter, 1) if kind == "a" else dist.recv(letter, 0)
+        return [*(float(value) for value in found), float(told), float(letter)]
+
+    done = play(Kinds({"a": 0, "b": 1}, ["a", "b", "b", "a"]), work)
+    assert {kind: of.result for kind, of in done.items()} == {key: [1.0, 2.0, 2.0, 1.0, 7.0, 9.0] for key in "ab"}
+    # Given: 4 bytes to all, then what only one of the two gives. Received: of three others, and what only one receives.
+    assert [(done[kind].sent, done[kind].received) for kind in "ab"] == [(8, 16), (8, 16)]

@@ -1,0 +1,120 @@
+"""What `python -m benchmarks live` measures with: a count of the bytes sent, and the baselines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agreement import flip
+
+from syncheck.live import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank import the benchmarks, which are not installed."""
+    if ROOT not in sys.path:
+        monkeypatch.syspath_prepend(ROOT)
+
+
+def sent(call: Callable[[], Any]) -> int:
+    """Return the bytes that this rank gave to collectives in a call."""
+    from benchmarks.traffic import counted
+
+    with counted() as traffic:
+        call()
+    return traffic.sent
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Return each rank's value, on all of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def small(tensors: int) -> torch.nn.Module:
+    """A model of small parameters, equal on all ranks."""
+    torch.manual_seed(0)
+    return torch.nn.ParameterDict({f"p{i:04}": torch.nn.Parameter(torch.randn(8)) for i in range(tensors)})
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_every_collective_is_counted_once(syncheck_rank: Any) -> None:
+    """An all_gather counts its input, in a list or in one tensor; an object at least its pickle; a barrier nothing."""
+    row = torch.zeros(100, dtype=torch.float32)
+    both = [torch.zeros(100) for _ in range(2)]
+    assert sent(lambda: dist.all_gather(both, row)) == 400
+    assert sent(lambda: dist.all_gather_into_tensor(torch.zeros(200), row)) == 400
+    assert sent(lambda: dist.all_reduce(row)) == 400
+    assert 1000 < sent(lambda: everywhere(b"x" * 1000)) < 1200
+    assert sent(dist.barrier) == 0
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_only_one_rank_sends_counts_there_alone(syncheck_rank: Any) -> None:
+    """A broadcast counts at its source, a message at its sender; the receiver sent nothing."""
+    rank = syncheck_rank.rank
+    row = torch.zeros(100, dtype=torch.float32)
+    assert sent(lambda: dist.broadcast(row, 1)) == (400 if rank == 1 else 0)
+    assert sent(lambda: dist.send(row, 1) if rank == 0 else dist.recv(row, 0)) == (400 if rank == 0 else 0)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_check_in_sync_sends_as_much_for_a_large_model_as_for_a_small_one(syncheck_rank: Any) -> None:
+    """All in sync, the bytes sent do not depend on the number of tensors, and are under 64 for each of 10."""
+    few, many = small(10), small(400)
+    first, second = sent(lambda: check(few)), sent(lambda: check(many))
+    assert first == second
+    assert 0 < first <= 64 * 10
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_tensor_that_differs_costs_sixteen_bytes_a_tensor(syncheck_rank: Any) -> None:
+    """With one of 400 tensors different, 200 tensors more cost each rank 16 bytes each and the names once."""
+    spent = []
+    for tensors in (200, 400):
+        model = small(tensors)
+        if syncheck_rank.rank == 1:
+            flip(model["p0003"])
+        spent.append(sent(lambda model=model: check(model)))  # type: ignore[misc]
+    # Rank 0 also sends the report, which counts the tensors and does not list those that are equal.
+    assert 16 * 200 <= spent[1] - spent[0] <= 48 * 200
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_baselines_see_parameters_and_no_buffers(syncheck_rank: Any) -> None:
+    """Equal parameters pass both; a flipped bit on rank 1 fails there; BatchNorm's mean is seen by `check` alone."""
+    from benchmarks.live_baselines import megatron, naive
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    assert (megatron(model), naive(model)) == (True, True)
+    if syncheck_rank.rank == 1:
+        model[1].running_mean += 1
+    assert (megatron(model), naive(model)) == (True, True)
+    assert check(model).verdict == "out_of_sync"
+    if syncheck_rank.rank == 1:
+        flip(model[0].weight)
+    assert everywhere((megatron(model), naive(model))) == [(True, True), (False, False)]
+
+
+def test_reading_reads_every_word() -> None:
+    """The sum that a check is measured against changes with any word of any tensor, whatever its dtype."""
+    from benchmarks.live_baselines import reading
+
+    tensors = [torch.zeros(16), torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)]
+    read = reading(tensors)
+    assert [int(total) for total in read()] == [0, 0, 0]
+    tensors[1].view(-1)[-1] = 1
+    tensors[2][0] = 5
+    assert [int(total) for total in read()] == [0, 0x3F80 << 48, 5]

@@ -1,0 +1,49 @@
+"""A ZeroRedundancyOptimizer in a live check: its states are parts by design, and all else is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from agreement import Net, all_pass, each_rank, flip
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from syncheck.live import check
+
+
+def trained() -> tuple[Any, Any]:
+    """Train a small net for two steps with state that is dealt out to the ranks."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_dealt_out_states_are_no_difference() -> None:
+    """Parameters are compared, each rank's states counted as its own part, and nobody has to gather them before."""
+    report = all_pass(each_rank(check, *trained()))
+    assert report.verdict == "in_sync"
+    assert (report.counts.identical, report.counts.not_compared) == (4, 12)
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN104"]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_fault_beside_dealt_out_states_is_found(syncheck_rank: Any) -> None:
+    """A flipped bit of a parameter and another learning rate on rank 1 are found all the same."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        flip(model.module.fc.weight)
+    outcomes = each_rank(check, model, optimizer)
+    assert [outcome.codes for outcome in outcomes] == [["SYN220", "SYN104"]] * 2
+    if syncheck_rank.rank == 1:
+        flip(model.module.fc.weight)
+        optimizer.param_groups[0]["lr"] = optimizer.optim.param_groups[0]["lr"] = 0.5
+    outcomes = each_rank(check, model, optimizer)
+    assert "0.01 on rank 0; 0.5 on rank 1" in outcomes[0].findings[0].evidence
