@@ -13,7 +13,7 @@ from syncheck.errors import UsageError, brief
 from syncheck.kinds import selector
 from syncheck.layout_groups import title_of
 from syncheck.live.exchange import compare_snapshots
-from syncheck.live.stored import opened
+from syncheck.live.exchange.stored import opened
 from syncheck.names import normalize
 from syncheck.records import ranks_text
 from syncheck.snapshots import Metadata

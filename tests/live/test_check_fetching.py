@@ -9,8 +9,11 @@ import torch
 from agreement import Net, all_pass, all_raise, each_rank, flip, trained
 
 import syncheck
-from syncheck.live import check, digest_host, exchange, held, holdings
+from syncheck.live import check, exchange
 from syncheck.live.channel import Channel
+from syncheck.live.digest import host as digest_host
+from syncheck.live.exchange import holdings
+from syncheck.live.memory import held
 from syncheck.testing import message
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from agreement import all_pass, all_raise, each_rank
 from checkpoints import changed, network, save
 
 import syncheck
-from syncheck.live import files, stored
+from syncheck.live import files
 from syncheck.live.channel import Channel
 from syncheck.live.digest import COMMON
+from syncheck.live.exchange import stored
 from syncheck.live.files import compare_files
 from syncheck.report import json_document
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from syncheck.live import held
-from syncheck.live.held import Held
+from syncheck.live.memory import held
+from syncheck.live.memory.held import Held
 
 BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
 LAID: dict[str, Any] = {

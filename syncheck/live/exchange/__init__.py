@@ -23,11 +23,11 @@ from syncheck.comparison import hyperparameters, kinds_by_name
 from syncheck.errors import UsageError
 from syncheck.kinds import selector
 from syncheck.layout_groups import Replicas
-from syncheck.live.catalogue import untold
 from syncheck.live.channel import Channel
-from syncheck.live.fetching import Fetcher, Remote, Wanted, answer, size_of
+from syncheck.live.exchange.catalogue import untold
+from syncheck.live.exchange.fetching import Fetcher, Remote, Wanted, answer, size_of
+from syncheck.live.exchange.holdings import exchange
 from syncheck.live.here import NOTHING
-from syncheck.live.holdings import exchange
 from syncheck.live.memory import snapshot
 from syncheck.replica_groups import coordinates, divide
 from syncheck.snapshots import Metadata
@@ -36,8 +36,8 @@ from syncheck.tensor_parallel import replicated
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from syncheck.live.fetching import Key
-    from syncheck.live.holdings import Holdings
+    from syncheck.live.exchange.fetching import Key
+    from syncheck.live.exchange.holdings import Holdings
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
 

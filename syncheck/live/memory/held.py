@@ -12,8 +12,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.live.digest_parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
-from syncheck.live.sharded import sharding_of
+from syncheck.live.digest.parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
+from syncheck.live.memory.sharded import sharding_of
 from syncheck.pieces import boxes
 from syncheck.readers.pickles.stand_ins import TensorPlace
 from syncheck.replica_groups import is_whole

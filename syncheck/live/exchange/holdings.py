@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.catalogue import catalogue_of
 from syncheck.live.digest import COMMON, digest_all, root
-from syncheck.live.held import Held
+from syncheck.live.exchange.catalogue import catalogue_of
+from syncheck.live.exchange.stored import Stored
 from syncheck.live.memory import FORMAT, agree_on_buffers
-from syncheck.live.stored import Stored
+from syncheck.live.memory.held import Held
 from syncheck.names import normalize
 from syncheck.snapshots import Metadata, Snapshot
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.api import Options
-    from syncheck.live.catalogue import Catalogue
     from syncheck.live.channel import Channel
+    from syncheck.live.exchange.catalogue import Catalogue
     from syncheck.snapshots import Tensor
 
     Key = tuple[bytes, bytes]

@@ -10,7 +10,7 @@ from syncheck.blocks import Files, is_plain, ranges
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.live.digest import Stream
-from syncheck.live.digest_host import default
+from syncheck.live.digest.host import default
 from syncheck.snapshots import Snapshot, in_c_order
 from syncheck.ties import shared
 
