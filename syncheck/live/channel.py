@@ -167,7 +167,6 @@ class Channel:
 
         Where it fails, or a rank that it asked, all raise the same error.
         """
-        self.gather(None, "led")  # learns of a rank that failed on its way here, for which no question would wait
         if not self.leads:
             return self._answering(answer)  # type: ignore[no-any-return]
         try:
