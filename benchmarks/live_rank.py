@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.live_baselines import megatron, naive, reading
 from benchmarks.live_models import MODELS, resnet18, tensors_of
 from benchmarks.traffic import counted
-from syncheck.live import channel, check, exchange, holdings
+from syncheck.live import channel, check, exchange
+from syncheck.live.exchange import holdings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

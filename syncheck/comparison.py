@@ -192,12 +192,15 @@ def _compare_all(
 
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
     """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
-    snapshots = dict(replicas.ranks)
-    found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
-    kinds, _ = _kinds(found, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude)
-    present = {kind for name, kind in kinds.items() if wanted(name, kind)}
+    present = {kind for name, kind in kinds_by_name(dict(replicas.ranks), selection).items() if wanted(name, kind)}
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
+
+
+def kinds_by_name(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
+    """Return the kind of each tensor of a group of replicas, by its name without wrappers' prefixes."""
+    found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
+    return _kinds(found, snapshots, selection)[0]
 
 
 def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:

@@ -154,3 +154,5 @@ class Snapshot:
     metadata: Metadata | None = None
     notes: tuple[str, ...] = ()
     """What a reader of the answer must know of this file or its format."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Names of one tensor, where the tensors have no places that tell it: those of another process's file."""

@@ -167,7 +167,7 @@ def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, opt
 
         def checked() -> Options:
             if across_ranks is None and group is None:
-                from syncheck.live.roles import check_unambiguous
+                from syncheck.live.memory.roles import check_unambiguous
 
                 check_unambiguous(things)
             return options()

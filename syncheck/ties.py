@@ -26,7 +26,9 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     names: by rank, from stored to compared names. A rank that lacks one of the names tells nothing of the tie.
     """
     tied = {
-        rank: {frozenset(names[rank][name] for name in same) for same in _shared(snapshot.tensors.values())}
+        rank: {
+            frozenset(names[rank][name] for name in same) for same in snapshot.ties or shared(snapshot.tensors.values())
+        }
         for rank, snapshot in snapshots.items()
         if snapshot.format in _ABLE
     }
@@ -38,7 +40,7 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     return tuple(sorted(found, key=lambda tie: tie.names))
 
 
-def _shared(tensors: Collection[Tensor]) -> list[list[str]]:
+def shared(tensors: Collection[Tensor]) -> list[list[str]]:
     """List the names that have one place: the same first element, shape and strides."""
     first: dict[tuple[str, int], Tensor] = {}
     twice = set()

@@ -29,6 +29,7 @@ pytest_plugins = ["pytester"]
 collect_ignore = ["examples"]  # a project of its own; test_examples.py runs it
 if find_spec("torch") is None:  # as where only the command line is installed
     collect_ignore += ["train", "live", "layouts", "cli/test_demo.py"]
+    collect_ignore += [f"cli/test_ranks{name}.py" for name in ("", "_refused", "_programs", "_nodes")]
     collect_ignore += ["test_series.py", "test_ties.py", "test_confusion.py"]
     collect_ignore += ["integrations/test_recipes.py"]
     collect_ignore += ["diagnose/test_unlikely_cases.py", "diagnose/test_fix_lines.py"]

@@ -76,8 +76,8 @@ ALLOWED = {
     "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "atomic"},
     "config": LEAVES | {"api", "report"},
     "live": BASE
-    | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "api", "live"}
-    | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks"},
+    | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "pieces", "api", "live"}
+    | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks", "ties"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},

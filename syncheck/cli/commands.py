@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
@@ -34,12 +33,24 @@ def compare(arguments: argparse.Namespace) -> int:
         from syncheck.cli import ranks
 
         if ranks.asked_for(arguments.paths):
-            arguments.quiet = arguments.quiet or not ranks.leads()
-            options, option = _chosen(arguments, _project(arguments))
-            histograms = files.asks_for_histograms(arguments.output)
-            tell = partial(told, arguments, layout="comparison", option=option)
-            return ranks.run(arguments.paths, options, tell, histograms=histograms)
+            return _across_ranks(arguments)
     return _answer(arguments, "comparison")
+
+
+def _across_ranks(arguments: argparse.Namespace) -> int:
+    """`syncheck compare` as one of several processes, each with a file of its own. Does not return."""
+    from syncheck.cli import ranks
+
+    if not ranks.leads():
+        arguments.quiet = True
+    option = "-o"
+
+    def choose() -> tuple[Options, bool]:
+        nonlocal option
+        options, option = _chosen(arguments, _project(arguments))
+        return options, files.asks_for_histograms(arguments.output)
+
+    ranks.run(arguments.paths, choose, lambda found: told(arguments, found, "comparison", option))
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -12,9 +12,8 @@ from syncheck.report.files import ENDINGS, FORMATS, version
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
 
-_PATHS_OR_RANK = (
-    "checkpoint files, folders or globs; under torchrun one path with {rank} in it, and each process reads its own"
-)
+_COMPARED = """checkpoint files, folders or globs; under torchrun also one path such as 'rank_{rank}.pth', of which each
+process reads its own"""
 
 
 class _Version(argparse.Action):
@@ -70,7 +69,7 @@ def build() -> argparse.ArgumentParser:
     compare = command(
         "compare", commands.compare, "compare the replicas in each group of files and diagnose what differs"
     )
-    compare.add_argument("paths", nargs="+", metavar="PATH", help=_PATHS_OR_RANK)
+    compare.add_argument("paths", nargs="+", metavar="PATH", help=_COMPARED)
     _comparing(compare)
     report = command("report", commands.report, "look at all runs and steps: matrix, drift, what SyncBatchNorm closed")
     report.add_argument(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import string
 import sys
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.cli import output
-from syncheck.errors import SyncheckError, UsageError
+from syncheck.errors import OptionError, RankFailed, SyncheckError, UsageError, Words, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,14 +20,20 @@ if TYPE_CHECKING:
     from syncheck.live.channel import Channel
     from syncheck.records import Report
 
+    Choose = Callable[[], tuple[Options, bool]]
+    Tell = Callable[[Report], int]
+
 # What may stand in a path, and the variable of torchrun that has it.
 FIELDS = {"rank": "RANK", "local_rank": "LOCAL_RANK", "node_rank": "GROUP_RANK", "world_size": "WORLD_SIZE"}
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CLOSED = 141  # what a shell reports for SIGPIPE
+# Until the last process has come to its end, after all have had the last message.
+_PATIENCE = timedelta(seconds=30)
 
 
 def asked_for(paths: Sequence[str]) -> bool:
     """Whether a path names the rank of a process, as in 'ckpts/rank_{rank}.pth'; a file of that very name does not."""
-    return any("{" in path and not os.path.exists(path) and _fields(path) & FIELDS.keys() for path in paths)
+    return any(not os.path.lexists(path) and _names_field(path) for path in paths)
 
 
 def leads() -> bool:
@@ -32,19 +41,80 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run(paths: Sequence[str], options: Options, tell: Callable[[Report], int], *, histograms: bool) -> int:
+def run(paths: Sequence[str], choose: Choose, tell: Tell) -> NoReturn:
     """Compare the file of this process with those of all others. The first one tells; all end with its exit code.
 
-    Does not return within a process group: the processes leave together, so that none is told that another failed.
+    choose: returns options and whether histograms are wanted. tell: prints and writes a report, returns the exit code.
+    The processes leave together, so that none is told that another failed. Raises UsageError where this process was
+    not started as one of several.
     """
-    [path] = _one(paths)
-    missing = [name for name in _NEEDED if name not in os.environ]
+    channel, code = compared(_path(paths), choose, tell)
+    sys.stderr.flush()
+    if not channel.lost:
+        _wait()
+    # What is left to be ended are torch's threads, which need not come to an end once a process is gone.
+    os._exit(code)
+
+
+def compared(path: str, choose: Choose, tell: Tell) -> tuple[Channel, int]:
+    """Do all of `run` but to leave. A collective call: returns the same exit code on all processes."""
+    channel = _channel(path)
+
+    def work() -> int:
+        try:
+            return _compared(channel, path, choose, tell)
+        except OptionError as error:
+            raise UsageError(error.spelled(Words("--", " "))) from error
+
+    try:
+        return channel, channel.together(work)
+    except SyncheckError as error:
+        cause = error.__cause__
+        # Where no message comes through, the first process may be the one that is gone.
+        if channel.leads or channel.lost:
+            output.tell(f"error: {error}")
+        if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.lost:
+            import traceback
+
+            traceback.print_exception(cause)  # of ours, and to be reported
+        return channel, error.exit_code
+
+
+def _compared(channel: Channel, path: str, choose: Choose, tell: Tell) -> int:
+    from syncheck.live.files import compare_files
+
+    options, histograms = choose()
+    try:
+        own = path.format_map({name: int(os.environ[of]) for name, of in FIELDS.items() if of in os.environ})
+    except (ValueError, KeyError) as error:
+        raise UsageError(
+            f"{path}: what is in braces cannot be filled in: {error}; needs {{rank}} or {{rank:02d}}"
+        ) from None
+    pattern = os.path.splitext(re.sub(r"{[^{}]*}", "*", path))[0]
+    report = compare_files(channel, own, pattern, options, histograms=histograms)
+    return channel.led(lambda: _told(report, tell), lambda _: None)
+
+
+def _told(report: Report, tell: Tell) -> int:
+    try:
+        code = tell(report)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # As without ranks: the reader (`| head`) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED
+    return code
+
+
+def _channel(path: str) -> Channel:
+    """Join the other processes."""
+    needed = dict.fromkeys((*_NEEDED, *(FIELDS[name] for name in sorted(_fields(path)))))
+    missing = [name for name in needed if name not in os.environ]
     if missing:
         raise UsageError(
-            f"{path}: the rank in it is that of a process started by torchrun, which sets {', '.join(missing)}; "
+            f"{path}: what is in braces is told by torchrun, and not set: {', '.join(missing)}; "
             "needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
         )
-    own = path.format_map({name: int(os.environ.get(of, "0")) for name, of in FIELDS.items()})
     try:
         import torch.distributed as dist
 
@@ -53,59 +123,55 @@ def run(paths: Sequence[str], options: Options, tell: Callable[[Report], int], *
         raise UsageError(
             f"torch is needed to compare across processes ({error}): pip install 'syncheck[live]'"
         ) from None
-    dist.init_process_group("gloo")
-    channel = Channel()
-
-    def compared() -> int:
-        report = _compare(channel, options, own, path, histograms=histograms)
-        return channel.led(lambda: tell(report), lambda _: None)
-
-    try:
-        code = channel.together(compared)
-    except SyncheckError as error:
-        if channel.leads:
-            output.tell(f"error: {error}")
-        code = error.exit_code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _wait(dist)
-    os._exit(code)
+    if not dist.is_available():
+        raise UsageError("this torch is built without torch.distributed, which is needed to compare across processes")
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group("gloo")
+        except (RuntimeError, ValueError) as error:  # torch.distributed's own are of these kinds
+            text = one_line(str(error).strip().splitlines()[0][:300])
+            raise RankFailed(
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the others at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {text}; on several nodes, "
+                "GLOO_SOCKET_IFNAME names the network device that leads to the others"
+            ) from error
+    return Channel()
 
 
-def _wait(dist: Any) -> None:
+def _wait() -> None:
     """Let all come here before the first one leaves: torchrun ends the others as soon as one has failed."""
+    dist: Any = sys.modules["torch.distributed"]
     try:
-        dist.barrier()
+        dist.monitored_barrier(timeout=_PATIENCE)
     except RuntimeError:  # one is gone already
         return
 
 
-def _compare(channel: Channel, options: Options, own: str, path: str, *, histograms: bool) -> Report:
-    from syncheck.blocks import Files
-    from syncheck.live.exchange import compare_snapshots
-    from syncheck.live.stored import opened
-
-    if options.quick or options.group_by is not None:
-        raise UsageError("--quick and --group-by are for one process that sees all files; leave them out")
-    with Files(jobs=1) as reader:
-        taken = opened(own, reader)
-        name = (taken.metadata.run if taken.metadata else None) or os.path.splitext(path)[0]
-        note = "each rank read its own file: digests first, and the bytes of what differs"
-        return compare_snapshots(channel, taken, options, name=name, note=note, histograms=histograms)
+def _names_field(path: str) -> bool:
+    """Whether a path, of which there is no file, has a field; one without any that is known is no glob's either."""
+    fields = _fields(path)
+    return bool(fields & FIELDS.keys()) or (bool(fields) and not glob.glob(path))
 
 
 def _fields(path: str) -> set[str]:
     try:
-        return {name for _, name, _, _ in string.Formatter().parse(path) if name}
+        return {name for _, name, _, _ in string.Formatter().parse(path) if name is not None}
     except ValueError:  # a brace without its other half
         return set()
 
 
-def _one(paths: Sequence[str]) -> Sequence[str]:
+def _path(paths: Sequence[str]) -> str:
+    """Return the one path, of which each process has its own."""
     for path in paths:
         unknown = sorted(_fields(path) - FIELDS.keys())
         if unknown:
-            raise UsageError(f"{path}: {unknown[0]} in braces; needs one of {', '.join(FIELDS)}")
+            raise UsageError(f"{path}: no such file, and {{{unknown[0]}}} is not known; needs one of {_known()}")
     if len(paths) != 1:
-        raise UsageError(f"{len(paths)} paths, one of them of a rank: needs that one alone, which each process reads")
-    return paths
+        raise UsageError(
+            f"{len(paths)} paths, one of which names the rank: needs that one alone, of which each process has its own"
+        )
+    return paths[0]
+
+
+def _known() -> str:
+    return ", ".join(f"{{{name}}}" for name in FIELDS)

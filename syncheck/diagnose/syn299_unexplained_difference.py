@@ -63,7 +63,7 @@ AVERAGED = (
 )
 DIGESTS = (
     "Digests tell that bytes differ, not by how much or in which direction, and no rule fits that alone.",
-    "Compare the checkpoints themselves, not their fingerprints or stored checksums.",
+    "Compare the checkpoints themselves, not their fingerprints or stored checksums; in a job, with a larger budget=.",
 )
 # Median cosine of first moments from which gradients count as the same.
 ALIKE = 0.9

@@ -8,6 +8,7 @@ Where one rank has work to do for all, the others answer its questions until it 
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ class Channel:
     """The ranks of one process group. rank: this process's; ranks: of the group; both count in the whole world.
 
     group: of torch.distributed, by default all ranks. whole: the group has all ranks. over: an error was raised on
-    all ranks, or no message comes through any more. Raises UsageError without a process group, and on a rank that is
-    not in the group given.
+    all ranks, or no message comes through any more; lost: the latter. Raises UsageError without a process group, for a
+    group that is none, and on a rank that is not in the group given.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -85,11 +86,17 @@ class Channel:
         self._dist: Any = sys.modules["torch.distributed"]
         self._group = group if group is not None else self._dist.group.WORLD
         self.rank = int(self._dist.get_rank())
-        if self._dist.get_rank(self._group) < 0:
+        try:
+            inside = self._dist.get_rank(self._group) >= 0
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"group= of class {type(group).__name__}: needs a process group of torch.distributed that still exists"
+            ) from None
+        if not inside:
             raise UsageError(f"rank {self.rank} is not in the process group given; call this on its members only")
         self.ranks = tuple(int(rank) for rank in self._dist.get_process_group_ranks(self._group))
         self.whole = len(self.ranks) == world_size()
-        self.over = False
+        self.over = self.lost = False
 
     def gather(self, message: Any, kind: str) -> dict[int, Any]:
         """Send a message and return those of all ranks, by rank. Raises on all ranks if a rank sent a failure.
@@ -182,7 +189,7 @@ class Channel:
             self._dist.recv_object_list(listed, src=rank, group=self._group)
         if isinstance(listed[0], Failure):
             raise _Unanswered(rank, listed[0])
-        return listed[0]
+        return pickle.loads(listed[0])  # noqa: S301 - as in `_unpacked`
 
     def _answering(self, answer: Callable[[Any], Any]) -> Any:
         first = min(self.ranks)
@@ -196,7 +203,7 @@ class Channel:
             if sent.rank != self.rank:
                 continue
             try:
-                reply = answer(sent.what)
+                reply: Any = pickle.dumps(answer(sent.what))  # what cannot be pickled fails before it is due
             except Exception as error:  # noqa: BLE001 - the first rank raises it on all
                 reply = _failure(error)
             with self._talking():
@@ -218,12 +225,18 @@ class Channel:
         except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
             raise RankFailed(_mixed("some rank")) from error
         except RuntimeError as error:  # torch.distributed's own are of this kind
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            self.lost = True
             raise RankFailed(
-                f"rank {self.rank} got no message through: {first[:200]}; a rank has ended, or did not make this call "
-                "within the group's timeout: see what the others printed last"
+                f"rank {self.rank} got no message through: {_cause(error)}; a rank has ended, or did not make this "
+                "call within the group's timeout: see what the others printed last"
             ) from error
         self.over = False
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return the first sentence of what torch says, without the place in its sources and its guess at the reason."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0][:200]
 
 
 def _failure(error: Exception) -> Failure:

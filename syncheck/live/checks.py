@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from syncheck.api import Options
 from syncheck.errors import UsageError
 from syncheck.live.exchange import BUDGET, compare_across_ranks
+from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,10 +48,10 @@ def check(
     *,
     group: Any = None,
     mesh: Any = None,
-    only: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    allow: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     rng: bool = False,
     budget: int = BUDGET,
 ) -> Report:
@@ -64,10 +67,10 @@ def check(
     that is given on some ranks only is a difference. group: a process group of torch.distributed; by default that of a
     one-dimensional mesh, else all ranks. mesh: a DeviceMesh of the ranks of the group: along its dimensions of tensor,
     pipeline and expert parallelism (tp, pp, ep and the like) plain tensors are parts, along all others copies. DTensors
-    need none: they know their own. only, include, exclude, allow: as in `syncheck.Options`. rng: compare the states of
-    the random number generators too (Python, numpy, torch, the current CUDA device), which most jobs want to differ.
-    budget: bytes of differing tensors that are fetched at most, the smallest first; of the rest it is told that and
-    where they differ.
+    need none: they know their own. only, include, exclude, allow: as in `syncheck.Options`, a single text for a tuple.
+    rng: compare the states of the random number generators too (Python, numpy, torch, the current CUDA device), which
+    most jobs want to differ. budget: bytes of differing tensors that are fetched at most, the smallest first; of the
+    rest it is told that and where they differ.
 
     Raises, on all ranks and with one text: UsageError for what cannot be compared, RankFailed where a rank could not
     take part. Where a rank has ended, each of the others raises RankFailed when it notices, within the group's timeout.
@@ -76,49 +79,101 @@ def check(
     """
     parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
 
+    # What may fail is done in there: a rank that raises out here leaves the others waiting.
     def options() -> Options:
-        given = {"only": only, "include": include, "exclude": exclude, "allow": allow}
-        # A single text stands for a tuple of one, as in the fixes that findings print.
-        texts: dict[str, Any] = {n: (of,) if isinstance(of, str) else tuple(of) for n, of in given.items()}
-        return Options(**texts, rng=rng)
+        if type(budget) is not int or budget < 0:
+            raise UsageError(f"budget={budget!r:.80}: needs a whole number of bytes, 0 or more")
+        return Options(
+            only=_texts(only), include=_texts(include), exclude=_texts(exclude), allow=_texts(allow), rng=rng
+        )
 
     chosen = group_of(mesh) if group is None and mesh is not None else group
-    states = ({"rng": _random_states()},) if rng else ()
+    states = (_Random(rng=_States()),) if rng else ()
     return compare_across_ranks(
-        (*parts, *states), chosen, options, mesh=lambda: _place(mesh), alone=True, budget=budget
+        (*parts, *states), chosen, options, mesh=lambda: _place(mesh, chosen), alone=True, budget=budget
     )
 
 
 def group_of(mesh: Any) -> Any:
-    """Return the process group of a mesh of one dimension; of another only all ranks have one."""
-    return mesh.get_group() if getattr(mesh, "ndim", None) == 1 else None
+    """Return the process group of a mesh of one dimension; of another only all ranks have one.
+
+    Raises UsageError on a rank that is not in that mesh.
+    """
+    if not _is_mesh(mesh) or mesh.ndim != 1:
+        return None
+    if mesh.get_coordinate() is None:
+        raise UsageError("this rank is not in the mesh given; call this on its ranks only")
+    return mesh.get_group()
 
 
-def _place(mesh: Any) -> dict[str, int]:
-    """Return where this rank stands in a mesh, by the names of its dimensions."""
+def _is_mesh(thing: Any) -> bool:
+    return all(hasattr(thing, name) for name in ("get_coordinate", "get_group", "mesh_dim_names", "ndim"))
+
+
+def _texts(given: Any) -> Any:
+    """Return a tuple: of one for a single text, of none for None. Of anything else the options complain."""
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    return tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else given
+
+
+def _place(mesh: Any, group: Any) -> dict[str, int]:
+    """Return where this rank stands in a mesh, by the names of its dimensions. group: None for all ranks."""
     if mesh is None:
         return {}
-    if not callable(getattr(mesh, "get_coordinate", None)):
+    if not _is_mesh(mesh):
         raise UsageError(f"mesh= of class {type(mesh).__name__}: needs a torch.distributed.device_mesh.DeviceMesh")
-    at = mesh.get_coordinate()
-    if at is None:
-        raise UsageError("this rank is not in the mesh given; needs a mesh of the ranks of the group: say group= too")
-    return dict(zip(mesh.mesh_dim_names or (), at, strict=False))
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        raise UsageError(
+            "mesh= has no names of dimensions, so nothing tells along which of them ranks hold parts; needs "
+            'mesh_dim_names=, as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))'
+        )
+    dist = sys.modules["torch.distributed"]
+    inside = set(mesh.mesh.flatten().tolist())
+    members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    outside = tuple(rank for rank in members if rank not in inside)
+    if outside:
+        raise UsageError(
+            f"mesh= is without {ranks_text(outside)} of the group; needs a mesh with all of its ranks, or the mesh's "
+            "own ranks as group="
+        )
+    return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate(), strict=False))
 
 
-def _random_states() -> dict[str, Any]:
-    """Return the states of this process's generators, as tensors and arrays. None is changed."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:  # then there is no process group either, which is told
-        return {}
-    version, words, gauss = random.getstate()
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
-    found["python_gauss"] = torch.tensor([version, *([] if gauss is None else [hash(gauss)])])
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state(legacy=False)
-        found["numpy"] = state["state"]["key"]
-        found["numpy_at"] = numpy.array([state["state"]["pos"], state["has_gauss"]])
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+class _Random(dict[str, "_States"]):
+    """The states of the random number generators, under the name that checkpoints give them."""
+
+
+class _States:
+    """The states of this process's random number generators."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return them as tensors and arrays. None is changed."""
+        torch: Any = sys.modules["torch"]
+        version, words, gauss = random.getstate()
+        # On the CPU, whatever a training has made the default for new tensors.
+        found: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": torch.tensor(words, dtype=torch.int64, device="cpu"),
+            "python_gauss": torch.tensor([version, *_kept(gauss)], dtype=torch.int64, device="cpu"),
+        }
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            found |= _of_numpy(numpy)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state()
+        return found
+
+
+def _of_numpy(numpy: Any) -> dict[str, Any]:
+    """Return the state of numpy's global generator, as arrays."""
+    state = numpy.random.get_state(legacy=False)
+    if "key" not in state["state"]:  # not the usual generator; numbers of any size, in a dict
+        return {"numpy": numpy.frombuffer(hashlib.sha256(repr(state).encode()).digest(), numpy.uint8)}
+    at = [state["state"]["pos"], *_kept(state["gauss"] if state["has_gauss"] else None)]
+    return {"numpy": state["state"]["key"], "numpy_at": numpy.array(at, numpy.int64)}
+
+
+def _kept(gauss: float | None) -> tuple[int, int]:
+    """Return whether a generator keeps a normal number for its next call, and the bits of that."""
+    return (0, 0) if gauss is None else (1, *struct.unpack("<q", struct.pack("<d", gauss)))

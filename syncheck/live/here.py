@@ -12,7 +12,7 @@ from syncheck.errors import UsageError
 from syncheck.layout_groups import Replicas
 from syncheck.live.channel import world_size
 from syncheck.live.memory import agree_on_buffers, snapshot
-from syncheck.live.things import has_module, is_module, is_optimizer, title_of
+from syncheck.live.memory.things import has_module, is_module, is_optimizer, title_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncheck.live import digest_lanes
 from syncheck.live.digest import COMMON, LANES, XXH3, digest_all
+from syncheck.live.digest import lanes as digest_lanes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

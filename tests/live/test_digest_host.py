@@ -12,8 +12,8 @@ import torch
 import xxhash
 
 from syncheck.errors import UsageError
-from syncheck.live import digest_host
 from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all
+from syncheck.live.digest import host as digest_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncheck.live import digest_kernel, digest_lanes
 from syncheck.live.digest import LANES, digest_all
+from syncheck.live.digest import kernel as digest_kernel
+from syncheck.live.digest import lanes as digest_lanes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +123,9 @@ def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import sys
 import torch
-from syncheck.live import digest_kernel, digest_lanes, digest_parts
+from syncheck.live.digest import kernel as digest_kernel
+from syncheck.live.digest import lanes as digest_lanes
+from syncheck.live.digest import parts as digest_parts
 
 assert "triton" in sys.modules
 draw = torch.Generator().manual_seed(0)
@@ -170,7 +173,7 @@ COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from syncheck.live import digest_kernel
+from syncheck.live.digest import kernel as digest_kernel
 
 signature = dict.fromkeys(("table", "owners", "sums"), "*i64")
 signature |= dict.fromkeys(digest_kernel.CONSTANTS, "constexpr")
@@ -217,7 +220,7 @@ def test_without_triton(tmp_path: Path) -> None:
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import torch\n"
-        "from syncheck.live import digest_lanes\n"
+        "from syncheck.live.digest import lanes as digest_lanes\n"
         "digest_lanes.start([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
         "print(digest_lanes.KERNEL.broken)\n"
     )

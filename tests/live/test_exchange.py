@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, flip, trained
 
-from syncheck.live import fetching
+from syncheck.live.exchange import fetching
 from syncheck.testing import assert_in_sync
 
 if TYPE_CHECKING:

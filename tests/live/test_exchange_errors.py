@@ -11,7 +11,8 @@ from agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed
-from syncheck.live import exchange, held
+from syncheck.live import exchange
+from syncheck.live.memory import held
 from syncheck.testing import assert_in_sync
 
 

@@ -20,8 +20,8 @@ from syncheck.errors import UsageError
 from syncheck.kinds import kinds_of
 from syncheck.layout_groups import Replicas
 from syncheck.live.digest import digest_all
-from syncheck.live.held import Held
 from syncheck.live.memory import snapshot
+from syncheck.live.memory.held import Held
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 from syncheck.values import is_membership
 

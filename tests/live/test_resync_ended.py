@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from syncheck.errors import RankFailed
 from syncheck.live import resync
-from syncheck.live.repair_copy import Copier
+from syncheck.live.repair.copying import Copier
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3,

@@ -11,10 +11,11 @@ from agreement import Net, all_pass, all_raise, each_rank, flip
 from healing import on_all
 
 from syncheck.errors import UsageError
-from syncheck.live import repair_copy, resync
+from syncheck.live import resync
 from syncheck.live.channel import Channel
-from syncheck.live.repair_copy import Copier
-from syncheck.live.repair_plan import Job, Plan, planned
+from syncheck.live.repair import copying as repair_copy
+from syncheck.live.repair.copying import Copier
+from syncheck.live.repair.plan import Job, Plan, planned
 from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))

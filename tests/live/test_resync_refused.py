@@ -12,7 +12,7 @@ from healing import bits, healed, on_all, untouched
 from torch import nn
 
 from syncheck.live import resync
-from syncheck.live.repair_copy import Copier
+from syncheck.live.repair.copying import Copier
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from namespaces import ip, two_hosts
 from programs import ROOT, SHORT, TRAIN, assert_trained, errors
 from required import unavailable
 
@@ -16,28 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from namespaces import Host
     from programs import Programs
 
 MULTI_NODE = ROOT / "train" / "scripts" / "multi_node.sh"
-
-
-def ip(*words: str) -> None:
-    """Configure the network. Raises CalledProcessError with what ip says."""
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@dataclass(frozen=True)
-class Host:
-    """A namespace, its network device, and its address."""
-
-    name: str
-    device: str
-    address: str
-
-    def command(self, *words: object) -> list[object]:
-        """Run something there; gloo must be told the device, for the host's name leads nowhere."""
-        inside = ["ip", "netns", "exec", self.name]
-        return [*inside, "env", f"GLOO_SOCKET_IFNAME={self.device}", *words]
 
 
 def test_what_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,26 +32,8 @@ def test_what_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
     """Two machines in one network, gone after the test."""
-    if shutil.which("ip") is None:
-        unavailable("netns", "there is no program ip")
-    mark = uuid.uuid4().hex[:8]
-    two = [Host(f"train-{mark}-{i}", f"v{i}{mark}", f"10.77.0.{i}") for i in (1, 2)]
-    try:
-        try:
-            for host in two:
-                ip("netns", "add", host.name)
-                ip("-n", host.name, "link", "set", "lo", "up")
-            a, b = two
-            ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
-            for host in two:
-                ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
-                ip("-n", host.name, "link", "set", host.device, "up")
-        except subprocess.CalledProcessError as error:
-            unavailable("netns", f"'{' '.join(error.cmd)}' failed: {error.stderr.strip()}")
+    with two_hosts() as two:
         yield two
-    finally:
-        for host in two:  # takes its end of the cable, and with it the other
-            subprocess.run(["ip", "netns", "delete", host.name], check=False, capture_output=True)
 
 
 @pytest.mark.slow

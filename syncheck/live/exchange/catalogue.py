@@ -36,7 +36,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The tensors of one rank in their order, and its plain values. shardings: those of DTensors, each once."""
+    """The tensors of one rank in their order, and its plain values. shardings: those of DTensors, each once.
+
+    ties: names that are one tensor, in a file that tells it.
+    """
 
     format: str
     rows: tuple[Row, ...]
@@ -45,11 +48,12 @@ class Catalogue:
     stubs: tuple[str, ...]
     metadata: Metadata | None
     notes: tuple[str, ...]
+    ties: tuple[tuple[str, ...], ...]
 
     def layout(self) -> bytes:
         """Return 16 bytes that are the same where all is equal but the values, of which only the names count."""
         names = tuple(self.values)
-        rest = repr((self.format, names, self.stubs, self.metadata, self.notes))
+        rest = repr((self.format, names, self.stubs, self.metadata, self.notes, self.ties))
         return _hashed(_of_rows(self.rows, self.shardings), rest)
 
     def digest(self) -> bytes:
@@ -121,6 +125,7 @@ def catalogue_of(taken: Snapshot, algorithms: Sequence[str]) -> Catalogue:
         taken.stubs,
         taken.metadata,
         taken.notes,
+        taken.ties,
     )
 
 

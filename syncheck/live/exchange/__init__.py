@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import reference
 from syncheck.api import Found, Options, judge
-from syncheck.comparison import hyperparameters
+from syncheck.comparison import hyperparameters, kinds_by_name
 from syncheck.errors import UsageError
 from syncheck.kinds import selector
 from syncheck.layout_groups import Replicas
-from syncheck.live.catalogue import untold
 from syncheck.live.channel import Channel
-from syncheck.live.fetching import Fetcher, Remote, Wanted, answer, size_of
+from syncheck.live.exchange.catalogue import untold
+from syncheck.live.exchange.fetching import Fetcher, Remote, Wanted, answer, size_of
+from syncheck.live.exchange.holdings import exchange
 from syncheck.live.here import NOTHING
-from syncheck.live.holdings import exchange
 from syncheck.live.memory import snapshot
 from syncheck.replica_groups import coordinates, divide
 from syncheck.snapshots import Metadata
@@ -36,8 +36,8 @@ from syncheck.tensor_parallel import replicated
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from syncheck.live.fetching import Key
-    from syncheck.live.holdings import Holdings
+    from syncheck.live.exchange.fetching import Key
+    from syncheck.live.exchange.holdings import Holdings
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
 
@@ -124,8 +124,9 @@ def compare_snapshots(
     }
 
     def measured() -> Report:
-        readable = _readable(holdings, channel, own, wanted, budget)
-        return _judged(readable, options, name, note, histograms=histograms)
+        readable, beyond = _readable(holdings, channel, own, wanted, budget)
+        told = f"{note}; {_beyond_text(beyond, budget)}" if beyond else note
+        return _judged(readable, options, name, told, histograms=histograms)
 
     return channel.led(measured, lambda pieces: answer(own, pieces))
 
@@ -158,7 +159,7 @@ def _in_sync(holdings: Holdings, options: Options, name: str, note: str) -> Repo
 def _judged(
     holdings: Holdings, options: Options, name: str, note: str, ranks: Sequence[int] = (), *, histograms: bool = False
 ) -> Report:
-    replicas = Replicas(name, None, tuple(holdings.snapshots(ranks).items()), note)
+    replicas = Replicas(name, holdings.step, tuple(holdings.snapshots(ranks).items()), note)
     reference.check(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
@@ -169,8 +170,12 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
     for held in holdings.by_key.values():
         for name, tensor in held.tensors.items():
             digests.setdefault(held.short[name], set()).add(tensor.same)
-    asked = selector(frozenset(), options.include, options.exclude)
-    found: dict[str, dict[int, Tensor]] = {n: {} for n, several in digests.items() if len(several) > 1 and asked(n, "")}
+    selection = options.selection()
+    asked = selector(selection.only, selection.include, selection.exclude)
+    # Names alone do not say what kind a tensor is of, and that is asked for by few.
+    kinds = kinds_by_name(holdings.snapshots(), selection) if selection.only else {}
+    apart = [name for name, several in digests.items() if len(several) > 1 and asked(name, kinds.get(name, ""))]
+    found: dict[str, dict[int, Tensor]] = {name: {} for name in apart}
     for rank in holdings.places:
         held = holdings.of(rank)
         for name, tensor in held.tensors.items():
@@ -196,8 +201,11 @@ def _readable(
     own: Mapping[Key, Sliced],
     wanted: Mapping[str, Mapping[bytes, Wanted]],
     budget: int,
-) -> Holdings:
-    """Return the holdings with bytes to read of what differs, or with nothing but digests where it is too much."""
+) -> tuple[Holdings, int]:
+    """Return the holdings with bytes to read of what differs, or with nothing but digests where it is too much.
+
+    With it, of how many tensors it is too much.
+    """
     ahead: list[Wanted] = []
     beyond: set[str] = set()
     for name in sorted(wanted, key=lambda name: sum(one.size for one in wanted[name].values())):
@@ -221,4 +229,8 @@ def _readable(
         key: held.with_tensors({name: readable(held.short[name], t) for name, t in held.tensors.items()})
         for key, held in holdings.by_key.items()
     }
-    return replace(holdings, by_key=by_key)
+    return replace(holdings, by_key=by_key), len(beyond)
+
+
+def _beyond_text(tensors: int, budget: int) -> str:
+    return f"by digest alone {tensors} tensor{'s' if tensors > 1 else ''} beyond the budget of {budget} bytes"

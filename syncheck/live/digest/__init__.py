@@ -18,10 +18,10 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live import digest_host
-from syncheck.live import digest_parts as parts
-from syncheck.live.digest_host import COMMON, WIDTH, XXH3, Stream
-from syncheck.live.digest_lanes import LANES, start
+from syncheck.live.digest import host as digest_host
+from syncheck.live.digest import parts
+from syncheck.live.digest.host import COMMON, WIDTH, XXH3, Stream
+from syncheck.live.digest.lanes import LANES, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

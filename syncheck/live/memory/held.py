@@ -6,13 +6,15 @@ loaded modules, and a program without torch never pays for it.
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.live.digest_parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
-from syncheck.live.sharded import sharding_of
+from syncheck.live.digest.parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
+from syncheck.live.memory.sharded import sharding_of
+from syncheck.pieces import boxes
 from syncheck.readers.pickles.stand_ins import TensorPlace
 from syncheck.replica_groups import is_whole
 from syncheck.snapshots import in_c_order
@@ -28,8 +30,8 @@ _LAZY = "a parameter of a lazy module that has not run yet: it has no values"
 class Held:
     """The bytes of a strided tensor or an array in C order, read a part at a time and copied only when read.
 
-    A contiguous tensor costs no memory beside the part that is read. One with other strides is copied as a whole when
-    it is first read. Parts of a tensor on a device are copied from it one by one.
+    Nothing is kept of what was copied: a tensor that lies otherwise, as all of a channels-last model do, is gathered
+    anew for each part. Parts of a tensor on a device are copied from it one by one.
     """
 
     __slots__ = ("_flat", "_source")
@@ -39,9 +41,19 @@ class Held:
         self._flat: Any = None
 
     def __getitem__(self, part: slice) -> bytes:
-        if self._flat is None:
+        if self._flat is None and _lies_in_order(self._source):
             self._flat = flat_bytes(self._source)
-        return _bytes(self._flat[part])
+        return self._gathered(part) if self._flat is None else _bytes(self._flat[part])
+
+    def _gathered(self, part: slice) -> bytes:
+        source = self._source
+        size = source.itemsize
+        start, stop, _ = part.indices(math.prod(source.shape) * size)
+        # Whole elements: of a window the ends may lie within one.
+        first, last = start // size, -(-stop // size)
+        with as_plain_tensors():
+            row = b"".join(_bytes(flat_bytes(source[box])) for box in boxes(source.shape, first, last - first))
+        return row[start - first * size : stop - first * size]
 
     @property
     def source(self) -> Any:
@@ -160,6 +172,13 @@ def flat_bytes(source: Any) -> Any:
     with as_plain_tensors():
         row = as_bytes(source if lies_in_order(source) else copied(source))
         return row.numpy() if row.device.type == "cpu" else row
+
+
+def _lies_in_order(source: Any) -> bool:
+    """Whether all bytes can be seen as one row without a copy."""
+    if is_tensor(source) and hasattr(source, "is_contiguous"):
+        return lies_in_order(source)
+    return bool(source.flags.c_contiguous and source.dtype.isnative)
 
 
 def _view(row: Any) -> memoryview:

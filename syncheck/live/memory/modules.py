@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from syncheck.live.held import holds_shard
+from syncheck.live.memory.held import holds_shard
 
 
 def is_sharding(module: Any) -> bool:

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.catalogue import catalogue_of
 from syncheck.live.digest import COMMON, digest_all, root
-from syncheck.live.held import Held
-from syncheck.live.memory import agree_on_buffers
-from syncheck.live.stored import Stored
+from syncheck.live.exchange.catalogue import catalogue_of
+from syncheck.live.exchange.stored import Stored
+from syncheck.live.memory import FORMAT, agree_on_buffers
+from syncheck.live.memory.held import Held
 from syncheck.names import normalize
 from syncheck.snapshots import Metadata, Snapshot
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.api import Options
-    from syncheck.live.catalogue import Catalogue
     from syncheck.live.channel import Channel
+    from syncheck.live.exchange.catalogue import Catalogue
     from syncheck.snapshots import Tensor
 
     Key = tuple[bytes, bytes]
@@ -32,20 +32,15 @@ if TYPE_CHECKING:
 class Place:
     """What is known of one rank. key: equal on ranks that hold the same; mesh: where it stands, by dimension.
 
-    title, size: what reports call its replica, and its bytes.
+    path, size: what reports call its replica, and its bytes. host: where it was trained.
     """
 
     key: Key
     options: bytes
-    title: str
+    path: str
     size: int
     host: str
     mesh: tuple[tuple[str, int], ...]
-
-    @property
-    def path(self) -> str:
-        """Say which replica it is."""
-        return f"{self.title} on {self.host}"
 
 
 @dataclass
@@ -88,6 +83,12 @@ class Holdings:
         return self.by_key[self.places[rank].key]
 
     @property
+    def step(self) -> int | None:
+        """The step at which files were saved, as their metadata says; of several the last one."""
+        known = (held.catalogue.metadata for held in self.by_key.values())
+        return max((one.step for one in known if one is not None and one.step is not None), default=None)
+
+    @property
     def are_equal(self) -> bool:
         """Whether all ranks hold the same, were to hold the same, and none is missing."""
         worlds = {held.catalogue.metadata.world_size for held in self.by_key.values() if held.catalogue.metadata}
@@ -112,7 +113,7 @@ class Holdings:
                 mesh=dict(place.mesh),
             )
             made[rank] = Snapshot(
-                place.path, of.format, place.size, held.tensors, of.values, of.stubs, metadata, of.notes
+                place.path, of.format, place.size, held.tensors, of.values, of.stubs, metadata, of.notes, of.ties
             )
         return dict(zip(made, agree_on_buffers(made.values()), strict=True))
 
@@ -125,13 +126,16 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
     found = digests_of(list(taken.tensors.values()))
     mine = catalogue_of(taken, [algorithm for algorithm, _ in found])
     mesh: tuple[tuple[str, int], ...] = ()
+    host = os.uname().nodename
+    path = f"{taken.path} on {host}" if taken.format == FORMAT else taken.path  # a file's path says where it is
     if mine.metadata is not None:
+        host = mine.metadata.host or host  # the file may have been taken elsewhere since
         mesh = tuple(mine.metadata.mesh.items())
         own = replace(mine.metadata, rank=None, host=None, mesh={})  # what of it is of this rank alone goes apart
         mine = replace(mine, metadata=own)
     key = mine.digest(), root(found)
     asked = hashlib.sha256(repr(options).encode()).digest()[:16]
-    sent = channel.gather(Place(key, asked, taken.path, taken.bytes, os.uname().nodename, mesh), "digests")
+    sent = channel.gather(Place(key, asked, path, taken.bytes, host, mesh), "digests")
     places: dict[int, Place] = {rank: sent[rank] for rank in sorted(sent)}
     if len({place.options for place in places.values()}) > 1:
         raise UsageError("the options are not the same on all ranks")

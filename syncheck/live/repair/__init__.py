@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
 from syncheck.live.channel import Channel
 from syncheck.live.checks import check, eager, group_of
-from syncheck.live.repair_copy import Copier
-from syncheck.live.repair_places import Places
-from syncheck.live.repair_plan import MAJORITY, named, planned
+from syncheck.live.repair.copying import Copier
+from syncheck.live.repair.places import Places
+from syncheck.live.repair.plan import MAJORITY, named, planned
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.live.repair_places import Content
-    from syncheck.live.repair_plan import Plan
+    from syncheck.live.repair.places import Content
+    from syncheck.live.repair.plan import Plan
     from syncheck.records import Report
 
 

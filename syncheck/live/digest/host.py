@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live import digest_parts as parts
+from syncheck.live.digest import parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.errors import UsageError
-from syncheck.live.held import Held, is_tensor
 from syncheck.live.memory import snapshot
-from syncheck.live.modules import has_extra_state
-from syncheck.live.repair_plan import EXTRA_STATE
-from syncheck.live.sharded import sharding_of
-from syncheck.live.things import Tree, is_module, is_optimizer, named_parts
+from syncheck.live.memory.held import Held, is_tensor
+from syncheck.live.memory.modules import has_extra_state
+from syncheck.live.memory.sharded import sharding_of
+from syncheck.live.memory.things import Tree, is_module, is_optimizer, named_parts
+from syncheck.live.repair.plan import EXTRA_STATE
 from syncheck.names import MODEL_CONTAINERS, normalize
 from syncheck.replica_groups import divide, is_whole
 from syncheck.snapshots import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.held import HeldPlace
+from syncheck.live.memory.held import HeldPlace
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.held import is_tensor, place_of
-from syncheck.live.things import is_bundle, is_module, is_optimizer, title_of
+from syncheck.live.memory.held import is_tensor, place_of
+from syncheck.live.memory.things import is_bundle, is_module, is_optimizer, title_of
 from syncheck.names import normalize
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from syncheck.live.channel import Channel
-    from syncheck.live.repair_plan import Job
+    from syncheck.live.repair.plan import Job
 
 # Bytes that are under way between two moments at which all ranks tell that they are well.
 BATCH = 256 << 20

@@ -13,10 +13,10 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from syncheck.errors import UsageError
-from syncheck.live.held import is_tensor, place_of
-from syncheck.live.modules import buffers_synced, has_extra_state, is_sharded, is_sharding
-from syncheck.live.optimizers import FLAT, own_part, with_names
-from syncheck.live.saved import own_state
+from syncheck.live.memory.held import is_tensor, place_of
+from syncheck.live.memory.modules import buffers_synced, has_extra_state, is_sharded, is_sharding
+from syncheck.live.memory.optimizers import FLAT, own_part, with_names
+from syncheck.live.memory.saved import own_state
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 

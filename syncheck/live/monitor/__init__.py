@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
 from syncheck.errors import OutOfSync, UsageError, brief
-from syncheck.live.alike import agree, call_together
 from syncheck.live.channel import Channel, world_size
 from syncheck.live.checks import check, group_of
-from syncheck.live.told import Checked, Teller
-from syncheck.live.trouble import Trouble
+from syncheck.live.monitor.agreement import agree, call_together
+from syncheck.live.monitor.telling import Checked, Teller
+from syncheck.live.monitor.trouble import Trouble
 from syncheck.records import Report
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.digest_lanes import MIX_A, MIX_B, STEP_A, STEP_B
-from syncheck.live.digest_parts import WORD
+from syncheck.live.digest.lanes import MIX_A, MIX_B, STEP_A, STEP_B
+from syncheck.live.digest.parts import WORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.live.digest_lanes import Row
+    from syncheck.live.digest.lanes import Row
 
 try:
     import triton  # type: ignore[import-untyped,unused-ignore]

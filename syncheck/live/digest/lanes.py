@@ -36,7 +36,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.live import digest_parts as parts
+from syncheck.live.digest import parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class _Kernel:
         """Add the words of rows to the sums, by the kernel or without it: the sums are the same."""
         if not self.broken:
             try:
-                from syncheck.live import digest_kernel
+                from syncheck.live.digest import kernel as digest_kernel
 
                 digest_kernel.add(rows, sums)
             except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, a device that it does not know, ...

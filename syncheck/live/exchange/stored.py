@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from syncheck import paths
 from syncheck.blocks import Files, is_plain, ranges
 from syncheck.dtypes import DTYPES
-from syncheck.errors import UsageError
+from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.live.digest import Stream
-from syncheck.live.digest_host import default
+from syncheck.live.digest.host import default
 from syncheck.snapshots import Snapshot, in_c_order
+from syncheck.ties import shared
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
@@ -27,7 +28,11 @@ class Stored:
 
     def __getitem__(self, part: Any) -> bytes:
         size = DTYPES[self._tensor.dtype].size
-        return bytes(self._files.read(self._tensor, part.start // size, (part.stop - part.start) // size, 0))
+        try:
+            return bytes(self._files.read(self._tensor, part.start // size, (part.stop - part.start) // size, 0))
+        except CheckpointError as error:
+            # On the rank that compares it would pass for one of several files, of which the rest is compared.
+            raise RankFailed(str(error)) from error
 
     def digest(self, algorithm: str | None) -> tuple[str, bytes]:
         """Return algorithm and digest, as `live.digest.digest_all` does of a tensor in memory."""
@@ -50,9 +55,10 @@ def opened(path: str, files: Files) -> Snapshot:
         raise UsageError(f"{path}: {len(found.snapshots)} checkpoints; needs the one of this rank")
     snapshot = found.snapshots[0]
     if any(tensor.digest is not None for tensor in snapshot.tensors.values()):
-        raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.fp.json")
+        raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.json")
     tensors = {name: _readable(tensor, files) for name, tensor in snapshot.tensors.items()}
-    return replace(snapshot, tensors=tensors)
+    # Ties are told by places in the file, which the others cannot see.
+    return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, shared(snapshot.tensors.values()))))
 
 
 def _readable(tensor: Tensor, files: Files) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.dtypes import DTYPES
+from syncheck.errors import RankFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,8 +50,18 @@ def size_of(tensor: Tensor) -> int:
 
 
 def answer(own: Mapping[Key, Sliced], pieces: Sequence[Piece]) -> list[bytes]:
-    """Return the bytes of some pieces of this rank's tensors."""
-    return [own[piece.name, piece.digest][piece.start : piece.stop] for piece in pieces]
+    """Return the bytes of some pieces of this rank's tensors. Raises RankFailed where there are no longer as many."""
+    return [_part(own, (piece.name, piece.digest), piece.start, piece.stop) for piece in pieces]
+
+
+def _part(own: Mapping[Key, Sliced], key: Key, start: int, stop: int) -> bytes:
+    found = own[key][start:stop]
+    if len(found) != stop - start:
+        raise RankFailed(
+            f"{key[0]}: {len(found)} bytes from byte {start} on, {stop - start} needed: its size changed during the "
+            "check; check between steps, while nothing writes the tensors"
+        )
+    return found
 
 
 @dataclass
@@ -89,7 +100,7 @@ class Fetcher:
     def read(self, key: Key, start: int, stop: int) -> bytes:
         """Return bytes of one tensor, of this rank or of another."""
         if key in self.own:
-            return self.own[key][start:stop]
+            return _part(self.own, key, start, stop)
         parts = []
         for piece, batch in self._where.get(key, ()):
             if piece.start < stop and piece.stop > start:

@@ -1,0 +1,76 @@
+"""`syncheck compare` of ranks, each with a file of its own: in processes of a test, and as programs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+from checkpoints import Done, changed, network, save
+from programs_of_ranks import Jobs
+
+from syncheck.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from syncheck.testing import Rank
+
+
+def leave(code: int) -> NoReturn:
+    """Stand in for os._exit, which would take the test along."""
+    raise SystemExit(code)
+
+
+@dataclass
+class Across:
+    """One rank of a test, and what `syncheck compare` does there."""
+
+    rank: int
+    ranks: int
+    folder: Path
+    member: Rank
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def path(self) -> str:
+        """The path to give: each rank's own file."""
+        return f"{self.folder}/run_rank{{rank}}.pth"
+
+    def save(self, name: str = "run_rank{}.pth", by: float = 0.0, **entries: Any) -> Path:
+        """Write this rank's file. by: what is added to a weight on the last rank. entries: beside the tensors."""
+        state = changed(network(), "fc.weight", by=by if self.rank == self.ranks - 1 else 0.0)
+        return save(self.folder / name.format(self.rank), state | entries)
+
+    def compare(self, *arguments: Any) -> list[Done]:
+        """Run `syncheck compare` on all ranks; returns, on each of them, how it ended on all."""
+        self.member.barrier()
+        try:
+            code = main(["compare", *map(str, arguments)])
+        except SystemExit as left:
+            code = int(str(left.code))
+        captured = self.capsys.readouterr()
+        found: list[Done] = self.member.gather(Done(code, captured.out, captured.err))
+        return found
+
+
+@pytest.fixture
+def across(
+    syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Across:
+    """This rank of a test with @pytest.mark.syncheck(ranks=...), in an empty folder of its own."""
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.chdir(tmp_path)
+    return Across(syncheck_rank.rank, syncheck_rank.world_size, syncheck_rank.shared, syncheck_rank, capsys)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    """Start programs in the test's folder, none of which outlives the test."""
+    started = Jobs(tmp_path)
+    try:
+        yield started
+    finally:
+        started.kill()

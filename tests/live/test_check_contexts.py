@@ -1,0 +1,151 @@
+"""`check` wherever a training may call it: under torch's modes, in compiled code, during backward."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from agreement import Net, all_pass, each_rank, flip, trained
+from torch.nn.parallel import DistributedDataParallel
+
+from syncheck.live import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncheck.records import Report
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CONTEXTS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic algorithms": deterministic,
+    "default dtype float64": default_dtype,
+    "default device meta": default_device,
+    "with torch.device('meta')": lambda: torch.device("meta"),
+    "saved tensors elsewhere": torch.autograd.graph.save_on_cpu,
+    "anomaly detection": torch.autograd.detect_anomaly,
+}
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_check_sees_the_same_under_every_mode(fault: bool) -> None:
+    """Under each of torch's modes the report, with random states, is the one without it, and all tensors are read."""
+    model, optimizer = trained()
+    torch.manual_seed(7)
+    wide = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256).t()
+    odd = {"wide": wide, "complex": torch.ones(5, dtype=torch.complex64).conj(), "half": torch.ones(7).bfloat16()}
+    if fault and dist.get_rank() == 1:
+        flip(model.module.fc.weight, index=6)
+        wide[3, 5] += 1
+    things = model.module, optimizer, odd
+    # Others than torch's are seeded by the clock.
+    usual = check(things, rng=True, exclude=("rng.python*", "rng.numpy*"))
+    assert usual.verdict == ("out_of_sync" if fault else "in_sync")
+    assert [diff.name for diff in usual.groups[0].tensors] == (["fc.weight", "wide"] if fault else [])
+    assert usual.groups[0].kinds["rng"].identical == 1
+    for name, context in CONTEXTS.items():
+
+        def within(context: Any = context) -> Report:
+            with context():
+                return check(things, rng=True, exclude=("rng.python*", "rng.numpy*"))
+
+        assert all_pass(each_rank(within)) == usual, name
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_random_states_have_values_wherever_tensors_are_made() -> None:
+    """Where new tensors have no values unless told, the generators' states are compared all the same."""
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    for context in (default_device(), torch.device("meta"), torch.inference_mode()):
+        with context:
+            report = check({"w": torch.ones(2, device="cpu")}, rng=True)
+        assert (report.verdict, report.counts.identical, report.counts.not_compared) == ("in_sync", 6, 0)
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_check_within_compiled_code(fault: bool) -> None:
+    """Called by a compiled function, on a compiled model, the check runs as itself and names tensors unwrapped."""
+    model, optimizer = trained()
+    if fault and dist.get_rank() == 1:
+        flip(model.module.fc.weight)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    reports = []
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = compiled(x).square()
+        reports.append(check(compiled, optimizer))
+        return y + 1
+
+    def within() -> Report:
+        result = step(torch.ones(3, 4))
+        assert result.shape == (3, 2)
+        return reports[-1]
+
+    report = all_pass(each_rank(within))
+    assert report.counts.tensors == 16
+    assert [diff.name for diff in report.groups[0].tensors] == (["fc.weight"] if fault else [])
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_check_between_backward_and_step_and_inside_backward() -> None:
+    """In a gradient's hook, while DDP reduces, and before the step, it is in sync; training goes on as without it."""
+    found: list[str] = []
+
+    def run(checked: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if checked:
+            model.module.head.weight.register_hook(lambda grad: found.append(check(model, optimizer).verdict))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), 1.0 + dist.get_rank())).sum().backward()
+            if checked:
+                found.append(check(model, optimizer).verdict)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+    assert found == ["in_sync"] * 4

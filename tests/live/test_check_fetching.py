@@ -1,0 +1,214 @@
+"""What `check` fetches of tensors that differ: not more than it may, in few messages, and the numbers are right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from agreement import Net, all_pass, all_raise, each_rank, flip, trained
+
+import syncheck
+from syncheck.live import check, exchange
+from syncheck.live.channel import Channel
+from syncheck.live.digest import host as digest_host
+from syncheck.live.exchange import holdings
+from syncheck.live.memory import held
+from syncheck.testing import message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncheck.testing import Rank
+
+
+def apart(rank: int) -> dict[str, torch.Tensor]:
+    """Return tensors of 40, 400 and 4,000 bytes that differ on rank 1, and one that does not."""
+    sizes = {"large": 1000, "small": 10, "middle": 100}
+    return {name: torch.full((size,), 1.0 + (rank == 1)) for name, size in sizes.items()} | {"same": torch.ones(9)}
+
+
+# --- how much ---
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_beyond_the_budget_digests_tell(syncheck_rank: Rank) -> None:
+    """What does not fit into the budget, the largest first, is named with its ranks and without numbers, and why."""
+    state = apart(syncheck_rank.rank)
+    for budget, beyond in ((0, ["large", "middle", "small"]), (40, ["large", "middle"]), (440, ["large"]), (4440, [])):
+        report = all_pass(each_rank(check, state, budget=budget))
+        assert report.verdict == "out_of_sync"
+        assert (report.counts.different, report.counts.identical, report.counts.not_compared) == (3, 1, 0)
+        group = report.groups[0]
+        assert {diff.name for diff in group.tensors if diff.reason == "digest"} == set(beyond), budget
+        for diff in group.tensors:
+            assert (diff.clusters, diff.minority) == (((0, 2), (1,)), (1,))
+            assert (diff.max_abs, diff.mismatched) == ((None, None) if diff.name in beyond else (1.0, diff.numel))
+        assert [finding.ranks for finding in group.findings if finding.fails] == [(1,)]
+        text = message(report)
+        assert all(name in text for name in ("large", "middle", "small"))
+        tensors = f"{len(beyond)} tensor{'s' if len(beyond) > 1 else ''}"
+        assert (f"by digest alone {tensors} beyond the budget of {budget} bytes" in text) == bool(beyond)
+        assert ("with a larger budget=" in text) == (len(beyond) == 3)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_budget_is_for_what_is_asked_for(syncheck_rank: Rank) -> None:
+    """Differing moments that nobody asked for take nothing of the budget from the parameters."""
+    torch.manual_seed(syncheck_rank.rank)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    size = sum(p.nbytes for p in model.parameters())
+    report = all_pass(each_rank(check, model, optimizer, only="params", budget=size))
+    assert [(diff.kind, diff.reason) for diff in report.groups[0].tensors] == [("parameter", None)] * 4
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 small tensors and 40 MB in other strides take a dozen messages, and the numbers are those of saved files."""
+    rank = syncheck_rank.rank
+    torch.manual_seed(0)
+    state = {f"t{i:03}": torch.randn(7, 11) + (rank == 1) * 2.0**-i for i in range(500)}
+    state["wide"] = torch.arange(10_000_000, dtype=torch.float32).reshape(2500, 4000).t()
+    state["wide"][17, 1] -= rank
+    state["wide"][3999, 2499] += 3 * (rank == 2)
+    asked: list[int] = []
+    ask = Channel.ask
+
+    def counted(self: Channel, rank: int, what: Any) -> Any:
+        asked.append(rank)
+        return ask(self, rank, what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "ask", counted)
+        live = all_pass(each_rank(check, state))
+    # Of each of two ranks three windows of the large tensor; the small ones, of rank 1 alone, fit into one.
+    assert len(asked) == (7 if rank == 0 else 0)
+    torch.save(state, syncheck_rank.shared / f"run_rank{rank}.pth")
+    syncheck_rank.barrier()
+    files = syncheck.compare(syncheck_rank.shared)
+    assert live.groups[0].tensors == files.groups[0].tensors
+    assert live.groups[0].findings == files.groups[0].findings
+    assert live.counts == files.counts
+
+
+# --- ranks with other algorithms ---
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_digests_of_other_algorithms_are_never_compared(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is without xxhash: equal ranks are in sync all the same, and a flipped bit on rank 2 is found."""
+    model, optimizer = trained(norm=True)
+    model.module.norm.reset_running_stats()
+    with monkeypatch.context() as patch:
+        if syncheck_rank.rank == 1:
+            patch.setattr(digest_host, "default", lambda: digest_host.COMMON)
+        report = all_pass(each_rank(check, model, optimizer))
+        assert (report.verdict, report.counts.identical) == ("in_sync", report.counts.tensors)
+        if syncheck_rank.rank == 2:
+            flip(model.module.head.weight)
+        report = all_pass(each_rank(check, model, optimizer))
+        # Beyond the budget only digests tell, and those that tell are of one algorithm.
+        untold = all_pass(each_rank(check, model, optimizer, budget=0))
+    for found in (report, untold):
+        assert [(diff.name, diff.minority) for diff in found.groups[0].tensors] == [("head.weight", (2,))]
+    assert report.groups[0].tensors[0].max_ulp == 1
+
+
+# --- a rank that fails ---
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no room")
+
+
+class Stubborn(Exception):
+    """An error that no other rank can be told of as it is."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
+def stubborn(*_: Any, **__: Any) -> Any:
+    raise Stubborn("a\nb" * 1000)
+
+
+# Where something is planted: on which rank, what is raised by what, and what all ranks are told.
+FAILING: dict[str, tuple[int, Any, str, Callable[..., Any], str]] = {
+    "judging": (0, exchange, "judge", fails, "rank 0: MemoryError: no room"),
+    "an error that cannot be sent": (0, exchange, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
+    "a report that cannot be sent": (0, exchange, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
+    "reading the leader's bytes": (0, held.Held, "__getitem__", fails, "rank 0: MemoryError: no room"),
+    "reading another's bytes": (1, held.Held, "__getitem__", fails, "rank 1: MemoryError: no room"),
+    "an answer that cannot be sent": (1, exchange, "answer", lambda *_: [lambda: 1], "rank 1: "),
+    "an answer with too little": (1, exchange, "answer", lambda *_: [], "rank 0: ValueError: zip()"),
+    "hashing": (2, holdings, "digest_all", fails, "rank 2: MemoryError: no room"),
+    "the digests of its tensors": (1, holdings, "_joined", fails, "rank 1: MemoryError: no room"),
+    "its list of tensors": (1, holdings, "catalogue_of", fails, "rank 1: MemoryError: no room"),
+}
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("what", FAILING)
+def test_a_rank_that_fails_anywhere_tells_all(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Whatever goes wrong on one rank, all raise one RankFailed with one text, and the next check works."""
+    rank, where, name, does, says = FAILING[what]
+    state = apart(syncheck_rank.rank)
+    if syncheck_rank.rank == 2:
+        state["more"] = torch.ones(1)
+    with monkeypatch.context() as patch:
+        if syncheck_rank.rank == rank:
+            patch.setattr(where, name, does)
+        outcome = all_raise(each_rank(check, state), "RankFailed")
+    assert outcome.text.startswith(says), outcome.text
+    assert "\n" not in outcome.text
+    assert len(outcome.text) < 1000
+    assert all_pass(each_rank(check, state)).verdict == "out_of_sync"
+
+
+# --- tensors that change meanwhile ---
+
+
+def after_digests(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    """Change something once all digests have been exchanged."""
+    real = holdings.exchange
+
+    def exchanged(*args: Any) -> Any:
+        found = real(*args)
+        change()
+        return found
+
+    monkeypatch.setattr(exchange, "exchange", exchanged)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_what_changes_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is written between digest and bytes makes a report of what was read, and no crash."""
+    rank = syncheck_rank.rank
+    for first, then, verdict, different in (
+        (1.0 + rank, 1.0, "in_sync", []),  # by now nothing differs: equal in value, as far as anybody can tell
+        (1.0 + rank, 5.0 + 2 * rank, "out_of_sync", ["w"]),
+        (1.0, 1.0 + rank, "in_sync", []),  # missed until the next check
+    ):
+        state = {"w": torch.full((100,), first), "v": torch.ones(3)}
+        with monkeypatch.context() as patch:
+            after_digests(patch, lambda state=state, then=then: state["w"].fill_(then))
+            report = all_pass(each_rank(check, state))
+        assert report.verdict == verdict
+        assert [diff.name for diff in report.groups[0].tensors if diff.status == "different"] == different
+        if different:
+            assert report.groups[0].tensors[0].max_abs == 2.0
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_tensor_that_shrinks_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of another size than was told, on either side, is an error on all ranks and no wrong number."""
+    for odd in (0, 1):
+        state = {"w": torch.full((100,), float(syncheck_rank.rank))}
+        with monkeypatch.context() as patch:
+            if syncheck_rank.rank == odd:
+                after_digests(patch, lambda state=state: state["w"].resize_(3))
+            outcome = all_raise(each_rank(check, state), "RankFailed")
+        assert outcome.text.startswith(f"rank {odd}: w: 12 bytes from byte 0 on, 400 needed: its size changed during")

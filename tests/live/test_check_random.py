@@ -1,0 +1,157 @@
+"""A differential test: what `check` tells of ranks is what `syncheck.compare` tells of the files that they save."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncheck
+from syncheck.live import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncheck.records import Report
+    from syncheck.testing import Rank
+
+    State = dict[str, Any]
+
+RANKS = 3
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+SEEDS = [range(40), pytest.param(range(40, 500), marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+
+
+def values(chosen: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return numbers of a dtype and shape, now and then with what is not finite, and in other strides."""
+    found = torch.tensor([chosen.uniform(-9, 9) for _ in range(torch.Size(shape).numel())], dtype=torch.float64)
+    found = found.abs() if dtype == torch.uint8 else found
+    if dtype.is_floating_point and found.numel() and chosen.random() < 0.2:
+        found[chosen.randrange(found.numel())] = chosen.choice([float("inf"), float("nan"), -0.0, 0.0])
+    tensor = found.reshape(shape).to(dtype)
+    if len(shape) == 2 and chosen.random() < 0.4:
+        tensor = tensor.t().contiguous().t()
+    return torch.cat([tensor, tensor])[: shape[0]] if shape and chosen.random() < 0.2 else tensor
+
+
+def state_of(chosen: random.Random) -> State:
+    """Return a checkpoint: a model with BatchNorm's statistics, a few odd tensors, an optimizer after a step."""
+    torch.manual_seed(chosen.randrange(99))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = chosen.choice([torch.optim.AdamW, torch.optim.Adagrad])(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    odd: State = {}
+    for i in range(chosen.randrange(6)):
+        shape = tuple(chosen.choice([0, 1, 2, 3, 7, 40]) for _ in range(chosen.randrange(4)))
+        odd[f"odd.{i}"] = values(chosen, chosen.choice(DTYPES), shape)
+    if chosen.random() < 0.1:
+        odd["long"] = torch.arange(200_000.0)
+    found = {"model": {name: t.clone() for name, t in model.state_dict().items()} | odd}
+    return found | ({"optimizer": optimizer.state_dict()} if chosen.random() < 0.7 else {}) | {"epoch": 3}
+
+
+def tensors_of(state: State) -> list[tuple[State, str]]:
+    """Return where each tensor of a checkpoint is."""
+    found = [(state["model"], name) for name in state["model"]]
+    for of in state.get("optimizer", {}).get("state", {}).values():
+        found += [(of, name) for name in of]
+    return found
+
+
+def bit(chosen: random.Random, into: State, name: str) -> None:
+    """Flip one bit."""
+    tensor = into[name].contiguous().clone()
+    if tensor.numel() and tensor.dtype != torch.bool:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        flat[chosen.randrange(flat.numel())] ^= 1 << chosen.randrange(8)
+    into[name] = tensor
+
+
+def noise(chosen: random.Random, into: State, name: str) -> None:
+    """Change elements here and there."""
+    tensor = into[name].clone()
+    if tensor.numel():
+        for _ in range(chosen.choice([1, 3, 50])):
+            index = tuple(chosen.randrange(size) for size in tensor.shape)
+            tensor[index] = chosen.choice([chosen.uniform(0, 5), 1, 0]) if tensor.dtype != torch.bool else True
+    into[name] = tensor
+
+
+def others(chosen: random.Random, into: State, name: str) -> None:
+    """Take other values everywhere."""
+    into[name] = values(chosen, into[name].dtype, tuple(into[name].shape))
+
+
+def gone(chosen: random.Random, into: State, name: str) -> None:
+    """Be without it."""
+    into.pop(name)
+
+
+def converted(chosen: random.Random, into: State, name: str) -> None:
+    """Have another dtype."""
+    into[name] = into[name].to(chosen.choice(DTYPES))
+
+
+def reshaped(chosen: random.Random, into: State, name: str) -> None:
+    """Have another shape."""
+    into[name] = into[name].reshape(-1)
+
+
+def restrided(chosen: random.Random, into: State, name: str) -> None:
+    """Lie in another order, which is no difference."""
+    into[name] = into[name].t().contiguous().t() if into[name].dim() == 2 else into[name].clone()
+
+
+def negative_zero(chosen: random.Random, into: State, name: str) -> None:
+    """Have zeros of the other sign, which are equal."""
+    into[name] = torch.where(into[name] == 0, -into[name], into[name]) if into[name].is_floating_point() else into[name]
+
+
+FAULTS: tuple[Callable[[random.Random, State, str], None], ...] = (
+    *(bit, noise, others, gone, converted, reshaped, restrided, negative_zero),
+)
+
+
+def case(seed: int, rank: int) -> State:
+    """Return what a rank holds in a case. All ranks hold the same but for what is planted on some."""
+    chosen = random.Random(seed)
+    state = state_of(random.Random(chosen.randrange(9999)))
+    for _ in range(chosen.choice([0, 1, 1, 2, 3, 8])):
+        odd, fault, number = chosen.randrange(RANKS), chosen.choice(FAULTS), chosen.randrange(9999)
+        together = chosen.random() < 0.2  # then on all ranks but one
+        drawn = random.Random(number)
+        if (rank == odd) != together:
+            fault(drawn, *drawn.choice(tensors_of(state)))
+    return state
+
+
+def told(report: Report) -> Any:
+    """Return all of a report but what the replicas are called, and notes on files."""
+    group = report.groups[0]
+    found = [(f.code, f.ranks, f.tensors, f.values, f.fails, f.evidence) for f in group.findings]
+    return report.verdict, report.counts, group.kinds, group.ranks, group.tensors, group.values, found
+
+
+@pytest.mark.syncheck(ranks=RANKS, timeout=500)
+@pytest.mark.parametrize("seeds", SEEDS, ids=["some", "many"])
+def test_a_check_tells_what_files_would_tell(syncheck_rank: Rank, seeds: range) -> None:
+    """Random checkpoints with random faults: verdict, counts, numbers and findings are those of files, on all ranks."""
+    rank, verdicts, found = syncheck_rank.rank, set(), []
+    for seed in seeds:
+        state = case(seed, rank)
+        live = check(state)
+        found.append(live)
+        folder = syncheck_rank.shared / str(seed)
+        folder.mkdir(exist_ok=True)
+        torch.save(state, folder / f"run_rank{rank}.pth")
+        syncheck_rank.barrier()
+        assert told(live) == told(syncheck.compare(folder)), seed
+        verdicts.add(live.verdict)
+        if rank == 0:
+            print(seed, live.verdict, [f.code for f in live.groups[0].findings])
+    assert verdicts == {"in_sync", "out_of_sync"}
+    assert len({repr(reports) for reports in syncheck_rank.gather(found)}) == 1

@@ -1,0 +1,162 @@
+"""`check` of what ranks hold in parts: HSDP, FSDP2, tensor parallelism; the copies of each part are compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from agreement import all_pass, each_rank, flip
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from syncheck.live import check
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+
+NEEDS_FSDP = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of this torch does not run on CPU"
+)
+
+
+class Uneven(nn.Module):
+    """A net of which no dimension can be divided evenly, and a bias of one element, of which some ranks hold none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.out = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.fc(x)))
+
+
+def sharded(mesh: Any) -> tuple[Any, Any]:
+    """Return a net under FSDP2 over a mesh after two steps, with its optimizer; equal on copies of a part."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = Uneven()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(12.0).reshape(4, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=4)
+def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
+    """In a mesh of 2 x 2 copies of parts agree; an element that differs in one rank's part names that pair of ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = sharded(mesh)
+    report = all_pass(each_rank(check, model, optimizer))
+    group = report.groups[0]
+    assert (report.verdict, report.counts.not_compared, report.counts.identical) == ("in_sync", 0, 9 + 3 * 6)
+    [finding] = group.findings
+    assert (finding.code, finding.fails) == ("SYN104", False)
+    assert "compared within ranks 0, 2" in finding.evidence
+
+    for tensor, name, odd, pair, code in (
+        (model.fc.weight, "fc.weight", 3, (1, 3), "SYN220"),
+        (optimizer.state[model.fc.weight]["exp_avg"], "optimizer.fc.weight.exp_avg", 0, (0, 2), "SYN220"),
+        # Ranks 1 and 3 have none of its one element, which is all that there is.
+        (model.out.bias, "out.bias", 2, (0, 2), "SYN299"),
+    ):
+        local = tensor.to_local()
+        if syncheck_rank.rank == odd:
+            flip(local, index=local.numel() - 1, bit=4)
+        outcomes = each_rank(check, model, optimizer)
+        group = all_pass(outcomes).groups[0]
+        [diff] = group.tensors
+        assert (group.verdict, diff.name, diff.mismatched, diff.max_ulp) == ("out_of_sync", name, 1, 16)
+        assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), tuple((rank,) for rank in pair))
+        failing = [finding for finding in group.findings if finding.fails]
+        assert [(finding.code, finding.ranks) for finding in failing] == [(code, pair)]
+        if syncheck_rank.rank == odd:
+            flip(local, index=local.numel() - 1, bit=4)
+    assert all_pass(each_rank(check, model, optimizer)) == report
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=2)
+def test_shards_alone_are_not_compared(syncheck_rank: Rank) -> None:
+    """Under pure FSDP only buffers have copies; with buffers left out nothing is compared, and that is undecided."""
+    model, optimizer = sharded(init_device_mesh("cpu", (2,)))
+    report = all_pass(each_rank(check, model, optimizer))
+    counts = report.groups[0].kinds
+    assert (report.verdict, counts["parameter"].compared, counts["optimizer"].compared) == ("in_sync", 0, 0)
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN104"]
+    assert all_pass(each_rank(check, model, optimizer, only="params")).verdict == "undecided"
+    assert all_pass(each_rank(check, model, optimizer, exclude="norm.*")).verdict == "undecided"
+    if syncheck_rank.rank == 1:
+        flip(model.norm.running_mean)
+    report = all_pass(each_rank(check, model, optimizer))
+    assert [diff.name for diff in report.groups[0].tensors if diff.status == "different"] == ["norm.running_mean"]
+
+
+class Block(nn.Module):
+    """A norm, and two layers as tensor parallelism divides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+def parallel(mesh: Any, norms: str) -> Any:
+    """Return a block divided over the dimension tp of a mesh. norms: plain tensors, or replicated DTensors."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = Block()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if norms == "DTensors":
+        for name, parameter in list(model.norm.named_parameters()):
+            made = distribute_tensor(parameter.data, mesh["tp"], [Replicate()])
+            setattr(model.norm, name, nn.Parameter(made))
+    return model
+
+
+@pytest.mark.syncheck(ranks=4)
+@pytest.mark.parametrize("norms", ["plain", "DTensors"])
+def test_what_tensor_parallel_ranks_share_is_compared(syncheck_rank: Rank, norms: str) -> None:
+    """Of 2 x 2 ranks of dp and tp, parts are compared along dp; a norm that every rank has along both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallel(mesh, norms)
+    report = all_pass(each_rank(check, model, mesh=mesh))
+    assert (report.verdict, report.counts.different) == ("in_sync", 0)
+    weight = model.norm.weight
+    weight = weight.to_local() if norms == "DTensors" else weight
+    if syncheck_rank.rank == 3:
+        flip(weight)
+    report = all_pass(each_rank(check, model, mesh=mesh))
+    [diff] = [diff for diff in report.groups[0].tensors if diff.status == "different"]
+    assert (report.verdict, diff.name, diff.minority) == ("out_of_sync", "norm.weight", (3,))
+
+
+@pytest.mark.syncheck(ranks=4)
+def test_plain_parts_are_compared_along_dp(syncheck_rank: Rank) -> None:
+    """With mesh= plain tensors that differ along tp are parts; one that differs along dp is a fault."""
+    rank = syncheck_rank.rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    # Sizes too are unlike along tp.
+    state = {"up.weight": torch.full((2 + rank % 2,), float(rank % 2)), "norm.weight": torch.ones(3)}
+    report = all_pass(each_rank(check, state, mesh=mesh))
+    assert (report.verdict, report.counts.identical) == ("in_sync", 2)
+    assert all_pass(each_rank(check, state)).verdict == "out_of_sync"
+    if rank == 2:
+        state["up.weight"][1] += 1
+    report = all_pass(each_rank(check, state, mesh=mesh))
+    [diff] = report.groups[0].tensors
+    assert (report.verdict, diff.name, diff.clusters, diff.max_abs) == ("out_of_sync", "up.weight", ((0,), (2,)), 1.0)
+    assert diff.replica_groups == ((0, 2), (1, 3))

@@ -1,0 +1,66 @@
+"""The bytes of a tensor in memory, a part at a time: right for every order in which it may lie, and nothing is kept."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from syncheck.live.memory import held
+from syncheck.live.memory.held import Held
+
+BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+LAID: dict[str, Any] = {
+    "in order": BASE,
+    "channels last": BASE.to(memory_format=torch.channels_last),
+    "transposed": BASE.permute(3, 1, 0, 2),
+    "every second": BASE[:, :, ::2, 1::3],
+    "expanded": torch.arange(3.0).expand(4, 3),
+    "one row": BASE.permute(3, 1, 0, 2)[:1],
+    "one of many": torch.arange(12.0).reshape(3, 4)[1::5, 2:3],
+    "a number": torch.tensor(3.5),
+    "nothing": torch.ones(0, 3).t(),
+    "complex, conjugated": torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]]).conj().t(),
+    "negated": torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]]).conj().imag,
+    "a parameter": torch.nn.Parameter(torch.rand(4, 3).t()),
+    "float16": BASE.half().permute(3, 1, 0, 2),
+    "numpy, transposed": np.arange(24.0).reshape(2, 3, 4).T,
+    "numpy, of the other byte order": np.arange(24, dtype=">i4").reshape(4, 6),
+    "numpy, a number": np.array(7, dtype=">i8"),
+}
+
+
+def whole(source: Any) -> bytes:
+    """Return the bytes in C order and of this machine's byte order, as its library has them."""
+    if isinstance(source, np.ndarray):
+        return source.astype(source.dtype.newbyteorder("=")).tobytes()
+    return source.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).numpy().tobytes()
+
+
+@pytest.mark.parametrize("how", LAID)
+def test_any_part_is_that_of_the_whole(how: str) -> None:
+    """Any range of bytes, within elements too, is that of the tensor in C order, whatever mode torch is in."""
+    data, source = whole(LAID[how]), Held(LAID[how])
+    chosen = random.Random(1)
+    ranges = [sorted((chosen.randrange(len(data) + 9), chosen.randrange(len(data) + 9))) for _ in range(60)]
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert source[:] == data
+            for start, stop in ranges:
+                assert source[start:stop] == data[start:stop], (start, stop)
+
+
+def test_what_lies_otherwise_is_copied_in_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor in other strides only what is read is copied, each time anew, so that a change is seen."""
+    tensor = torch.zeros(1000, 500).t()
+    copied: list[int] = []
+    real = held.flat_bytes
+    monkeypatch.setattr(held, "flat_bytes", lambda source: copied.append(source.numel()) or real(source))
+    source = Held(tensor)
+    assert source[4000:4040] == bytes(40)
+    tensor[1] = 1  # the second row is bytes 4,000 to 8,000
+    assert source[4000:4040] == whole(torch.ones(10))
+    assert sum(copied) == 20
