@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,7 +144,8 @@ def resync(
         raise RankFailed(_remaining(after, done))
     found = Resync(before, after, done.plan.sources, done.plan.why, done.copied, *done.changed)
     if channel.rank == min(channel.ranks):
-        logging.getLogger("syncheck").warning("%s", found.summary)
+        with suppress(Exception):  # a handler may fail, and this rank would raise alone
+            logging.getLogger("syncheck").warning("%s", found.summary)
     return found
 
 
@@ -196,7 +198,7 @@ class _Repair:
         created = {leaf.name for leaf in mine}
         for job in plan.jobs:
             if rank in job.ranks and job.name not in created:
-                places.live(job.name)
+                (places.live if rank == job.source else places.writable)(job.name)
         self.channel.gather(None, "places")  # up to here a rank may have failed; from here on only some send
 
         def contents() -> dict[str, Content]:
