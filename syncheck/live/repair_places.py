@@ -10,6 +10,7 @@ from syncheck.errors import UsageError
 from syncheck.live.held import Held, is_tensor
 from syncheck.live.memory import snapshot
 from syncheck.live.modules import has_extra_state
+from syncheck.live.optimizers import own_part
 from syncheck.live.repair_plan import EXTRA_STATE
 from syncheck.live.repair_trees import (
     Like,
@@ -227,24 +228,31 @@ def _extra_states(name: str, module: Any) -> Iterator[tuple[str, _Root]]:
 
 def _of_optimizer(at: str, optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, _Root]]:
     """Give the parameter groups, and the states of the parameters whose names are known."""
-    known = all(id(p) in names for group in optimizer.param_groups for p in group["params"])
-    for i, group in enumerate(optimizer.param_groups):
-        yield f"{at}.param_groups.{i}", _in_place(group)
+    own, _ = own_part(optimizer)
+    known = all(id(p) in names for group in own.param_groups for p in group["params"])
+    for i, group in enumerate(own.param_groups):
+        # ZeRO's optimizer has groups of its own, and copies their values to those of the one within at each step.
+        yield f"{at}.param_groups.{i}", _in_place(group, optimizer.param_groups[i])
         called = group.get("param_names") or ([names[id(p)] for p in group["params"]] if known else [])
-        if isinstance(getattr(optimizer, "state", None), Mapping):
+        if isinstance(getattr(own, "state", None), Mapping):
             for parameter, name in zip(group["params"], called, strict=False):
-                yield f"{at}.{name}", _state(optimizer.state, parameter)
+                yield f"{at}.{name}", _state(own.state, parameter)
 
 
-def _in_place(group: dict[str, Any]) -> _Root:
-    """Return a parameter group; schedulers hold on to it, so that it has to stay the same object."""
+def _in_place(*groups: dict[str, Any]) -> _Root:
+    """Return a parameter group; schedulers hold on to it, so that it has to stay the same object.
+
+    groups: the one that is read, and those that are to have the same values, each with parameters of its own.
+    """
 
     def write(tree: Mapping[str, Any]) -> None:
-        for key in group.keys() - tree.keys():
-            del group[key]
-        group.update(tree)
+        for group in groups:
+            members: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
+            for key in group.keys() - tree.keys() - members.keys():
+                del group[key]
+            group.update({**tree, **members})
 
-    return _Root(lambda: group, write)
+    return _Root(lambda: groups[0], write)
 
 
 def _state(states: Any, parameter: Any) -> _Root:
