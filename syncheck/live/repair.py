@@ -199,7 +199,12 @@ class _Repair:
         for job in plan.jobs:
             if rank in job.ranks and job.name not in created:
                 (places.live if rank == job.source else places.writable)(job.name)
-        self.channel.gather(None, "places")  # up to here a rank may have failed; from here on only some send
+        received = [job.name for job in plan.jobs if rank in job.ranks and rank != job.source]
+        ties = self.channel.gather(places.ties(received), "places")
+        if any(ties.values()):
+            self._check_ties(plan, places, ties)
+            self.channel.gather(None, "ties")
+        # Up to here a rank may have failed alone; from here on only some send.
 
         def contents() -> dict[str, Content]:
             return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == rank}
@@ -213,6 +218,17 @@ class _Repair:
                 raise
             kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
             raise SyncheckError(f"{_FAILED}: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
+
+    def _check_ties(self, plan: Plan, places: Places, ties: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+        """Raise UsageError where a rank has tied two tensors that differ on the source: one memory cannot hold both."""
+        for job in plan.jobs:
+            for target in job.ranks if job.source == self.channel.rank else ():
+                for other in ties[target].get(job.name, ()):
+                    if not places.alike(job.name, other):
+                        raise UsageError(
+                            f"{job.name} and {other} are one tensor on rank {target} and differ on rank {job.source}: "
+                            "tie them on all ranks or on none, and call it again"
+                        )
 
     def _carry_out(self, plan: Plan, places: Places, sent: Mapping[int, Mapping[str, Content]]) -> _Done:
         torch: Any = sys.modules["torch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from syncheck.live.repair_trees import (
     moved,
     outline,
     same,
+    there,
     without,
 )  # fmt: skip
 from syncheck.live.sharded import sharding_of
@@ -33,7 +35,7 @@ from syncheck.replica_groups import divide, is_whole
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 Change = Literal["", "values", "created", "removed"]
 
@@ -104,6 +106,27 @@ class Places:
             raise UsageError(f"{name} has no bytes to copy: {tensor.refused or 'they are not in memory'}")
         return tensor.data.source
 
+    def ties(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return those of some tensors that have other names too, each with the others; they are one in memory."""
+        torch: Any = sys.modules["torch"]
+        sources = {name: tensor.data.source for name, tensor in self.tensors.items() if isinstance(tensor.data, Held)}
+        known: dict[tuple[Any, ...], list[str]] = {}
+        keys = {
+            name: (source.device, source.data_ptr(), source.nbytes)
+            for name, source in sources.items()
+            if isinstance(source, torch.Tensor) and source.numel()
+        }
+        for name, key in keys.items():
+            known.setdefault(key, []).append(name)
+        tied = {name: known[keys[name]] for name in names if name in keys}
+        return {name: [other for other in of if other != name] for name, of in tied.items() if len(of) > 1}
+
+    def alike(self, first: str, second: str) -> bool:
+        """Whether two tensors of this rank have the same bytes, as far as it has both."""
+        data = [self.tensors[name].data for name in (first, second) if name in self.tensors]
+        both = [held for held in data if isinstance(held, Held)]
+        return len(both) < 2 or second in self.ties([first]).get(first, ()) or both[0][:] == both[1][:]
+
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the replica groups of the parameter that a state belongs to; nothing where it is on all ranks whole.
 
@@ -139,7 +162,7 @@ class Places:
             # Once for all that is in it: as one object it is sent once, too.
             at = name.removesuffix(path), listed
             if at not in self._outlines:
-                self._outlines[at] = outline(_at(tree, listed), like)
+                self._outlines[at] = outline(there(tree, listed), like)
             return Content(listed, "list", self._outlines[at])
         if found is None:
             return Content(keys, "absent")
@@ -169,12 +192,12 @@ class Places:
             way = ".".join(map(str, content.keys))
             if self._filled.get((at, content.keys)) is not value:
                 self._filled[at, content.keys] = value
-                made = filled(value, _at(tree, content.keys), make, f"{at}{way}")
+                made = filled(value, there(tree, content.keys), make, f"{at}{way}")
                 root.write(changed(tree, content.keys, made))
-            there = find(value, path[len(way) :].removeprefix("."))
-            if there is None:
+            told = find(value, path[len(way) :].removeprefix("."))
+            if told is None:
                 return "removed" if own is not None else ""
-            value = there[1]
+            value = told[1]
         if isinstance(value, Like):
             if own is not None and fits(own[1], value):
                 return ""
@@ -267,13 +290,3 @@ def _state(states: Any, parameter: Any) -> _Root:
 
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
-
-
-def _at(tree: Any, keys: tuple[Any, ...]) -> Any:
-    """Return what is at the end of some keys; None where they lead nowhere."""
-    for key in keys:
-        has = key in tree if isinstance(tree, Mapping) else isinstance(tree, (list, tuple)) and key in range(len(tree))
-        if not has:
-            return None
-        tree = tree[key]
-    return tree

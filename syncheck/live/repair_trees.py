@@ -63,6 +63,16 @@ def _keys(tree: Any, path: str) -> list[Any]:
     return []
 
 
+def there(tree: Any, keys: Keys) -> Any:
+    """Return what is at the end of some keys; None where they lead nowhere."""
+    for key in keys:
+        has = key in tree if isinstance(tree, Mapping) else isinstance(tree, (list, tuple)) and key in range(len(tree))
+        if not has:
+            return None
+        tree = tree[key]
+    return tree
+
+
 def list_on(tree: Any, keys: Keys) -> Keys | None:
     """Return the keys of the first list or tuple on the way along some keys, the end included; None if there is none.
 

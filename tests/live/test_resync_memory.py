@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from agreement import Net, all_pass, all_raise, each_rank
-from healing import bits, healed, on_all
+from healing import bits, healed, on_all, untouched
 from torch import nn
 
 from syncheck.live import resync
@@ -149,3 +149,29 @@ def test_a_log_that_fails_stops_no_rank(syncheck_rank: Any) -> None:
         healed(model, bad=(1,), source=0)
     finally:
         logging.getLogger("syncheck").removeHandler(handler)
+
+
+def pair(*, tied: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_tie_that_others_lack_is_refused(syncheck_rank: Any) -> None:
+    """One tensor cannot take the bytes of two that differ: all ranks refuse before one of them is overwritten."""
+    text = untouched(pair(tied=syncheck_rank.rank == 1))
+    assert "1.weight and 0.weight are one tensor on rank 1 and differ on rank 0" in text
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_tie_of_equal_tensors_is_healed(syncheck_rank: Any) -> None:
+    """Where what is tied on one rank is equal on the source, though not tied there, it is copied and stays tied."""
+    model = pair(tied=syncheck_rank.rank == 1)
+    with torch.no_grad():
+        model[1].weight.copy_(model[0].weight)
+        model[0].weight[0, 0] += syncheck_rank.rank == 1
+    healed(model, bad=(1,), source=0)
+    assert (model[1].weight is model[0].weight) == (syncheck_rank.rank == 1)
