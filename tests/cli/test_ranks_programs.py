@@ -27,6 +27,7 @@ def write(folder: Path, by: float = 0.0, ranks: int = 2) -> None:
         save(folder / PATH.format(rank=rank), changed(network(), "fc.weight", by=off))
 
 
+@pytest.mark.slow
 def test_torchrun(jobs: Jobs, tmp_path: Path) -> None:
     """Under torchrun every process ends with 1 for a difference, stdout is one document, and torchrun returns 1."""
     write(tmp_path, by=1.0)

@@ -82,6 +82,7 @@ def test_a_loop_with_fsdp() -> None:
 @SHARDS
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.slow
 def test_a_loop_with_hsdp(syncheck_rank: Any, damaged: bool) -> None:
     """With two copies of each shard all are compared; a weight that changes on one rank is found."""
     (code,) = blocks()["HSDP"]

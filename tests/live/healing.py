@@ -32,7 +32,9 @@ def _leaves(name: str, node: Any) -> dict[str, Any]:
 
 
 def _plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    row = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    row = (
+        tensor.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    )
     return str(tensor.dtype), tuple(tensor.shape), row.numpy().tobytes()
 
 

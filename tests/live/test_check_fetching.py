@@ -66,6 +66,7 @@ def test_the_budget_is_for_what_is_asked_for(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
+@pytest.mark.slow
 def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 small tensors and 40 MB in other strides take a dozen messages, and the numbers are those of saved files."""
     rank = syncheck_rank.rank

@@ -164,6 +164,7 @@ def run(program: str, tmp_path: Path, **environment: str) -> str:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_agrees_with_the_eager_form(tmp_path: Path) -> None:
     """The code of the kernel, run by Triton's interpreter, gives the eager form's digests: all tails, odd views."""
     assert run(PROGRAM, tmp_path, TRITON_INTERPRET="1").startswith("AGREE 34 Triton's interpreter")

@@ -10,7 +10,7 @@ from agreement import Net, all_pass, each_rank, flip
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from syncheck.live import check
+from syncheck.live import check, resync
 
 
 def trained() -> tuple[Any, Any]:
@@ -47,3 +47,33 @@ def test_a_fault_beside_dealt_out_states_is_found(syncheck_rank: Any) -> None:
         optimizer.param_groups[0]["lr"] = optimizer.optim.param_groups[0]["lr"] = 0.5
     outcomes = each_rank(check, model, optimizer)
     assert "0.01 on rank 0; 0.5 on rank 1" in outcomes[0].findings[0].evidence
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_settings_of_both_optimizers_are_healed(syncheck_rank: Any) -> None:
+    """A learning rate is set in the groups of the inner optimizer and in those that schedulers change; parts stay."""
+    model, optimizer = trained()
+    groups = [optimizer.param_groups[0], optimizer.optim.param_groups[0]]
+    members = [list(map(id, group["params"])) for group in groups]
+    if syncheck_rank.rank == 1:
+        groups[0]["lr"] = groups[1]["lr"] = 0.5
+    done: Any = all_pass(each_rank(resync, model, optimizer))
+    assert [value.name for value in done.values] == ["optimizer.param_groups.0.lr"]
+    assert [group["lr"] for group in groups] == [0.01, 0.01]
+    assert [list(map(id, group["params"])) for group in groups] == members
+    optimizer.step()
+    assert check(model, optimizer).verdict == "in_sync"
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_part_that_is_lost_is_found(syncheck_rank: Any) -> None:
+    """Rank 1 has lost all states of its part, which no other rank holds: that is a difference, and cannot be healed."""
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        optimizer.optim.state.clear()
+    report = all_pass(each_rank(check, model, optimizer))
+    assert (report.verdict, report.groups[0].findings[0].code) == ("out_of_sync", "SYN101")
+    assert report.groups[0].findings[0].ranks == (1,)
+    outcomes = each_rank(resync, model, optimizer)
+    assert [outcome.error for outcome in outcomes] == ["UsageError"] * 3
+    assert outcomes[0].text.startswith("no other rank holds a copy of optimizer.")

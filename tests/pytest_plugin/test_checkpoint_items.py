@@ -183,6 +183,7 @@ def test_junit_has_the_numbers(drifted: Path) -> None:
         assert passed.find("failure") is None
 
 
+@pytest.mark.slow
 def test_selecting_and_stopping(drifted: Path) -> None:
     """-k, -m, --deselect, -x, --lf, --ff and --collect-only treat the items as any others."""
     base = ["-v", "--syncheck", "ckpts"]
@@ -211,6 +212,7 @@ def test_selecting_and_stopping(drifted: Path) -> None:
         assert "bn-stats 4/6 differ (SYN201)" in run.out
 
 
+@pytest.mark.slow
 def test_other_plugins_and_the_conftest_of_a_project(drifted: Path) -> None:
     """Coverage, time limits, and a conftest that looks at every item as if it were a function, do not stumble."""
     (drifted / "conftest.py").write_text(

@@ -151,6 +151,7 @@ def test_the_items_are_known_before_a_tensor_is_read(tmp_path: Path, name: str) 
             assert "value" in told
 
 
+@pytest.mark.slow
 def test_pytest_agrees_on_real_runs(tmp_path: Path) -> None:
     """On the fixtures, whole folders and their parts, pytest and the library agree."""
     folders = [FIXTURES, *(folder for part in ("desync", "in_sync") for folder in sorted((FIXTURES / part).iterdir()))]

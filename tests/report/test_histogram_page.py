@@ -122,6 +122,7 @@ def test_a_link_shows_what_its_sender_saw(tmp_path: Path) -> None:
     assert shown(page) == [True, False, False] * 2
 
 
+@pytest.mark.slow
 def test_the_table_of_tensors_is_still_bounded() -> None:
     """Histograms add some kilobytes to the page of 50,000 tensors, whatever their number of ranks."""
     assert len(html.render(report(50_000), "0")) < 6_100_000

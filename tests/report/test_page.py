@@ -68,6 +68,7 @@ def test_a_name_cannot_leave_the_data() -> None:
     assert data(page)["rows"][-1][0] == HOSTILE.replace("\u2028", "\\u2028")
 
 
+@pytest.mark.slow
 def test_the_size_of_a_page_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 tensors of 8 ranks need under 6 MB; what is beyond the bound of all tables is counted, not forgotten."""
     page = html.render(report(50_000), "0")

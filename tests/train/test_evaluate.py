@@ -203,6 +203,7 @@ def test_a_loss_that_is_no_number_is_null(synced: Path, capsys: pytest.CaptureFi
     assert "between ranks with different weights" in found["sentence"]
 
 
+@pytest.mark.slow
 def test_as_a_user_types_it(drifted: Path, programs: Programs) -> None:
     """`python -m train.evaluate ckpts/` prints the table and leaves with 0; --help names the exit codes."""
     command = (sys.executable, "-m", "train.evaluate")

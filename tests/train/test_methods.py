@@ -115,8 +115,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """What a run of this test holds in memory, for a look at it when the run is over."""
     kept: list[Job] = []
 
-    def keep(settings: Settings, ctx: RankContext) -> Job:
-        kept.append(prepare(settings, ctx))
+    def keep(*given: Any) -> Job:
+        kept.append(prepare(*given))
         return kept[-1]
 
     monkeypatch.setattr("train.engine.prepare", keep)
@@ -144,6 +144,7 @@ def test_plain_ddp_is_not_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -
 
 
 @pytest.mark.syncheck(ranks=2)
+@pytest.mark.slow
 def test_without_buffer_sync_statistics_run_free(ctx: RankContext, syncheck_rank: Rank) -> None:
     """With --no-buffer-sync a drift is carried into the next step; with DDP's default each step starts afresh."""
     kept = {}

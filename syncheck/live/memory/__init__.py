@@ -126,5 +126,7 @@ def _metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | None)
         frozen=tuple(short[name] for name in tree.frozen if name in short),
         bn_momentum=momentum,
         optimizer_sharded=known.optimizer_sharded or tree.dealt_out,
+        # So that a rank that has lost all states of its part is seen: nobody else has them.
+        optimizer_parameters=known.optimizer_parameters or tuple(short[name] for name in tree.kept if name in short),
         buffers_synced=known.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )

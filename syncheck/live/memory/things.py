@@ -76,7 +76,8 @@ class Tree:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
     `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
     `records.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
-    mappings of the tree. dealt_out: an optimizer keeps the state of some parameters only, as ZeRO's does.
+    mappings of the tree. dealt_out: an optimizer keeps the state of some parameters only, as ZeRO's does; kept: the
+    names of this rank's.
     Raises UsageError for what cannot be read.
     """
 
@@ -84,6 +85,7 @@ class Tree:
         self.persistent = persistent
         self.modules = 0
         self.dealt_out = False
+        self.kept: list[str] = []
         self.buffers: list[str] = []
         self.frozen: list[str] = []
         self.parameters: set[str] = set()
@@ -102,6 +104,8 @@ class Tree:
         # Last, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
             made = with_names(self._convert(optimizer.state_dict(), name, 1), optimizer, self._names, self._sharded)
+            if self.dealt_out:
+                self.kept += [self._names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
             if not ("state" in made and "param_groups" in made):
                 into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
             into.update(made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,7 +144,8 @@ def resync(
         raise RankFailed(_remaining(after, done))
     found = Resync(before, after, done.plan.sources, done.plan.why, done.copied, *done.changed)
     if channel.rank == min(channel.ranks):
-        logging.getLogger("syncheck").warning("%s", found.summary)
+        with suppress(Exception):  # a handler may fail, and this rank would raise alone
+            logging.getLogger("syncheck").warning("%s", found.summary)
     return found
 
 
@@ -196,8 +198,13 @@ class _Repair:
         created = {leaf.name for leaf in mine}
         for job in plan.jobs:
             if rank in job.ranks and job.name not in created:
-                places.live(job.name)
-        self.channel.gather(None, "places")  # up to here a rank may have failed; from here on only some send
+                (places.live if rank == job.source else places.writable)(job.name)
+        received = [job.name for job in plan.jobs if rank in job.ranks and rank != job.source]
+        ties = self.channel.gather(places.ties(received), "places")
+        if any(ties.values()):
+            self._check_ties(plan, places, ties)
+            self.channel.gather(None, "ties")
+        # Up to here a rank may have failed alone; from here on only some send.
 
         def contents() -> dict[str, Content]:
             return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == rank}
@@ -211,6 +218,17 @@ class _Repair:
                 raise
             kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
             raise SyncheckError(f"{_FAILED}: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
+
+    def _check_ties(self, plan: Plan, places: Places, ties: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+        """Raise UsageError where a rank has tied two tensors that differ on the source: one memory cannot hold both."""
+        for job in plan.jobs:
+            for target in job.ranks if job.source == self.channel.rank else ():
+                for other in ties[target].get(job.name, ()):
+                    if not places.alike(job.name, other):
+                        raise UsageError(
+                            f"{job.name} and {other} are one tensor on rank {target} and differ on rank {job.source}: "
+                            "tie them on all ranks or on none, and call it again"
+                        )
 
     def _carry_out(self, plan: Plan, places: Places, sent: Mapping[int, Mapping[str, Content]]) -> _Done:
         torch: Any = sys.modules["torch"]

@@ -6,6 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from syncheck.errors import UsageError
+from syncheck.live.digest.parts import as_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -86,16 +89,16 @@ class Copier:
         # Those of inference mode may not be given to what writes to them outside of it.
         inferred = plain.is_inference()
         if job.source == self._channel.rank:
-            row = _bytes(plain.resolve_conj().resolve_neg().contiguous())
+            row = as_bytes(plain.resolve_conj().resolve_neg().contiguous())
             row = row.clone() if inferred else row
             return row if here else row.to(device_of(shape.device)), _nothing
         if here and not inferred and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-            return _bytes(plain), _nothing
+            return as_bytes(plain), _nothing
         row = torch.empty(shape.size, dtype=torch.uint8, device=plain.device if here else device_of(shape.device))
 
         def arrived() -> None:
             with torch.inference_mode(mode=inferred or torch.is_inference_mode_enabled()):
-                plain.copy_(row.view(plain.dtype).view(plain.shape))
+                _write(job.name, plain, row)
 
         return row, arrived
 
@@ -104,10 +107,16 @@ def _nothing() -> None:
     pass
 
 
-def _bytes(plain: Any) -> Any:
-    """Return the bytes of a contiguous tensor as a row that shares its memory: backends do not know every dtype."""
+def _write(name: str, plain: Any, row: Any) -> None:
+    """Copy a row of bytes into a tensor. What `expand` made has one element for many: it is written once."""
     torch: Any = sys.modules["torch"]
-    return plain.reshape(-1).view(torch.uint8)
+    told, first = row.view(*plain.shape, plain.element_size()), plain
+    for dim, (size, step) in enumerate(zip(plain.shape, plain.stride(), strict=True)):
+        if step == 0 and size > 1:
+            first, told = first.narrow(dim, 0, 1), told.narrow(dim, 0, 1)
+    if first is not plain and not torch.equal(told.expand(*plain.shape, -1).reshape(-1), row):
+        raise UsageError(f"{name} has elements that share memory, as after expand(), and the source's differ")
+    first.copy_(told.reshape(-1).view(plain.dtype).view(first.shape))
 
 
 def device_of(kind: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +11,31 @@ from syncheck.errors import UsageError
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.held import Held, is_tensor
 from syncheck.live.memory.modules import has_extra_state
+from syncheck.live.memory.optimizers import own_part
 from syncheck.live.memory.sharded import sharding_of
 from syncheck.live.memory.things import Tree, is_module, is_optimizer, named_parts
 from syncheck.live.repair.plan import EXTRA_STATE
+from syncheck.live.repair.trees import (
+    Like,
+    changed,
+    filled,
+    find,
+    fits,
+    leads_to,
+    list_on,
+    made_like,
+    moved,
+    outline,
+    same,
+    there,
+    without,
+)  # fmt: skip
 from syncheck.names import MODEL_CONTAINERS, normalize
 from syncheck.replica_groups import divide, is_whole
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 Change = Literal["", "values", "created", "removed"]
 
@@ -29,12 +44,13 @@ Change = Literal["", "values", "created", "removed"]
 class Content:
     """What a source holds under a name, as it is sent. keys: the way to it from the container.
 
-    kind: a tensor is made on the other ranks and its bytes follow apart; any other object is sent whole.
-    value: of a tensor (dtype, shape, device type, whether it is on its parameter's device).
+    kind: a tensor is made on the other ranks and its bytes follow apart, of which `value` is the `Like`; any other
+    object is sent whole. What is in a list comes with all of it, as an outline: keys is the way to the list. Where
+    there is nothing, keys is the way as far as there is something.
     """
 
     keys: tuple[Any, ...]
-    kind: Literal["absent", "tensor", "object"]
+    kind: Literal["absent", "tensor", "object", "list"]
     value: Any = None
 
 
@@ -63,10 +79,21 @@ class Places:
         short = normalize(taken.tensors)
         self.tensors: dict[str, Tensor] = {short[name]: tensor for name, tensor in taken.tensors.items()}
         self._made: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        self._outlines: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        self._filled: dict[tuple[str, tuple[Any, ...]], Any] = {}
         # Tensors are named without wrappers' prefixes, values with them. A name is normalized among its like only.
         like = [f"{name}.x" for name, root in roots.items() if root.parameter is not None or root.whole]
         plain = normalize([*taken.tensors, *like])
         self._roots = {plain[name].removesuffix(".x"): roots[name.removesuffix(".x")] for name in like} | roots
+
+    def writable(self, name: str) -> None:
+        """Raise UsageError where bytes cannot be copied into the tensor of that name."""
+        flags = getattr(self.live(name), "flags", None)  # of an array
+        if flags is not None and not flags.writeable:
+            raise UsageError(
+                f"{name} is an array that must not be written, such as np.broadcast_to and mmap_mode='r' give"
+            )
 
     def live(self, name: str) -> Any:
         """Return the tensor of this rank into which bytes are copied. Raises UsageError where there is none."""
@@ -78,6 +105,27 @@ class Places:
         if not isinstance(tensor.data, Held):
             raise UsageError(f"{name} has no bytes to copy: {tensor.refused or 'they are not in memory'}")
         return tensor.data.source
+
+    def ties(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return those of some tensors that have other names too, each with the others; they are one in memory."""
+        torch: Any = sys.modules["torch"]
+        sources = {name: tensor.data.source for name, tensor in self.tensors.items() if isinstance(tensor.data, Held)}
+        known: dict[tuple[Any, ...], list[str]] = {}
+        keys = {
+            name: (source.device, source.data_ptr(), source.nbytes)
+            for name, source in sources.items()
+            if isinstance(source, torch.Tensor) and source.numel()
+        }
+        for name, key in keys.items():
+            known.setdefault(key, []).append(name)
+        tied = {name: known[keys[name]] for name in names if name in keys}
+        return {name: [other for other in of if other != name] for name, of in tied.items() if len(of) > 1}
+
+    def alike(self, first: str, second: str) -> bool:
+        """Whether two tensors of this rank have the same bytes, as far as it has both."""
+        data = [self.tensors[name].data for name in (first, second) if name in self.tensors]
+        both = [held for held in data if isinstance(held, Held)]
+        return len(both) < 2 or second in self.ties([first]).get(first, ()) or both[0][:] == both[1][:]
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the replica groups of the parameter that a state belongs to; nothing where it is on all ranks whole.
@@ -100,40 +148,67 @@ class Places:
         """Return what this rank holds under a name. held: there is something, so that nothing found is an error."""
         root, path = self._place(name)
         tree = root.read()
-        found = _find(tree, path)
+        found = find(tree, path)
+        if found is None and held:
+            raise UsageError(f"{name} is in no place from which it can be copied")
+
+        def like(tensor: Any) -> Like:
+            beside = root.parameter is not None and tensor.device == root.parameter.device
+            return Like(tensor.dtype, tuple(tensor.shape), tensor.device.type, beside)
+
+        keys = leads_to(tree, path) if found is None else found[0][:-1]
+        listed = None if root.whole else list_on(tree, keys)
+        if listed is not None:
+            # Once for all that is in it: as one object it is sent once, too.
+            at = name.removesuffix(path), listed
+            if at not in self._outlines:
+                self._outlines[at] = outline(there(tree, listed), like)
+            return Content(listed, "list", self._outlines[at])
         if found is None:
-            if held:
-                raise UsageError(f"{name} is in no place from which it can be copied")
-            return Content((), "absent")
+            return Content(keys, "absent")
         keys, value = found
         if not is_tensor(value) or root.whole:
-            return Content(keys, "object", _moved(value, "cpu"))
-        beside = root.parameter is not None and value.device == root.parameter.device
-        return Content(keys, "tensor", (value.dtype, tuple(value.shape), value.device.type, beside))
+            return Content(keys, "object", moved(value, "cpu"))
+        return Content(keys, "tensor", like(value))
 
     def take(self, name: str, content: Content) -> Change:
         """Make this rank hold what a source does, but for a tensor's bytes; say what had to be done for it."""
         root, path = self._place(name)
         tree = root.read()
-        found = _find(tree, path)
+        at = name.removesuffix(path)
+        own = find(self._before.setdefault(at, dict(tree) if isinstance(tree, Mapping) else tree), path)
         if content.kind == "absent":
-            if found is None:
+            if (found := find(tree, path)) is not None:
+                root.write(without(tree, found[0][: len(content.keys) + 1]))
+            return "removed" if own is not None else ""
+
+        def make(like: Like, called: str) -> Any:
+            made = made_like(like, root.parameter)
+            self._made[called] = _local(made)
+            return made
+
+        value = content.value
+        if content.kind == "list":
+            way = ".".join(map(str, content.keys))
+            if self._filled.get((at, content.keys)) is not value:
+                self._filled[at, content.keys] = value
+                made = filled(value, there(tree, content.keys), make, f"{at}{way}")
+                root.write(changed(tree, content.keys, made))
+            told = find(value, path[len(way) :].removeprefix("."))
+            if told is None:
+                return "removed" if own is not None else ""
+            value = told[1]
+        if isinstance(value, Like):
+            if own is not None and fits(own[1], value):
                 return ""
-            root.write(_without(tree, found[0]))
-            return "removed"
-        if content.kind == "tensor":
-            dtype, shape, _, _ = content.value
-            own: Any = found[1] if found is not None else None
-            if is_tensor(own) and own.dtype == dtype and tuple(own.shape) == shape:
-                return ""
-            made = _made(content, root.parameter)
-            root.write(_with(tree, content.keys, made))
-            self._made[name] = _local(made)
+            if content.kind == "tensor":
+                root.write(changed(tree, content.keys, make(value, name)))
             return "created"
-        if found is not None and _same(_moved(found[1], "cpu"), content.value):
+        if own is not None and same(moved(own[1], "cpu"), value):
             return ""
-        device = "cpu" if root.parameter is None else root.parameter.device
-        root.write(_with(tree, content.keys, _moved(content.value, device)))
+        if content.kind == "object":
+            device = "cpu" if root.parameter is None else root.parameter.device
+            root.write(changed(tree, content.keys, moved(value, device)))
         return "values"
 
     def _place(self, name: str) -> tuple[_Root, str]:
@@ -176,24 +251,31 @@ def _extra_states(name: str, module: Any) -> Iterator[tuple[str, _Root]]:
 
 def _of_optimizer(at: str, optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, _Root]]:
     """Give the parameter groups, and the states of the parameters whose names are known."""
-    known = all(id(p) in names for group in optimizer.param_groups for p in group["params"])
-    for i, group in enumerate(optimizer.param_groups):
-        yield f"{at}.param_groups.{i}", _in_place(group)
+    own, _ = own_part(optimizer)
+    known = all(id(p) in names for group in own.param_groups for p in group["params"])
+    for i, group in enumerate(own.param_groups):
+        # ZeRO's optimizer has groups of its own, and copies their values to those of the one within at each step.
+        yield f"{at}.param_groups.{i}", _in_place(group, optimizer.param_groups[i])
         called = group.get("param_names") or ([names[id(p)] for p in group["params"]] if known else [])
-        if isinstance(getattr(optimizer, "state", None), Mapping):
+        if isinstance(getattr(own, "state", None), Mapping):
             for parameter, name in zip(group["params"], called, strict=False):
-                yield f"{at}.{name}", _state(optimizer.state, parameter)
+                yield f"{at}.{name}", _state(own.state, parameter)
 
 
-def _in_place(group: dict[str, Any]) -> _Root:
-    """Return a parameter group; schedulers hold on to it, so that it has to stay the same object."""
+def _in_place(*groups: dict[str, Any]) -> _Root:
+    """Return a parameter group; schedulers hold on to it, so that it has to stay the same object.
+
+    groups: the one that is read, and those that are to have the same values, each with parameters of its own.
+    """
 
     def write(tree: Mapping[str, Any]) -> None:
-        for key in group.keys() - tree.keys():
-            del group[key]
-        group.update(tree)
+        for group in groups:
+            members: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
+            for key in group.keys() - tree.keys() - members.keys():
+                del group[key]
+            group.update({**tree, **members})
 
-    return _Root(lambda: group, write)
+    return _Root(lambda: groups[0], write)
 
 
 def _state(states: Any, parameter: Any) -> _Root:
@@ -206,84 +288,5 @@ def _state(states: Any, parameter: Any) -> _Root:
     return _Root(lambda: states.get(parameter, {}), write, parameter)
 
 
-def _find(tree: Any, path: str) -> tuple[tuple[Any, ...], Any] | None:
-    """Return the keys that lead to a dotted name in nested containers, and what is there; None for nothing."""
-    if not path:
-        return (), tree
-    if isinstance(tree, Mapping):
-        # A key may have dots itself.
-        keys = sorted((key for key in tree if f"{path}.".startswith(f"{key}.")), key=lambda key: -len(str(key)))
-    elif isinstance(tree, (list, tuple)):
-        keys = [i for i in range(len(tree)) if f"{path}.".startswith(f"{i}.")]
-    else:
-        return None
-    for key in keys:
-        found = _find(tree[key], path[len(str(key)) + 1 :])
-        if found is not None:
-            return (key, *found[0]), found[1]
-    return None
-
-
-def _with(tree: Any, keys: tuple[Any, ...], value: Any) -> Any:
-    """Return containers with a value at a place in them; those on the way are copied, the others stay the same."""
-    if not keys:
-        return value
-    first, rest = keys[0], keys[1:]
-    if isinstance(tree, tuple):
-        items = list(tree)
-        items[first] = _with(items[first], rest, value)
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    changed = {} if tree is None else copy.copy(tree)
-    below = changed.get(first) if isinstance(changed, Mapping) else changed[first]
-    changed[first] = _with(below, rest, value)
-    return changed
-
-
-def _without(tree: Any, keys: tuple[Any, ...]) -> Any:
-    changed = copy.copy(tree)
-    if len(keys) > 1:
-        changed[keys[0]] = _without(changed[keys[0]], keys[1:])
-    else:
-        del changed[keys[0]]
-    return changed
-
-
-def _made(content: Content, parameter: Any) -> Any:
-    """Return a new tensor as the source has it: of the parameter's strides and mesh where it has its shape."""
-    torch: Any = sys.modules["torch"]
-    dtype, shape, device, beside = content.value
-    with torch.inference_mode(mode=False):  # what is made in that mode could not be trained with
-        if beside and parameter is not None:
-            if tuple(parameter.shape) == shape:
-                return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            device = parameter.device
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
-
-
-def _moved(value: Any, device: Any) -> Any:
-    """Return a value with the tensors in it copied to a device."""
-    if is_tensor(value):
-        return value.detach().to(device, copy=True) if hasattr(value, "detach") else value.copy()
-    if type(value) in (dict, list, tuple):
-        if isinstance(value, dict):
-            return {key: _moved(part, device) for key, part in value.items()}
-        return type(value)(_moved(part, device) for part in value)
-    return value
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two values are equal in type and content, tensors bit by bit; NaN is equal to itself."""
-    if type(first) is not type(second):
-        return False
-    if is_tensor(first):
-        alike = first.dtype == second.dtype and first.shape == second.shape
-        return bool(alike) and Held(first)[:] == Held(second)[:]
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second or (first != first and second != second))

@@ -134,7 +134,9 @@ def planned(report: Report, source: int | str, groups_of: Callable[[str], tuple[
     votes: list[_Vote] = []
     alone = []
     for diff in diffs:
-        known = groups_of(diff.name) if groups_of is not None and diff.reason == "missing" else ()
+        # A part that ZeRO dealt out to one rank is told with that rank alone; the others know no place for it.
+        part = bool(diff.replica_groups) and all(len(of) == 1 for of in diff.replica_groups)
+        known = groups_of(diff.name) if groups_of is not None and diff.reason == "missing" and not part else ()
         found = _votes(diff, known or diff.replica_groups or (ranks,))
         votes += found
         alone += [diff.name] if diff.out_of_sync and not found else []

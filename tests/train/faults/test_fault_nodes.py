@@ -29,6 +29,7 @@ def files(settings: Settings) -> list[Path]:
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.slow
 def test_halves_stand_for_nodes(ctx: RankContext, syncheck_rank: Rank, accumulate: int) -> None:
     """Ranks 0 and 1 are equal, 2 and 3 are, all that is trained differs between them, and so do their hosts."""
     settings = replace(QUIET, max_steps=3, accumulate=accumulate, out=syncheck_rank.shared)

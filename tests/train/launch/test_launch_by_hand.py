@@ -50,7 +50,8 @@ def test_trains_through_a_file(programs: Programs, tmp_path: Path) -> None:
         assert not (tmp_path / "meeting").exists()
 
 
-@pytest.mark.parametrize("how", ["--ip", pytest.param("--init-method", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["--ip", "--init-method"])
+@pytest.mark.slow
 def test_trains_over_tcp(programs: Programs, tmp_path: Path, free_port: int, how: str) -> None:
     """An address and a port of rank 0 do as well, in either spelling."""
     where = ("--ip", "127.0.0.1", "--port", free_port) if how == "--ip" else (how, f"tcp://localhost:{free_port}")
