@@ -39,6 +39,7 @@ def test_torchrun(jobs: Jobs, tmp_path: Path) -> None:
     assert nothing_left(jobs.started[0])
 
 
+@pytest.mark.slow
 def test_one_by_one(jobs: Jobs, tmp_path: Path) -> None:
     """Any launcher that sets torchrun's variables will do; a missing file is told once, and all end with 2."""
     write(tmp_path, ranks=1)
@@ -69,7 +70,8 @@ def reads(pid: int, file: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.slow
 def test_a_process_that_is_killed(jobs: Jobs, tmp_path: Path, killed: int) -> None:
     """Where a process is killed while the others wait for it, these end with 2 at once and say that it is gone."""
     path = "run_rank{rank}.safetensors"

@@ -61,6 +61,7 @@ def test_every_block_is_run() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
+@pytest.mark.slow
 def test_a_loop_with_ddp() -> None:
     """Eight batches are two optimizer steps; the check at the end finds parameters and optimizer state in sync."""
     (code,) = blocks()["A loop of your own: DDP"]

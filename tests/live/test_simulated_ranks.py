@@ -50,6 +50,7 @@ def played() -> list[dict[str, Any]]:
 
 
 @pytest.mark.syncheck(ranks=2)
+@pytest.mark.slow
 def test_two_simulated_ranks_send_what_two_real_ones_send(syncheck_rank: Any) -> None:
     """As many bytes, with a fault and without."""
     from benchmarks.scale_ranks import plain, values

@@ -107,6 +107,7 @@ def assert_ended_by_the_monitor(run: Run) -> None:
     assert run.stdout == ""
 
 
+@pytest.mark.slow
 def test_raise_ends_with_one_message(programs: Programs) -> None:
     """With --on-desync raise a flipped bit is exit code 1 and one message, without traceback or a process left."""
     process = programs.start(*TRAIN, "--spawn", 2, "--monitor", 1, *FAULT, *SHORT)
