@@ -22,3 +22,13 @@ def test_ranks_of_a_process_group(syncheck_rank: Rank) -> None:
     assert (group.tensors[0].max_abs, group.tensors[0].minority) == (3.0, (0, 2))
     with pytest.raises(syncheck.UsageError, match="reference=7: no replica has this rank or path"):
         compare(held, reference=7)
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_reference_among_equal_ranks() -> None:
+    """The last of three equal ranks may be named too, and an unknown one is an error though nothing differs."""
+    report = compare({"w": np.ones(2, np.float32)}, reference=2)
+    assert report.verdict == "in_sync"
+    assert [replica.rank for replica in report.groups[0].replicas] == [0, 1, 2]
+    with pytest.raises(syncheck.UsageError, match="reference=7: no replica has this rank or path"):
+        compare({"w": np.ones(2, np.float32)}, reference=7)

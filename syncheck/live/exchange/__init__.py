@@ -110,7 +110,7 @@ def compare_snapshots(
     name, note: of the group in the report. histograms: as in `api.judge`.
     """
     holdings = exchange(channel, taken, options)
-    if holdings.are_equal:
+    if holdings.are_equal and options.reference is None:  # which may be any of them
         return _in_sync(holdings, options, name, note)
     wanted = _differing(holdings, options)
     if not wanted:
