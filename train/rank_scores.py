@@ -9,11 +9,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.data import load_data
-from train.engine import evaluate, evaluation_batches
 from train.errors import UserError
 from train.launch import RankContext
 from train.models import build_model
 from train.replicas import load_weights
+from train.scoring import evaluate, evaluation_batches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from train.data import Data
-    from train.engine import Batches
     from train.metrics import Score
     from train.replicas import Replicas
+    from train.scoring import Batches
 
 State = dict[str, "Tensor"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from train.errors import UserError
 
 # Used where --lr is not given. Found on digits with resnet8 at a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
+# Fields that do not decide what is trained: where files lie, what is written and what is checked.
+APART = frozenset({"data_dir", "out", "save_per_rank", "save_every", "save_format", "monitor", "on_desync"})
 
 
 @dataclass(frozen=True)
@@ -91,35 +93,11 @@ class Settings:
         Nothing derived from `sync_bn` is in it, so that two runs that differ only there are seen to be a
         pair.
         """
-        return {
-            "method": self.method,
-            "replicas": self.replicas,
-            "average_every": self.average_every,
-            "sync_bn": self.sync_bn,
-            "buffer_sync": self.buffer_sync,
-            "amp": self.amp,
-            "accumulate": self.accumulate,
-            "grad_clip": self.grad_clip,
-            "find_unused": self.find_unused,
-            "ema": self.ema,
-            "fault": self.fault,
-            "fault_step": self.fault_step,
-            "model": self.model,
-            "width": self.width,
-            "data": self.data,
-            "limit_train": self.limit_train,
-            "shuffle": self.shuffle,
-            "keep_last": self.keep_last,
-            "epochs": self.epochs,
-            "max_steps": self.max_steps,
-            "batch_size": self.batch_size,
-            "optimizer": self.optimizer,
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-            "seed": self.seed,
-            "world_size": world_size,
-        }
+        names = [field.name for field in fields(self) if field.name not in APART]
+        return {name: getattr(self, name) for name in names} | {"world_size": world_size}
+
+
+DEFAULT = Settings()
 
 
 def check(settings: Settings, world_size: int) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from train.engine import Job, Result, prepare, train, train_epoch
+from train.engine import Position, Result, train, train_epoch
+from train.job import Job, prepare
 from train.methods.fsdp import ON_CPU
 from train.progress import Silent
 from train.settings import Settings
@@ -37,11 +38,11 @@ def run(ctx: RankContext, settings: Settings) -> Result:
 
 def trained(ctx: RankContext, settings: Settings) -> Job:
     """Train, and return what the process then holds in memory."""
-    job = prepare(settings, ctx)
-    step, epoch = 0, 0
-    while step < job.plan.steps:
-        epoch += 1
-        step, _ = train_epoch(job, step, epoch, Silent())
+    job, position = prepare(settings, ctx), Position(ctx.device)
+    train_epoch(job, position, Silent())
+    while position.step < job.plan.steps:
+        position.next_epoch()
+        train_epoch(job, position, Silent())
     return job
 
 

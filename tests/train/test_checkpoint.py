@@ -13,8 +13,9 @@ from scenarios import SMALL, load, run, tensors
 
 from train import checkpoint
 from train.checkpoint import check_writable, remove_run, write_atomic
-from train.engine import prepare, train
+from train.engine import train
 from train.errors import UserError
+from train.job import prepare
 from train.launch import RankContext
 from train.models import build_model
 from train.progress import Silent

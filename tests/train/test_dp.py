@@ -12,8 +12,8 @@ from scenarios import SMALL, differing, load, run, widest_gap
 
 import syncheck
 from train.data import DistributedBatchSampler, load_data
-from train.engine import build_optimizer
 from train.errors import UserError
+from train.job import build_optimizer
 from train.launch import RankContext
 from train.methods import METHODS, check_modifiers
 from train.methods.dp import Dp
@@ -92,7 +92,7 @@ def test_files_of_both_are_the_same(ctx: RankContext, syncheck_rank: Rank, monke
     out = syncheck_rank.shared
     settings = replace(SMALL, limit_train=64, max_steps=20, save_every=3, out=out)
     run(ctx, settings)
-    monkeypatch.setattr("train.engine.DistributedBatchSampler", Dealt)
+    monkeypatch.setattr("train.job.DistributedBatchSampler", Dealt)
     alone = replace(settings, method="dp", out=out / f"alone{ctx.rank}")
     saved = run(RankContext(), alone).saved
     assert len(saved) == 14

@@ -12,20 +12,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from train.data import load_data
-from train.engine import (
-    build_optimizer,
-    check_batchnorm,
-    evaluate,
-    evaluation_batches,
-    make_plan,
-    schedule,
-    train,
-)
+from train.engine import train
 from train.errors import UserError
+from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
 from train.methods.single import Single
 from train.models import build_model
 from train.progress import Silent
+from train.schedule import schedule
+from train.scoring import evaluate, evaluation_batches
 from train.settings import Settings
 
 if TYPE_CHECKING:

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import syncheck
-from train import engine
 from train.data import load_data
-from train.engine import schedule, set_learning_rate
 from train.errors import UserError
 from train.launch import RankContext
 from train.methods import METHODS, MODIFIERS
 from train.methods.ddp import Ddp
 from train.models import build_model
 from train.models.convnet import ConvNet
+from train.schedule import schedule, set_learning_rate
 from train.step import Step
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ class Unused(ConvNet):
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
 def test_find_unused_lets_ddp_go_on(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """A parameter that no step uses stops DDP at its second step, unless --find-unused lets it look for such."""
-    monkeypatch.setattr(engine, "build_model", lambda *_: Unused(1, 10, 4))
+    monkeypatch.setattr("train.job.build_model", lambda *_: Unused(1, 10, 4))
     settings = replace(CONVNET, method=method)
     with pytest.raises(RuntimeError, match="finished reduction"):
         trained(ctx, settings)

@@ -52,18 +52,18 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.samples, self.batch_size = samples, batch_size
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed = shuffle, seed
-        self.epoch = 0
+        self.epoch, self.skip = 0, 0
         full, rest = divmod(samples, batch_size)
         self.sizes = [batch_size] * full
         if keep_last and rest:
             self.sizes.append(rest)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; the same on all ranks."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        """Choose the order of the next pass, the same on all ranks. skip: global batches to leave out at its start."""
+        self.epoch, self.skip = epoch, skip
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self.sizes) - self.skip
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.shuffle:
@@ -71,7 +71,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             order = torch.randperm(self.samples, generator=generator).tolist()
         else:
             order = list(range(self.samples))
-        start = 0
-        for size in self.sizes:
+        start = sum(self.sizes[: self.skip])
+        for size in self.sizes[self.skip :]:
             yield order[start + self.rank : start + size : self.world_size]
             start += size

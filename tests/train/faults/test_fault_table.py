@@ -16,10 +16,10 @@ from planted import QUIET
 from torch import nn
 
 from train import faults
-from train.engine import prepare
 from train.errors import UserError
 from train.faults import FAULTS, Fault, list_faults, make_fault
 from train.faults.start import InitNotBroadcast, copy_parameters
+from train.job import prepare
 from train.launch import RankContext
 from train.models import MODELS, build_model
 from train.settings import Settings

@@ -1,0 +1,141 @@
+"""What a run consists of, built and checked before the first step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
+
+from train.data import DistributedBatchSampler, load_data, smallest_share
+from train.errors import UserError
+from train.faults import make_fault
+from train.methods import METHODS, check_modifiers
+from train.models import build_model
+from train.progress import Plan
+from train.saver import Saver
+from train.scoring import Batches, evaluation_batches
+from train.step import Step
+from train.watch import Watch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from train.launch import RankContext
+    from train.methods.base import Method
+    from train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready to start."""
+
+    settings: Settings
+    ctx: RankContext
+    plan: Plan
+    sampler: DistributedBatchSampler
+    train_batches: Batches
+    test_batches: Batches
+    method: Method
+    step: Step
+    watch: Watch
+    saver: Saver
+
+
+def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
+    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+
+    console: where the checks of --monitor print; None for stderr.
+    """
+    check_agreement(settings, ctx)
+    check_modifiers(settings)
+    torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
+    with ctx.together():
+        data = load_data(settings.data, settings.data_dir, settings.limit_train)
+    samples = len(data.train)
+    method = METHODS[settings.method](settings, ctx)
+    sampler = DistributedBatchSampler(
+        samples,
+        settings.batch_size,
+        ctx.rank,
+        ctx.world_size,
+        shuffle=settings.shuffle,
+        seed=settings.seed,
+        keep_last=settings.keep_last
+        and smallest_share(samples % settings.batch_size, ctx.world_size, settings.accumulate, method.replicas) > 1,
+    )
+    plan = make_plan(settings, samples, len(sampler))
+    fault = make_fault(settings, ctx, plan.steps)
+    model = build_model(settings.model, data.channels, data.classes, settings.width)
+    check_batchnorm(model, settings, ctx.world_size, method.replicas)
+    forward = fault.wrapped(method, method.wrap(model))
+    # After wrapping: a method may replace the parameters.
+    optimizer = build_optimizer(settings, method)
+    step = Step(settings, ctx, method, forward, optimizer, fault)
+    return Job(
+        settings=settings,
+        ctx=ctx,
+        plan=plan,
+        sampler=sampler,
+        train_batches=DataLoader(data.train, batch_sampler=sampler),
+        test_batches=evaluation_batches(data.test, ctx),
+        method=method,
+        step=step,
+        watch=Watch(settings, step, console),
+        saver=Saver(settings, ctx, plan, step),
+    )
+
+
+def check_agreement(settings: Settings, ctx: RankContext) -> None:
+    """Refuse ranks that were started with different options: they would wait for each other, or train nonsense.
+
+    A collective. Raises UserError on all ranks alike. Only folders may differ.
+    """
+    ranks = ctx.gather({name: value for name, value in vars(settings).items() if name not in ("data_dir", "out")})
+    for rank, theirs in enumerate(ranks):
+        for name, value in theirs.items():
+            if value != ranks[0][name]:
+                found = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
+                raise UserError(f"{found}: give all ranks the same options")
+
+
+def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
+    """Count the steps. Raises UserError when the data does not fill one global batch."""
+    if steps_per_epoch == 0:
+        raise UserError(f"--batch-size {settings.batch_size} is more than the {samples} training samples")
+    steps = settings.epochs * steps_per_epoch
+    if settings.max_steps is not None:
+        steps = min(steps, settings.max_steps)
+    return Plan(settings.run, math.ceil(steps / steps_per_epoch), steps, steps_per_epoch)
+
+
+def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, replicas: int) -> None:
+    """Refuse a batch that may leave BatchNorm one value per channel, which minus its own mean is zero.
+
+    So it is with one sample where images have shrunk to 1x1, and statistics of one sample mean little elsewhere. The
+    smallest share counts, for a rank that fails alone leaves the others waiting. replicas: of each rank.
+    Raises UserError.
+    """
+    ranks = 1 if settings.sync_bn else world_size
+    if smallest_share(settings.batch_size, ranks, settings.accumulate, replicas) > 1:
+        return
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        shares = ranks * settings.accumulate * replicas
+        advice = f"use a multiple of {shares}, {2 * shares} or more" if replicas > 1 else f"use {2 * shares} or more"
+        if ranks > 1 and "--sync-bn" not in METHODS[settings.method].refuses and settings.batch_size > 1:
+            advice += ", or --sync-bn"
+        raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")
+
+
+def build_optimizer(settings: Settings, method: Method) -> Optimizer:
+    """Let the method build the optimizer that the settings name."""
+    if settings.optimizer == "adamw":
+        return method.build_optimizer(torch.optim.AdamW, lr=settings.lr, weight_decay=settings.weight_decay)
+    return method.build_optimizer(
+        torch.optim.SGD, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )

@@ -1,0 +1,55 @@
+"""Options that say what is checked, saved and shown; none changes what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.checkpoint import FORMATS
+from train.settings import DEFAULT
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_monitor(group: argparse._ArgumentGroup) -> None:
+    """Add the checks while it trains."""
+    group.add_argument(
+        "--monitor",
+        "--monitor-every",
+        type=int,
+        default=DEFAULT.monitor,
+        metavar="N",
+        help="check every N optimizer steps, and after the last, that all ranks hold the same model (0: "
+        "never); the longer name is for torchrun, which may take the shorter for an option of its own",
+    )
+    group.add_argument(
+        "--on-desync",
+        choices=("raise", "warn", "resync"),
+        help="where they do not: end with exit code 1, say so and go on, or repair the ranks that are apart (warn)",
+    )
+
+
+def add_output(group: argparse._ArgumentGroup) -> None:
+    """Add what is saved and shown."""
+    group.add_argument(
+        "--out",
+        type=Path,
+        default=DEFAULT.out,
+        metavar="DIR",
+        help="(%(default)s); a run replaces one of the same method and modifiers",
+    )
+    group.add_argument("--save-per-rank", action="store_true", help="at the end, write DIR/<run>_rank<r>")
+    group.add_argument(
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank",
+    )
+    group.add_argument("--save-format", choices=FORMATS, default=DEFAULT.save_format, help="(%(default)s)")
+    group.add_argument(
+        "--progress",
+        choices=("auto", "bar", "plain", "none"),
+        default="auto",
+        help="a bar on a terminal, else a line per epoch (%(default)s)",
+    )

@@ -1,0 +1,53 @@
+"""How well a model does on the test set, without changing it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from train.errors import UserError
+from train.metrics import Meter, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from train.data.dataset import Samples
+    from train.launch import RankContext
+
+Batches = DataLoader[tuple["Tensor", ...]]
+EVALUATION_BATCH = 512  # samples per rank and forward at most; any number gives the same score
+
+
+def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
+    """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up.
+
+    In equally many batches on all ranks, for under FSDP every forward is a collective. Raises UserError when
+    there are fewer samples than ranks.
+    """
+    if len(samples) < ctx.world_size:
+        raise UserError(f"{len(samples)} test samples for {ctx.world_size} ranks: each needs one; start fewer ranks")
+    mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
+    largest_share = math.ceil(len(samples) / ctx.world_size)
+    parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
+    return DataLoader(samples, batch_sampler=[part.tolist() for part in parts])
+
+
+def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
+    """Score the model on the test set; a collective.
+
+    module: the unwrapped model. A forward through DDP's wrapper, even without gradients, would copy rank 0's
+    buffers to all ranks, and skip that copy before the next training step. Here nothing of the model changes.
+    It follows that under plain DDP every rank scores its share with its own BatchNorm statistics.
+    """
+    module.eval()
+    meter = Meter(ctx.device)
+    with torch.no_grad():  # not inference_mode: FSDP keeps what it gathers
+        for x, y in batches:
+            logits, labels = module(x.to(ctx.device)), y.to(ctx.device)
+            meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
+    module.train()
+    return meter.over_ranks(ctx)
