@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from train.errors import Stopped
 from train.job import Job, prepare
 from train.metrics import Meter, Score
 from train.schedule import schedule, set_learning_rate
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.progress import Silent
     from train.settings import Settings
+    from train.stopping import Heard
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,15 @@ class Position:
         self.meter = Meter(self.meter.sums.device)
 
 
-def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
+def train(settings: Settings, ctx: RankContext, progress: Silent, heard: Heard | None = None) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
     To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
-    the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
-    alike.
+    the same settings, number of ranks, libraries and machine. heard: the signals of this process, which then stop the
+    run after a step; None for none. Raises UserError, Stopped, and what the checks raise, on all ranks alike.
     """
-    job = prepare(settings, ctx, progress.console)
+    job = prepare(settings, ctx, progress.console, heard)
+    job.stopping.begin()
     progress.start(job.plan)
     start, position = time.perf_counter(), Position(ctx.device)
     with job.watch:
@@ -79,6 +82,7 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
             progress.epoch(position.step, position.epoch, trained, test, trained.samples / elapsed)
             if position.step == job.plan.steps:
                 break
+            stop_if_asked(job, position, now=True)
             position.next_epoch()
     seconds = time.perf_counter() - start
     epochs, saver = position.epoch, job.saver
@@ -103,3 +107,13 @@ def train_epoch(job: Job, position: Position, progress: Silent) -> None:
         job.saver.after_step(step)
         seen += samples
         progress.step(step, position.epoch, position.meter, seen / (time.perf_counter() - start))
+        stop_if_asked(job, position)
+
+
+def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
+    """Save and leave if any rank was asked to by a signal; a collective when it is due. Raises Stopped on all ranks.
+
+    After the last step there is nothing to stop: what is left is to score the model.
+    """
+    if position.step < job.plan.steps and (number := job.stopping.asked(position.step, now=now)):
+        raise Stopped(number, position.step, "nothing was saved")

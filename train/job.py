@@ -19,6 +19,7 @@ from train.progress import Plan
 from train.saver import Saver
 from train.scoring import Batches, evaluation_batches
 from train.step import Step
+from train.stopping import Stopping
 from train.watch import Watch
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
+    from train.stopping import Heard
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,13 @@ class Job:
     step: Step
     watch: Watch
     saver: Saver
+    stopping: Stopping
 
 
-def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
+def prepare(settings: Settings, ctx: RankContext, console: Console | None = None, heard: Heard | None = None) -> Job:
     """Load the data, build the model, and check that they fit; a collective. Raises UserError.
 
-    console: where the checks of --monitor print; None for stderr.
+    console: where the checks of --monitor print; None for stderr. heard: the signals of this process.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
@@ -88,6 +91,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         step=step,
         watch=Watch(settings, step, console),
         saver=Saver(settings, ctx, plan, step),
+        stopping=Stopping(ctx, heard),
     )
 
 

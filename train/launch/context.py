@@ -51,6 +51,12 @@ class RankContext:
             dist.all_reduce(values)
         return values
 
+    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Take the largest of each element over all ranks, in place; every rank gets them."""
+        if self.backend is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
     def gather(self, value: T) -> list[T]:
         """Give every rank the list of all ranks' small picklable values, in the order of the ranks."""
         if self.backend is None:

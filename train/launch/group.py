@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch.distributed has no __all__
 
-from train.errors import RankError, UserError
+from train.errors import RankError, Stopped, UserError
 from train.launch.file_store import open_file_store, path_of, remove_when_done
 from train.launch.meeting import Meeting, announce
 from train.launch.tcp_store import address_of, open_tcp_store
@@ -51,7 +51,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     store = join(ctx, timeout)
     try:
         yield
-    except UserError:
+    except (UserError, Stopped):
         close(ctx, store, timeout)
         raise
     except RuntimeError as error:
