@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from train.errors import Stopped
+from train.errors import Stopped, UserError
 from train.job import Job, prepare
-from train.metrics import Meter, Score
+from train.position import Position
 from train.schedule import schedule, set_learning_rate
 from train.scoring import evaluate
+
+__all__ = ["Position", "Result", "train", "train_epoch"]
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
     from train.launch import RankContext
+    from train.metrics import Score
     from train.progress import Silent
     from train.settings import Settings
     from train.stopping import Heard
@@ -42,26 +43,6 @@ class Result:
     replaced: int
 
 
-class Position:
-    """How far a run has come.
-
-    step: optimizer steps done. epoch: the one it is in, counted from 1. in_epoch: steps done in that epoch. meter: this
-    rank's sums over them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.step = 0
-        self.epoch = 1
-        self.in_epoch = 0
-        self.meter = Meter(device)
-
-    def next_epoch(self) -> None:
-        """Begin another epoch."""
-        self.epoch += 1
-        self.in_epoch = 0
-        self.meter = Meter(self.meter.sums.device)
-
-
 def train(settings: Settings, ctx: RankContext, progress: Silent, heard: Heard | None = None) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
@@ -72,7 +53,7 @@ def train(settings: Settings, ctx: RankContext, progress: Silent, heard: Heard |
     job = prepare(settings, ctx, progress.console, heard)
     job.stopping.begin()
     progress.start(job.plan)
-    start, position = time.perf_counter(), Position(ctx.device)
+    start, position = time.perf_counter(), job.keeper.position
     with job.watch:
         while True:
             epoch_start = time.perf_counter()
@@ -95,7 +76,9 @@ def train_epoch(job: Job, position: Position, progress: Silent) -> None:
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.step.forward.train()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps - position.step)
-    for samples, (x, y) in zip(sizes, job.train_batches, strict=False):
+    batches = zip(sizes, job.train_batches, strict=False)
+    job.keeper.restore_random()
+    for samples, (x, y) in batches:
         set_learning_rate(job.step.optimizer, job.settings.lr * schedule(position.step, steps))
         position.step += 1
         position.in_epoch += 1
@@ -105,6 +88,7 @@ def train_epoch(job: Job, position: Position, progress: Silent) -> None:
         # saved is what was found to be right, or was repaired.
         job.watch.after_step(step, last=step == steps)
         job.saver.after_step(step)
+        job.keeper.after_step(position)
         seen += samples
         progress.step(step, position.epoch, position.meter, seen / (time.perf_counter() - start))
         stop_if_asked(job, position)
@@ -115,5 +99,12 @@ def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
 
     After the last step there is nothing to stop: what is left is to score the model.
     """
-    if position.step < job.plan.steps and (number := job.stopping.asked(position.step, now=now)):
-        raise Stopped(number, position.step, "nothing was saved")
+    if position.step == job.plan.steps or not (number := job.stopping.asked(position.step, now=now)):
+        return
+    if job.settings.checkpoint_every is None:
+        raise Stopped(number, position.step, "nothing was saved: --checkpoint-every N keeps what --resume needs")
+    try:
+        job.keeper.after_step(position, now=True)
+    except UserError as error:
+        raise Stopped(number, position.step, f"its state is not saved: {error}") from error
+    raise Stopped(number, position.step, "its state is saved: add --resume to go on")

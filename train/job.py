@@ -16,6 +16,7 @@ from train.faults import make_fault
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
 from train.progress import Plan
+from train.resume import Keeper
 from train.saver import Saver
 from train.scoring import Batches, evaluation_batches
 from train.step import Step
@@ -47,11 +48,14 @@ class Job:
     step: Step
     watch: Watch
     saver: Saver
+    keeper: Keeper
     stopping: Stopping
 
 
 def prepare(settings: Settings, ctx: RankContext, console: Console | None = None, heard: Heard | None = None) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+    """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
+
+    Raises UserError.
 
     console: where the checks of --monitor print; None for stderr. heard: the signals of this process.
     """
@@ -80,6 +84,8 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
     step = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(settings, ctx, plan, step)
+    keeper = Keeper(settings, ctx, plan, step, saver, data.train)
     return Job(
         settings=settings,
         ctx=ctx,
@@ -90,7 +96,8 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         method=method,
         step=step,
         watch=Watch(settings, step, console),
-        saver=Saver(settings, ctx, plan, step),
+        saver=saver,
+        keeper=keeper,
         stopping=Stopping(ctx, heard),
     )
 

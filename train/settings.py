@@ -12,7 +12,7 @@ from train.errors import UserError
 # Used where --lr is not given. Found on digits with resnet8 at a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
-APART = frozenset({"data_dir", "out", "save_per_rank", "save_every", "save_format", "monitor", "on_desync"})
+APART = frozenset("data_dir out save_per_rank save_every save_format monitor on_desync checkpoint_every resume".split())
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Settings:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
     counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
     ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
+    checkpoint_every: optimizer steps between two states from which the run can be resumed. resume: go on from the
+    newest of them.
     """
 
     method: str = "single"
@@ -62,6 +64,8 @@ class Settings:
     save_per_rank: bool = False
     save_every: int | None = None
     save_format: str = "pth"
+    checkpoint_every: int | None = None
+    resume: bool = False
     monitor: int = 0
     on_desync: Literal["raise", "warn", "resync"] | None = None
 
@@ -113,6 +117,7 @@ def check(settings: Settings, world_size: int) -> None:
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
+        ("--checkpoint-every", s.checkpoint_every),
         ("--accumulate", s.accumulate),
         ("--replicas", s.replicas),
         ("--average-every", s.average_every),
