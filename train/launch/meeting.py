@@ -94,6 +94,7 @@ class Meeting:
 
     def __init__(self, store: Store, me: Rank, where: str, mend: str) -> None:
         self.store, self.me, self.where, self.mend = store, me, where, mend
+        self.zero: Rank | None = None  # known also when the store, which it may serve, is gone
         self.in_vain = False  # whether ranks were missing to the end: nobody can have met here then
 
     def meet(self, timeout: float) -> None:
@@ -109,6 +110,7 @@ class Meeting:
                     time.sleep(GRACE)  # it may be the one that serves the store to the others
                 raise UserError(reason)
             if self._count() if self.me.rank == 0 else self._listed():
+                self.zero = self.read(0)
                 return
             time.sleep(POLL * (1 + self.me.world_size // 64))  # a thousand ranks ask one store
         missing = [r for r in range(self.me.world_size) if not self.store.check([_key(r)])]

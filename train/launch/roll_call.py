@@ -30,7 +30,7 @@ def who_is_missing(meeting: Meeting) -> str:
     thread.join(PATIENCE + 1.0)
     if found:
         return found[0]
-    return "rank 0, which has the list of all ranks and does not answer"
+    return "rank 0, which has the list of all ranks and does not answer"  # it is stopped, say
 
 
 def _call(meeting: Meeting) -> str:
@@ -52,8 +52,10 @@ def _call(meeting: Meeting) -> str:
             if len(ended) + len(stopped) == len(waiting):
                 break
             time.sleep(POLL * (1 + me.world_size // 64))
-    except RuntimeError:  # rank 0 served the store, and has gone: the first, or because it has lost another
-        return ""
+    except RuntimeError:  # rank 0 served the store, and has gone; first, or because it has lost another
+        if meeting.zero is None or not has_ended(meeting.zero):
+            return ""
+        return f"{_named([meeting.zero])}, which has ended: see its own message, if it has left one"
     return _sentence(ended, stopped, waiting)
 
 
