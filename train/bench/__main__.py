@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,10 @@ WORKLOAD = (
 )
 FORMATS = {".md": as_markdown, ".json": as_json, ".txt": as_text}
 EPILOG = f"""cases:
-  {", ".join(CASES)}
+{textwrap.fill(", ".join(CASES), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
 
-What stands behind -- goes to every run, in place of: {" ".join(WORKLOAD)}
+What stands behind -- goes to every run, in place of
+  {" ".join(WORKLOAD)}
 The global batch (--batch-size) is split over the processes: the same work for every case. Of several epochs the first
 warms up and is left out.
 

@@ -25,9 +25,9 @@ Record = dict[str, Any]
 class Timing:
     """One run of one case.
 
-    start_time: seconds from the command until the run was ready to train. epochs: seconds of training in each epoch after
-    the first, which warms caches up. steps, samples: of one such epoch. accuracy: on the test set, at the end. memory:
-    bytes, the most that any rank held, of the GPU where there is one.
+    start_time: seconds from the command until the run was ready to train. epochs: seconds of training in each epoch
+    after the first, which warms caches up. steps, samples: of one such epoch. accuracy: on the test set, at the end.
+    memory: bytes, the most that any rank held, of the GPU where there is one.
     """
 
     start_time: float

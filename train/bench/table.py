@@ -44,13 +44,13 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         row.case.name,
         row.case.launcher,
         str(row.processes),
-        f"{row.middle('start'):.1f}",
-        f"{row.middle('epoch_time'):.2f}",
-        f"{1000 * row.middle('epoch_time') / row.timings[0].steps:.1f}",
-        f"{row.middle('throughput'):.1f}",
+        f"{row.middle(START):.1f}",
+        f"{row.middle(EPOCH_TIME):.2f}",
+        f"{1000 * row.middle(EPOCH_TIME) / row.timings[0].steps:.1f}",
+        f"{row.middle(THROUGHPUT):.1f}",
         "-" if gain is None else f"{gain:.2f}",
         f"{row.timings[-1].accuracy:.1%}",
-        f"{row.middle('memory') / 1e6:.0f}",
+        f"{row.middle(MEMORY) / 1e6:.0f}",
     )
 
 
