@@ -14,6 +14,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 import tempfile
 import textwrap
@@ -103,25 +104,32 @@ def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Run the cases in turns and print their table; returns the exit code."""
     names = list(CASES) if arguments.cases == ["all"] else arguments.cases or DEFAULT
     rows = [Row(case, case.processes(arguments.processes)) for case in chosen(names)]
-    console = Console(stderr=True)
+    interrupted = False
     try:
-        with console.status("") as status, tempfile.TemporaryDirectory() as folder:
-            for turn in range(arguments.rounds):
-                for row in rows:
-                    if row.problem:
-                        continue
+        take_turns(rows, arguments, options)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; this is what was measured until then\n")
+        interrupted = True
+    found = machine(arguments, options)
+    sys.stdout.write(as_text(rows, found))
+    for path in arguments.output:
+        path.write_text(FORMATS[path.suffix](rows, found))
+    if interrupted:
+        return 128 + signal.SIGINT
+    return 1 if any(row.problem and not row.refused for row in rows) else 0
+
+
+def take_turns(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:
+    """Run every case once, then every case again, as often as there are rounds; what failed is not tried again."""
+    with Console(stderr=True).status("") as status, tempfile.TemporaryDirectory() as folder:
+        for turn in range(arguments.rounds):
+            for row in rows:
+                if not row.problem:
                     status.update(f"round {turn + 1} of {arguments.rounds}: {row.case.name}")
                     logs = Path(folder) / f"{turn}-{row.case.name}"
                     logs.mkdir()
                     command = row.case.command(arguments.processes, options)
                     measure(row, command, logs, arguments.threads, arguments.timeout)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; this is what was measured until then\n")
-    found = machine(arguments, options)
-    sys.stdout.write(as_text(rows, found))
-    for path in arguments.output:
-        path.write_text(FORMATS[path.suffix](rows, found))
-    return 1 if any(row.problem and not row.refused for row in rows) else 0
 
 
 def look_closer(arguments: argparse.Namespace, options: Sequence[str]) -> int:

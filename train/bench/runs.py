@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -90,8 +91,9 @@ def measure(row: Row, command: Sequence[str], folder: Path, threads: int, timeou
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     if process.returncode:
+        # torchrun ends with 1 whatever its processes end with, and says that in its report.
+        row.refused = process.returncode == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
         told = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
-        row.refused = process.returncode == 2 or "error: " in "".join(told)
         row.problem = told[0].removeprefix("run.py: error: ") if told else f"ended with code {process.returncode}"
         return
     (path,) = folder.glob("*/metrics.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 
 THROUGHPUT, EPOCH_TIME = attrgetter("throughput"), attrgetter("epoch_time")
 START, MEMORY = attrgetter("start_time"), attrgetter("memory")
+WIDE = 200  # columns
 SCHEMA = 1  # of the JSON document; removing a field raises it
 HEAD = (
-    *("case", "started by", "processes", "start s", "epoch s", "step ms", "samples/s", "speed-up", "accuracy"),
+    *("case", "started by", "ranks", "start s", "epoch s", "step ms", "samples/s", "speed-up", "test %"),
     "memory MB",
 )
 NOTES = (
     "Medians over the rounds; an epoch's first is left out. start: from the command to the first step. speed-up: of "
-    "samples/s, over single. memory: the most that one process held, of the GPU where there is one."
+    "samples/s, over single. test %: accuracy at the end. memory: the most that one process held, of the GPU where there is one."
 )
 
 
@@ -49,17 +51,25 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         f"{1000 * row.middle(EPOCH_TIME) / row.timings[0].steps:.1f}",
         f"{row.middle(THROUGHPUT):.1f}",
         "-" if gain is None else f"{gain:.2f}",
-        f"{row.timings[-1].accuracy:.1%}",
+        f"{row.timings[-1].accuracy * 100:.1f}",
         f"{row.middle(MEMORY) / 1e6:.0f}",
     )
 
 
 def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = None) -> str:
     """Draw the table; what could not be run stands below it. width: columns, or None for those of the terminal."""
-    console = Console(width=width)
-    table = Table(box=None, pad_edge=False)
+    # In a pipe rich takes 80 columns, and would fold what nobody sees folded.
+    console = Console(width=width if width or sys.stdout.isatty() else WIDE)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in HEAD:
-        table.add_column(name, justify="left" if name in HEAD[:2] else "right", overflow="fold")
+        # On a narrow terminal long names of cases are folded, and no number is cut.
+        table.add_column(
+            name.translate({ord(" "): "\n", ord("-"): "-\n", ord("/"): "\n/"}),
+            justify="left" if name in HEAD[:2] else "right",
+            no_wrap=name != HEAD[0],
+            overflow="fold",
+            vertical="bottom",
+        )
     for row in rows:
         if row.timings:
             table.add_row(*cells(row, rows))
