@@ -26,8 +26,8 @@ HEAD = (
     "memory MB",
 )
 NOTES = (
-    "Medians over the rounds; an epoch's first is left out. start: from the command to the first step. speed-up: of "
-    "samples/s, over single. test %: accuracy at the end. memory: the most that one process held, of the GPU where there is one."
+    "Medians over the rounds; a run's first epoch is left out. start: from the command to the first step. speed-up: of "
+    "samples/s, over single. test %: accuracy at the end. memory: the most of one process, of the GPU where there is one."
 )
 
 
