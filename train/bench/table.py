@@ -27,7 +27,7 @@ HEAD = (
 )
 NOTES = (
     "Medians over the rounds; a run's first epoch is left out. start: from the command to the first step. speed-up: of "
-    "samples/s, over single. test %: accuracy at the end. memory: the most of one process, of the GPU where there is one."
+    "samples/s, over single. test %: accuracy at the end. memory: the most of one process, on its GPU if any."
 )
 
 
