@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
+from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
 from train.recorders.base import Plan
@@ -84,7 +84,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         ctx=ctx,
         plan=plan,
         sampler=sampler,
-        train_batches=DataLoader(data.train, batch_sampler=sampler),
+        train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,

@@ -58,10 +58,10 @@ class Step:
         parts = self.settings.accumulate
         device = self.ctx.device
         for part, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1):
-            on_device = xs.to(device)
+            on_device = xs.to(device, non_blocking=True)  # where it is pinned, the CPU goes on meanwhile
             # Gradients add up over the micro-batches; they travel to the other ranks once, with the last.
             with nullcontext() if part == parts else self.method.no_sync():
-                self._accumulate(on_device, ys.to(device), samples, meter)
+                self._accumulate(on_device, ys.to(device, non_blocking=True), samples, meter)
         self.scaler.unscale_(self.optimizer)
         if self.settings.grad_clip is not None:
             # Complete now, so one factor for all of it. All ranks have the same gradient, or parts of it (fsdp), of

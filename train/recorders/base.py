@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from train.metrics import Meter, Score
     from train.settings import Settings
 
+STOPS = (KeyboardInterrupt,)  # exceptions by which a run ends because somebody wanted it
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -100,12 +102,19 @@ class EpochRecord:
     gpu_utilization: float | None = None
 
 
+def how_it_ended(value: BaseException | None) -> str:
+    """Tell from the exception that ended a run, if one did: finished, stopped (by a signal) or failed."""
+    if value is None:
+        return "finished"
+    return "stopped" if isinstance(value, STOPS) else "failed"
+
+
 class Recorder:
     """Records nothing; base of the others.
 
     The hooks are called on every rank, in this order: start, then step (each one, this rank's own numbers) and log
-    (every --log-interval steps, all ranks' numbers), epoch, note at any time, end. None of them may communicate: what
-    takes a collective is gathered by the engine. start may raise UserError; afterwards a recorder that fails must not
+    (every --log-interval steps, all ranks' numbers), epoch, end; note and warn at any time. None of them may
+    communicate: what takes a collective is gathered by the engine. start may raise UserError; afterwards a recorder that fails must not
     end the run. Leaving it as a context manager closes it, with the exception that ended the run.
 
     console: where others may print lines without breaking what is shown; None where nothing could break.
@@ -127,6 +136,9 @@ class Recorder:
 
     def note(self, text: str) -> None:
         """Take one line of text."""
+
+    def warn(self, text: str) -> None:
+        """Take one line of text that somebody should read."""
 
     def end(self, seconds: float) -> None:
         """Take note that the last step has been evaluated. seconds: since the first step."""
