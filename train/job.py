@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
+from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
-from train.progress import Plan
+from train.recorders.base import Plan
 from train.saver import Saver
+from train.schedule import LearningRate
 from train.scoring import Batches, evaluation_batches
 from train.step import Step
 from train.watch import Watch
@@ -43,6 +44,7 @@ class Job:
     test_batches: Batches
     method: Method
     step: Step
+    rate: LearningRate
     watch: Watch
     saver: Saver
 
@@ -82,10 +84,11 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         ctx=ctx,
         plan=plan,
         sampler=sampler,
-        train_batches=DataLoader(data.train, batch_sampler=sampler),
+        train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
+        rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
         watch=Watch(settings, step, console),
         saver=Saver(settings, ctx, plan, step),
     )
@@ -96,7 +99,9 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
 
     A collective. Raises UserError on all ranks alike. Only folders may differ.
     """
-    ranks = ctx.gather({name: value for name, value in vars(settings).items() if name not in ("data_dir", "out")})
+    folders = ("data_dir", "out", "log_dir")
+    mine = {name: value for name, value in vars(settings).items() if name not in folders}
+    ranks = ctx.gather(mine | {"log_dir": "given" if settings.log_dir else None})
     for rank, theirs in enumerate(ranks):
         for name, value in theirs.items():
             if value != ranks[0][name]:

@@ -12,7 +12,10 @@ from train.errors import UserError
 # Used where --lr is not given. Found on digits with resnet8 at a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
-APART = frozenset({"data_dir", "out", "save_per_rank", "save_every", "save_format", "monitor", "on_desync"})
+APART = frozenset(
+    {"data_dir", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
+    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard"}
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Settings:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
     counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
     ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
+    lr_scale: none, linear or sqrt, in the number of shares of the global batch. warmup_steps, warmup_epochs: of the
+    learning rate's rise; None for a tenth of the run. schedule: cosine or constant, after it. workers: processes of
+    each rank that load data. eval_every: epochs between two evaluations. save_best: keep a checkpoint of the best
+    epoch. log_dir: folder of logs and metrics, None for none. log_interval: optimizer steps between two of their
+    records, None for the default and no lines of their own on the terminal. tensorboard: write them for TensorBoard
+    too.
     """
 
     method: str = "single"
@@ -57,11 +66,21 @@ class Settings:
     lr: float = LEARNING_RATES["sgd"]
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    lr_scale: str = "none"
+    warmup_steps: int | None = None
+    warmup_epochs: float | None = None
+    schedule: str = "cosine"
     seed: int = 0
+    workers: int = 0
+    eval_every: int = 1
     out: Path = Path("ckpts")
     save_per_rank: bool = False
     save_every: int | None = None
     save_format: str = "pth"
+    save_best: bool = False
+    log_dir: Path | None = None
+    log_interval: int | None = None
+    tensorboard: bool = False
     monitor: int = 0
     on_desync: Literal["raise", "warn", "resync"] | None = None
 
@@ -117,6 +136,8 @@ def check(settings: Settings, world_size: int) -> None:
         ("--replicas", s.replicas),
         ("--average-every", s.average_every),
         ("--fault-step", s.fault_step),
+        ("--eval-every", s.eval_every),
+        ("--log-interval", s.log_interval),
     ):
         if number is not None and number < 1:
             raise UserError(f"{option} {number}: needs 1 or more")
@@ -132,6 +153,7 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number")
     if not 0 <= s.seed < 2**63:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
+    _check_running(s)
     if s.replicas == 1:
         raise UserError("--replicas 1: needs 2 or more; one replica is --method single, for hsdp --method fsdp")
     if s.monitor < 0:
@@ -144,3 +166,16 @@ def check(settings: Settings, world_size: int) -> None:
         parts = f"{world_size} ranks" + (f" x {s.accumulate} micro-batches" if s.accumulate > 1 else "")
         least = world_size * s.accumulate
         raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
+
+
+def _check_running(s: Settings) -> None:
+    if s.warmup_steps is not None and s.warmup_epochs is not None:
+        raise UserError("--warmup-steps and --warmup-epochs: give one of them")
+    if s.warmup_steps is not None and s.warmup_steps < 0:
+        raise UserError(f"--warmup-steps {s.warmup_steps}: needs 0 or more")
+    if s.warmup_epochs is not None and not (math.isfinite(s.warmup_epochs) and s.warmup_epochs >= 0):
+        raise UserError(f"--warmup-epochs {s.warmup_epochs}: needs 0 or a positive number")
+    if s.workers < 0:
+        raise UserError(f"--workers {s.workers}: needs 0 or more")
+    if s.tensorboard and s.log_dir is None:
+        raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
