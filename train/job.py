@@ -16,9 +16,10 @@ from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
 from train.recorders.base import Plan
+from train.resume import Keeper
 from train.saver import Saver
 from train.schedule import LearningRate
-from train.scoring import Batches, evaluation_batches
+from train.scoring import Batches, Best, evaluation_batches
 from train.step import Step
 from train.watch import Watch
 
@@ -47,10 +48,14 @@ class Job:
     rate: LearningRate
     watch: Watch
     saver: Saver
+    best: Best
+    keeper: Keeper
 
 
 def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+    """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
+
+    Raises UserError.
 
     console: where the checks of --monitor print; None for stderr.
     """
@@ -79,6 +84,9 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
     step = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(settings, ctx, plan, step)
+    best = Best()
+    keeper = Keeper(settings, ctx, plan, step, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
@@ -90,7 +98,9 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         step=step,
         rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
         watch=Watch(settings, step, console),
-        saver=Saver(settings, ctx, plan, step),
+        saver=saver,
+        best=best,
+        keeper=keeper,
     )
 
 

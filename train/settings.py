@@ -14,7 +14,7 @@ LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
 APART = frozenset(
     {"data_dir", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
-    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard"}
+    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
 )
 
 
@@ -38,6 +38,8 @@ class Settings:
     epoch. log_dir: folder of logs and metrics, None for none. log_interval: optimizer steps between two of their
     records, None for the default and no lines of their own on the terminal. tensorboard: write them for TensorBoard
     too.
+    checkpoint_every: optimizer steps between two states from which the run can be resumed. resume: go on from the
+    newest of them.
     """
 
     method: str = "single"
@@ -81,6 +83,8 @@ class Settings:
     log_dir: Path | None = None
     log_interval: int | None = None
     tensorboard: bool = False
+    checkpoint_every: int | None = None
+    resume: bool = False
     monitor: int = 0
     on_desync: Literal["raise", "warn", "resync"] | None = None
 
@@ -132,6 +136,7 @@ def check(settings: Settings, world_size: int) -> None:
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
+        ("--checkpoint-every", s.checkpoint_every),
         ("--accumulate", s.accumulate),
         ("--replicas", s.replicas),
         ("--average-every", s.average_every),

@@ -10,9 +10,10 @@ from train.bench.ranks import seconds
 from train.data import load_data
 from train.engine import Position, train_epoch
 from train.job import build_optimizer, prepare
+from train.logbook import Logbook
 from train.methods import METHODS
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.base import Recorder
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -35,9 +36,11 @@ def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any
     loader = bare.batches(data.train, settings.batch_size, ctx)
     steps = job.plan.steps_per_epoch
     position = Position(ctx.device)
+    logbook = Logbook(job, Recorder(), position)
 
     def trainer() -> None:
-        train_epoch(job, position, Silent())
+        train_epoch(job, position, logbook)
+        logbook.end_epoch(position)
         position.next_epoch()
 
     loops = {"trainer": trainer, "bare": lambda: bare.epoch(forward, optimizer, loader, ctx.device)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from train.methods.base import Replica
+from train.methods.base import NoExtraState, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Ddp:
+class Ddp(NoExtraState):
     """Every rank holds the whole model and its share of each global batch.
 
     Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not:
@@ -38,6 +38,7 @@ class Ddp:
     grouped: ClassVar[bool] = True
     refuses: ClassVar[Mapping[str, str]] = {}
     replicas = 1
+    rebuilds_buckets: ClassVar[bool] = True
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
