@@ -22,6 +22,7 @@ class Settings:
     batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
     micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
     decay of the weights' average, or None for no average.
+    channels_last: keep a pixel's channels beside each other in memory.
     comm_hook: what DDP sends of a gradient: none for all of it, fp16, bf16 or powersgd. powersgd_rank: columns of its
     matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
@@ -42,6 +43,7 @@ class Settings:
     accumulate: int = 1
     grad_clip: float | None = None
     find_unused: bool = False
+    channels_last: bool = False
     comm_hook: str = "none"
     powersgd_rank: int | None = None
     powersgd_start: int | None = None
@@ -86,6 +88,8 @@ class Settings:
             parts.append(f"clip{self.grad_clip:g}")
         if self.find_unused:
             parts.append("unused")
+        if self.channels_last:
+            parts.append("channels-last")
         if self.comm_hook != "none":
             rank = self.powersgd_rank if self.comm_hook == "powersgd" else None
             parts.append(f"hook-{self.comm_hook}{rank or ''}")
