@@ -79,6 +79,10 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     plan = make_plan(settings, samples, len(sampler))
     fault = make_fault(settings, ctx, plan.steps)
     model = build_model(settings.model, data.channels, data.classes, settings.width)
+    if settings.channels_last:
+        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
+        # stay as they are.
+        model = model.to(memory_format=torch.channels_last)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.

@@ -25,6 +25,9 @@ class Settings:
     batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
     micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
     decay of the weights' average, or None for no average.
+    channels_last: keep a pixel's channels beside each other in memory.
+    comm_hook: what DDP sends of a gradient: none for all of it, fp16, bf16 or powersgd. powersgd_rank: columns of its
+    matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
     average_every: steps between two averages of localsgd; None for its default. width: channels of the
     model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
@@ -51,6 +54,10 @@ class Settings:
     accumulate: int = 1
     grad_clip: float | None = None
     find_unused: bool = False
+    channels_last: bool = False
+    comm_hook: str = "none"
+    powersgd_rank: int | None = None
+    powersgd_start: int | None = None
     ema: float | None = None
     fault: str | None = None
     fault_step: int | None = None
@@ -104,6 +111,11 @@ class Settings:
             parts.append(f"clip{self.grad_clip:g}")
         if self.find_unused:
             parts.append("unused")
+        if self.channels_last:
+            parts.append("channels-last")
+        if self.comm_hook != "none":
+            rank = self.powersgd_rank if self.comm_hook == "powersgd" else None
+            parts.append(f"hook-{self.comm_hook}{rank or ''}")
         if self.ema is not None:
             parts.append(f"ema{self.ema:g}")
         if self.fault is not None:
@@ -143,6 +155,7 @@ def check(settings: Settings, world_size: int) -> None:
         ("--fault-step", s.fault_step),
         ("--eval-every", s.eval_every),
         ("--log-interval", s.log_interval),
+        ("--powersgd-rank", s.powersgd_rank),
     ):
         if number is not None and number < 1:
             raise UserError(f"{option} {number}: needs 1 or more")
@@ -165,6 +178,7 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--monitor {s.monitor}: needs a number of steps, or 0 for no checks")
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
+    check_hook(s)
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:
@@ -184,3 +198,18 @@ def _check_running(s: Settings) -> None:
         raise UserError(f"--workers {s.workers}: needs 0 or more")
     if s.tensorboard and s.log_dir is None:
         raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
+
+
+def check_hook(settings: Settings) -> None:
+    """Refuse what the hook of --comm-hook cannot do. Raises UserError."""
+    s = settings
+    for option, number in (("--powersgd-rank", s.powersgd_rank), ("--powersgd-start", s.powersgd_start)):
+        if number is not None and s.comm_hook != "powersgd":
+            raise UserError(f"{option}: needs --comm-hook powersgd")
+    if s.powersgd_start is not None and s.powersgd_start < 2:
+        raise UserError(f"--powersgd-start {s.powersgd_start}: needs 2 or more; DDP may change its buckets before")
+    if s.comm_hook == "powersgd" and s.amp == "fp16":
+        raise UserError(
+            "--comm-hook powersgd: not with --amp fp16: an overflow would stay in the error that it adds to the next "
+            "gradient; use --amp bf16"
+        )

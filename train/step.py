@@ -59,6 +59,9 @@ class Step:
         device = self.ctx.device
         for part, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1):
             on_device = xs.to(device, non_blocking=True)  # where it is pinned, the CPU goes on meanwhile
+            if self.settings.channels_last and on_device.dim() == 4:
+                # As the weights are, or each convolution would rearrange one of the two.
+                on_device = on_device.contiguous(memory_format=torch.channels_last)
             # Gradients add up over the micro-batches; they travel to the other ranks once, with the last.
             with nullcontext() if part == parts else self.method.no_sync():
                 self._accumulate(on_device, ys.to(device, non_blocking=True), samples, meter)
