@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from train.data import DistributedBatchSampler, load_data, smallest_share
+from train.data import DataOptions, DistributedBatchSampler, download, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
 from train.methods import METHODS, check_modifiers
@@ -18,6 +18,7 @@ from train.models import build_model
 from train.progress import Plan
 from train.saver import Saver
 from train.scoring import Batches, evaluation_batches
+from train.seeds import seed_rank
 from train.step import Step
 from train.watch import Watch
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from train.data import Data
+    from train.data.dataset import Images
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
@@ -39,6 +42,7 @@ class Job:
     ctx: RankContext
     plan: Plan
     sampler: DistributedBatchSampler
+    train_samples: Images
     train_batches: Batches
     test_batches: Batches
     method: Method
@@ -55,8 +59,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
-    with ctx.together():
-        data = load_data(settings.data, settings.data_dir, settings.limit_train)
+    data = load(settings, ctx)
     samples = len(data.train)
     method = METHODS[settings.method](settings, ctx)
     sampler = DistributedBatchSampler(
@@ -71,24 +74,49 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     )
     plan = make_plan(settings, samples, len(sampler))
     fault = make_fault(settings, ctx, plan.steps)
-    model = build_model(settings.model, data.channels, data.classes, settings.width)
+    model = build_model(
+        settings.model,
+        data.channels,
+        data.classes,
+        settings.width,
+        image_size=data.image_size,
+        depth=settings.depth,
+        alpha=settings.alpha,
+    )
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
+    # From here on the ranks draw from streams of their own.
+    seed_rank(settings.seed, ctx)
     step = Step(settings, ctx, method, forward, optimizer, fault)
     return Job(
         settings=settings,
         ctx=ctx,
         plan=plan,
         sampler=sampler,
-        train_batches=DataLoader(data.train, batch_sampler=sampler),
+        train_samples=data.train,
+        # batch_size=None: the data set is asked for a whole batch at once, and there is nothing to put together.
+        train_batches=DataLoader(data.train, sampler=sampler, batch_size=None),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
         watch=Watch(settings, step, console),
         saver=Saver(settings, ctx, plan, step),
     )
+
+
+def load(settings: Settings, ctx: RankContext) -> Data:
+    """Load the data, on one rank of each machine download it first if that is asked for; a collective.
+
+    Raises UserError on all ranks alike.
+    """
+    with ctx.together():
+        if settings.download and ctx.local_rank == 0:
+            download(settings.data, settings.data_dir)
+    with ctx.together():
+        data = load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
+    return data
 
 
 def check_agreement(settings: Settings, ctx: RankContext) -> None:
