@@ -115,8 +115,7 @@ def load(settings: Settings, ctx: RankContext) -> Data:
         if settings.download and ctx.local_rank == 0:
             download(settings.data, settings.data_dir)
     with ctx.together():
-        data = load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
-    return data
+        return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
 
 
 def check_agreement(settings: Settings, ctx: RankContext) -> None:

@@ -27,7 +27,7 @@ def mixed(*numbers: int) -> int:
 
 
 def mixed_each(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Make a number of 64 bits from the seed and each index: [N] of [N]. The same as `mixed(seed, index)` is not meant."""
+    """Make a number of 64 bits from a mixed seed and each index: [N] of [N]."""
     return scrambled(np.uint64(seed) ^ scrambled(indices.astype(np.uint64)))
 
 

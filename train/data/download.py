@@ -1,4 +1,4 @@
-"""Fetches a data set by torchvision, in a way that neither a broken download nor two machines at once leave half a file."""
+"""Fetches a data set by torchvision; neither a broken download nor two machines at once leave half a file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FAILURES = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.
 def fetch(source: Source, folder: Path | None) -> None:
     """Download the data set into `folder`, unless it is there and can be read. Raises UserError.
 
-    torchvision unpacks in a folder of its own within `folder`, and what is right is then moved over, file by file. Several
-    machines that share the folder may do so at once: each puts the same bytes there.
+    torchvision unpacks in a folder of its own within `folder`; what is right is then moved over, file by file.
+    Machines that share the folder may do so at once: each puts the same bytes there.
     """
     try:
         source.read(folder)

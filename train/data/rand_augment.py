@@ -84,8 +84,8 @@ def translate_y(image: Image.Image, m: float, fill: Fill) -> Image.Image:
 
 
 def posterize(image: Image.Image, m: float, fill: Fill) -> Image.Image:  # noqa: ARG001 - one signature for all
-    """Keep the 4 to 0 highest bits of each value."""
-    return ImageOps.posterize(image, 4 - math.floor(4 * m))
+    """Keep the 4 to 1 highest bits of each value; timm goes down to 0, which PIL no longer takes."""
+    return ImageOps.posterize(image, max(1, 4 - math.floor(4 * m)))
 
 
 def solarize(image: Image.Image, m: float, fill: Fill) -> Image.Image:  # noqa: ARG001
@@ -100,7 +100,7 @@ def solarize_add(image: Image.Image, m: float, fill: Fill) -> Image.Image:  # no
 
 
 def enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    """Move away from the image in one of PIL's enhancements: by a factor of up to 0.1 or 1.9, where 1 changes nothing."""
+    """Apply one of PIL's enhancements by a factor of 0.1 to 1.9, where 1 changes nothing."""
     return lambda image, m, _: kind(image).enhance(max(0.1, 1 + signed(0.9 * m)))
 
 

@@ -1,14 +1,13 @@
 """MNIST, CIFAR-10 and CIFAR-100, read by torchvision from the folder that it calls root, and kept in memory as bytes.
 
-CIFAR's files are pickles, which can run anything when they are read. torchvision reads one only if its MD5 is that of the
-published file, and so they are checked here too, to say which is not.
+CIFAR's files are pickles, which can run anything when they are read. torchvision reads one only if its MD5 is that of
+the published file; so they are checked here too, to say which is not.
 """
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,8 @@ from train.data.dataset import Data, DataOptions, Images, Normalize
 from train.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 # What reading a damaged file raises, in torchvision, numpy, torch and pickle.
@@ -93,7 +94,7 @@ class Source:
     def dataset(self) -> Any:
         """Give torchvision's class. Raises UserError where torchvision is missing."""
         try:
-            from torchvision import datasets  # here, because it takes seconds and few runs need it
+            from torchvision import datasets  # type: ignore[import-untyped]  # here, because it takes seconds and few runs need it
         except ImportError as error:
             raise UserError(f"--data {self.name} needs torchvision: pip install -e '.[train]'") from error
         return getattr(datasets, self.kind)

@@ -1,8 +1,8 @@
 """A small Vision Transformer (https://arxiv.org/abs/2010.11929) with LayerNorm, so nothing in it sees other samples.
 
-What BatchNorm makes of a replica depends on the samples of its rank; LayerNorm has no statistics to keep, and replicas of
-this network stay equal under plain DDP. Unlike the paper's it averages over the patches and has no class token, and no
-dropout. Shapes: x is [N, channels, H, W] with the H and W that it was built for, logits are [N, classes].
+What BatchNorm makes of a replica depends on the samples of its rank; LayerNorm has no statistics to keep, and replicas
+of this network stay equal under plain DDP. Unlike the paper's it averages over the patches and has no class token, and
+no dropout. Shapes: x is [N, channels, H, W] with the H and W that it was built for, logits are [N, classes].
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
 
 
 def patch_size(image_size: int) -> int:
-    """Choose the smallest patches, of 2x2 or more, of which at most 64 fill the image: 2 for 8x8, 4 for 28x28 and 32x32."""
+    """Choose the smallest patches, 2x2 at least, of which up to 64 fill the image: 2 for 8x8, 4 for 28x28 and 32x32."""
     sizes = range(2, image_size + 1)
     fitting = (size for size in sizes if image_size % size == 0 and (image_size // size) ** 2 <= MOST_PATCHES)
     return next(fitting, image_size)
