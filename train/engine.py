@@ -90,6 +90,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
     steps, start, seen = job.plan.steps, time.perf_counter(), 0
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
+    job.train_samples.set_epoch(position.epoch - 1)
     job.step.forward.train()
     logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps - position.step)

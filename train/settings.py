@@ -13,7 +13,7 @@ from train.errors import UserError
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
 APART = frozenset(
-    {"data_dir", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
+    {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
     | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
 )
 
@@ -30,8 +30,10 @@ class Settings:
     matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
     average_every: steps between two averages of localsgd; None for its default. width: channels of the
-    model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
-    training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
+    model's first layer, depth: its layers or blocks, alpha: channels that it adds; None for the model's own.
+    download: fetch the data if it is not there. augment: how training images are changed at random. image_size,
+    channels, classes, train_samples: of synthetic data; None for its own. lr: peak of the schedule. limit_train: keep
+    this many training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
     counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
     ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
@@ -63,8 +65,16 @@ class Settings:
     fault_step: int | None = None
     model: str = "resnet8"
     width: int | None = None
+    depth: int | None = None
+    alpha: int | None = None
     data: str = "digits"
     data_dir: Path | None = None
+    download: bool = False
+    augment: str = "none"
+    image_size: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    train_samples: int | None = None
     limit_train: int | None = None
     shuffle: bool = True
     keep_last: bool = False
@@ -145,6 +155,12 @@ def check(settings: Settings, world_size: int) -> None:
         ("--epochs", s.epochs),
         ("--batch-size", s.batch_size),
         ("--width", s.width),
+        ("--depth", s.depth),
+        ("--alpha", s.alpha),
+        ("--image-size", s.image_size),
+        ("--channels", s.channels),
+        ("--classes", s.classes),
+        ("--train-samples", s.train_samples),
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
