@@ -31,7 +31,8 @@ class Result:
     """What a run achieved.
 
     seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
-    ranks. replaced: files of an earlier run of the same name that are gone.
+    ranks. replaced: files of an earlier run of the same name that are gone. failed: which saves on the way have failed,
+    as a sentence; empty if none.
     """
 
     run: str
@@ -42,6 +43,7 @@ class Result:
     test: Score
     saved: tuple[Path, ...]
     replaced: int
+    failed: str = ""
 
 
 def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard | None = None) -> Result:
@@ -71,7 +73,8 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
     seconds = time.perf_counter() - start
     recorder.end(seconds)
     epochs, saver = position.epoch, job.saver
-    return Result(settings.run, epochs, position.step, seconds, trained, test, tuple(saver.saved), saver.replaced)
+    saved, failed = tuple(saver.saved), saver.attempts.failed
+    return Result(settings.run, epochs, position.step, seconds, trained, test, saved, saver.replaced, failed)
 
 
 def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Score) -> Score | None:

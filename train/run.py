@@ -107,6 +107,8 @@ def work(args: argparse.Namespace) -> Ending:
             result = train(settings, ctx, recorder, SIGNALS)
         if ctx.is_main:
             output.write(summary(result))
+        if result.failed:
+            return Ending(2, result.failed, alike=True)
         if output.lost is not None:
             # Not before: a lost console must not cost the training.
             reason = output.lost.strerror

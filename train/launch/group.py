@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -126,5 +127,6 @@ def close(ctx: RankContext, store: Store, timeout: float) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    # gloo adds advice to its first line.
-    return str(error).strip().partition("\n")[0].partition(" This is typically")[0]
+    # gloo adds advice to its first line, and begins it with the place in its sources.
+    line = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
+    return re.sub(r"^\[[^\]]*\.(?:cc|h|cpp):\d+\] ", "", line)

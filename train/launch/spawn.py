@@ -203,7 +203,7 @@ def verdict(codes: Sequence[int | None], notes: Sequence[Ending | None]) -> Endi
     failed = [note for note in notes if note is not None and note.code != 0]
     # 2 is the user's mistake, 1 another rank's end; all ranks' word counts more than one's.
     ending = min(failed, key=lambda note: (-note.code, not note.alike), default=Ending())
-    if ending.code == 1 and None in codes:
+    if ending.code == 1 and None in codes and f"rank {codes.index(None)} " not in ending.message:
         return Ending(1, f"rank {codes.index(None)} stood still: {ending.message}")
     return ending
 
