@@ -168,6 +168,7 @@ def test_all_ranks_hear_of_a_full_disk(ctx: RankContext, syncheck_rank: Rank, mo
     path = settings.out / "ddp_rank1.pth"
     with pytest.raises(UserError, match=rf"^rank 1: cannot write {path}: No space left on device$"):
         run(ctx, settings)
+    syncheck_rank.barrier()
     assert {path: path.read_bytes() for path in settings.out.iterdir()} == before
 
 
