@@ -153,7 +153,7 @@ def wait(processes: Sequence[BaseProcess], signals: socket) -> int:
         running = [process for process in running if process.exitcode is None]
         if deadline == float("inf") and any(process.exitcode for process in processes):
             deadline = time.monotonic() + LINGER
-    return 0
+    return number
 
 
 def _tell(processes: Sequence[BaseProcess], number: int) -> None:

@@ -34,7 +34,8 @@ def by_hand(programs: Programs, ranks: int, *arguments: Any) -> list[subprocess.
 def trains(process: subprocess.Popen[str]) -> None:
     """Wait for the line of the first epoch, which rank 0 prints."""
     assert process.stdout is not None
-    assert ": epoch" in process.stdout.readline()
+    while ": epoch" not in (line := process.stdout.readline()):
+        assert line, "it has ended"
 
 
 def gone(programs: Programs, processes: list[subprocess.Popen[str]]) -> list[Run]:
@@ -81,20 +82,20 @@ def environment(pid: int) -> str:
 
 def test_killed_while_it_saves(programs: Programs, tmp_path: Path) -> None:
     """After -9 in a run that saves at every step all files load; resumed, it ends with the bits of one left alone."""
-    saves = ("--checkpoint-every", 1, "--save-every", 1, "--max-steps", 120, "--width", 4, "--progress", "none")
+    saves = ("--checkpoint-every", 1, "--save-every", 1, "--max-steps", 60, "--width", 4, "--progress", "none")
     where = ("--init-method", f"file://{tmp_path}/meeting", "--out", "parts", "--timeout", 30)
     ranks = by_hand(programs, 2, *where, *saves)
     history = tmp_path / "parts" / "history" / "ddp"
-    wait_for(lambda: (history / "step_20" / "rank_1.pth").exists(), timeout=60)
+    wait_for(lambda: (history / "step_10" / "rank_1.pth").exists(), timeout=60)
     ranks[1].kill()
     gone(programs, ranks)
     files = list(history.glob("step_*/rank_*.pth"))
-    assert len(files) >= 39
+    assert len(files) >= 19
     for file in files:
         assert load(file)["step"] == int(file.parent.name.removeprefix("step_"))
     resumed = programs.run(*TRAIN, "--spawn", 2, *saves, "--out", "parts", "--resume")
     assert resumed.returncode == 0
-    assert re.match(r"run.py: resumed ddp at step \d+/120, ", resumed.stderr)
+    assert re.match(r"run.py: resumed ddp at step \d+/60, ", resumed.stderr)
     assert not list((tmp_path / "parts").rglob("*.tmp"))
     assert programs.run(*TRAIN, "--spawn", 2, *saves, "--out", "whole").returncode == 0
     for name in ("ddp_rank0.pth", "ddp_rank1.pth"):
