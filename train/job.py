@@ -84,19 +84,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     )
     plan = make_plan(settings, samples, len(sampler))
     fault = make_fault(settings, ctx, plan.steps)
-    model = build_model(
-        settings.model,
-        data.channels,
-        data.classes,
-        settings.width,
-        image_size=data.image_size,
-        depth=settings.depth,
-        alpha=settings.alpha,
-    )
-    if settings.channels_last:
-        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
-        # stay as they are.
-        model = model.to(memory_format=torch.channels_last)
+    model = make_model(settings, data)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.
@@ -136,6 +124,24 @@ def load(settings: Settings, ctx: RankContext) -> Data:
             download(settings.data, settings.data_dir)
     with ctx.together():
         return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
+
+
+def make_model(settings: Settings, data: Data) -> nn.Module:
+    """Build the network that the settings name, for this data. Raises UserError."""
+    model = build_model(
+        settings.model,
+        data.channels,
+        data.classes,
+        settings.width,
+        image_size=data.image_size,
+        depth=settings.depth,
+        alpha=settings.alpha,
+    )
+    if settings.channels_last:
+        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
+        # stay as they are.
+        model = model.to(memory_format=torch.channels_last)
+    return model
 
 
 def check_agreement(settings: Settings, ctx: RankContext) -> None:

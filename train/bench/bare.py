@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,8 +20,10 @@ Loader = DataLoader[tuple[torch.Tensor, ...]]
 
 def batches(samples: Dataset[tuple[torch.Tensor, ...]], batch_size: int, ctx: RankContext) -> Loader:
     """Give each rank its share of every global batch, in a new order each epoch. batch_size: of all ranks together."""
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples, ctx.world_size, ctx.rank)
-    return DataLoader(samples, batch_size // ctx.world_size, sampler=sampler, drop_last=True)
+    sampler: Sampler[int] = DistributedSampler(samples, ctx.world_size, ctx.rank)
+    # As fast as the trainer's own: the data set is asked for a whole batch at once.
+    whole = BatchSampler(sampler, batch_size // ctx.world_size, drop_last=True)
+    return DataLoader(samples, sampler=whole, batch_size=None)
 
 
 def epoch(forward: nn.Module, optimizer: Optimizer, loader: Loader, device: torch.device) -> int:

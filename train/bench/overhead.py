@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from train.bench import bare
 from train.bench.ranks import seconds
-from train.data import load_data
 from train.engine import Position, train_epoch
-from train.job import build_optimizer, prepare
+from train.job import build_optimizer, load, make_model, prepare
 from train.logbook import Logbook
 from train.methods import METHODS
-from train.models import build_model
 from train.recorders.base import Recorder
 
 if TYPE_CHECKING:
@@ -28,9 +26,9 @@ def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any
     pairs, their median, and seconds a step of the slowest rank.
     """
     job = prepare(settings, ctx)
-    data = load_data(settings.data, settings.data_dir, settings.limit_train)
+    data = load(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
-    forward = method.wrap(build_model(settings.model, data.channels, data.classes, settings.width))
+    forward = method.wrap(make_model(settings, data))
     forward.train()
     optimizer = build_optimizer(settings, method)
     loader = bare.batches(data.train, settings.batch_size, ctx)

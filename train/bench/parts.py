@@ -10,10 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from train.bench.ranks import seconds
-from train.data import load_data
-from train.job import build_optimizer
+from train.job import build_optimizer, load, make_model
 from train.methods import METHODS
-from train.models import build_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,13 +33,12 @@ def parts(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
     all ranks on their shares at once, each for itself, so without any communication. ddp: the same under DDP. reduce:
     an all-reduce of as many bytes as the gradient has, alone. And gradient_bytes.
     """
-    data = load_data(settings.data, settings.data_dir, settings.batch_size)
-    samples = [data.train[i] for i in range(settings.batch_size)]
-    x, y = (torch.stack(column).to(ctx.device) for column in zip(*samples, strict=True))
+    data = load(settings, ctx)
+    x, y = (column.to(ctx.device) for column in data.train[: settings.batch_size])
     mine = slice(ctx.rank, None, ctx.world_size)
     method = METHODS["ddp"](settings, ctx)
     torch.manual_seed(settings.seed)
-    forward = method.wrap(build_model(settings.model, data.channels, data.classes, settings.width))
+    forward = method.wrap(make_model(settings, data))
     optimizer = build_optimizer(settings, method)
     gradient = torch.zeros(sum(p.numel() for p in method.module.parameters()), device=ctx.device)
     work: dict[str, Callable[[], object]] = {
