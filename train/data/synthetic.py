@@ -21,7 +21,8 @@ SEED = 0  # of the data, not of the run: all runs train on the same images
 POOL = 2**24  # bytes of noise
 PATCHES = 4  # along each edge
 MOST_PIXELS = 2**24  # of one image, all channels: larger than any in use, and what a pool can hold
-MOST_CLASSES = 2**20
+MOST_CLASSES = 65_536
+MOST_SAMPLES = 2**24  # ten times ImageNet's; their order alone is a list of that length
 # Half of an even distribution over 0 to 255 plus half of another: mean 1/2, variance 2 (1/2)^2 / 12.
 MEAN, STD = 0.5, 24**-0.5
 
@@ -70,10 +71,10 @@ def load_synthetic(folder: Path | None, options: DataOptions) -> Data:
     classes, samples = options.classes or CLASSES, options.train_samples or TRAIN_SAMPLES
     if channels * size**2 > MOST_PIXELS:
         raise UserError(f"--image-size {size} --channels {channels}: an image of more than {MOST_PIXELS} bytes")
-    if classes > MOST_CLASSES or classes * channels * PATCHES**2 > 2**28:
-        raise UserError(f"--classes {classes}: more than {MOST_CLASSES}, or of too many channels")
-    if samples >= 2**48:
-        raise UserError(f"--train-samples {samples}: needs fewer than 2**48")
+    if classes > MOST_CLASSES or classes * channels > MOST_PIXELS:
+        raise UserError(f"--classes {classes}: needs {MOST_CLASSES} or fewer, and fewer with many channels")
+    if samples > MOST_SAMPLES:
+        raise UserError(f"--train-samples {samples}: needs {MOST_SAMPLES} or fewer")
     shape = (channels, size, size)
     train = Synthetic(shape, classes, samples, 0, augmentation(options, channels, flip=True))
     test = Synthetic(shape, classes, max(1, samples // 10), samples)
