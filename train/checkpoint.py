@@ -1,4 +1,7 @@
-"""One checkpoint per rank: `<out>/<run>_rank<r>.<ext>`, and `<out>/history/<run>/step_<n>/rank_<r>.<ext>`.
+"""One checkpoint per rank.
+
+Of the end of a run `<out>/<run>_rank<r>.<ext>`, of its steps `<out>/history/<run>/step_<n>/rank_<r>.<ext>`, and of its
+best epoch `<out>/best/<run>/rank_<r>.<ext>`.
 
 The replicas of a model are equal, or so one hopes: a trainer that saves rank 0 only can never show that they
 are not.
@@ -20,7 +23,7 @@ import torch
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -48,11 +51,11 @@ def encode_pth(snapshot: Snapshot) -> bytes:
     """Serialize with torch.save, in a form that torch.load(weights_only=True) accepts."""
     buffer = io.BytesIO()
     content = {
-        "model": {name: _copy(tensor) for name, tensor in snapshot.model.items()},
-        **({} if snapshot.ema is None else {"ema": {n: _copy(tensor) for n, tensor in snapshot.ema.items()}}),
+        "model": {name: copied(tensor) for name, tensor in snapshot.model.items()},
+        **({} if snapshot.ema is None else {"ema": {n: copied(tensor) for n, tensor in snapshot.ema.items()}}),
         "optimizer": {
             "state": {
-                index: {key: _copy(value) for key, value in states.items()}
+                index: {key: copied(value) for key, value in states.items()}
                 for index, states in snapshot.optimizer["state"].items()
             },
             "param_groups": snapshot.optimizer["param_groups"],
@@ -85,10 +88,10 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
                 tensors[f"optimizer.{names[index]}.{key}"] = value
     strings = {"syncheck": json.dumps(snapshot.block), "epoch": str(snapshot.epoch)}
     strings["step"] = str(snapshot.step)
-    return save({name: _copy(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
+    return save({name: copied(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copy a tensor to the CPU, and pass anything else on.
 
     Even where it is there already: of a view torch.save would write the whole storage behind it, and
@@ -112,6 +115,11 @@ def final_path(out: Path, run: str, rank: int, extension: str) -> Path:
 def step_path(out: Path, run: str, step: int, rank: int, extension: str) -> Path:
     """Name the file of one rank after `step` optimizer steps."""
     return out / "history" / run / f"step_{step}" / f"rank_{rank}.{extension}"
+
+
+def best_path(out: Path, run: str, rank: int, extension: str) -> Path:
+    """Name the file of one rank after the epoch that was best on the test set."""
+    return out / "best" / run / f"rank_{rank}.{extension}"
 
 
 def write_atomic(path: Path, payload: bytes) -> None:
@@ -157,19 +165,21 @@ def check_writable(out: Path) -> None:
         raise UserError(f"cannot write to --out {out}: {error.strerror}") from error
 
 
-def remove_run(out: Path, run: str) -> int:
+def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
     """Remove what an earlier run of the same name left: any rank, any step, any format; nothing else.
+
+    keep: files of a run that goes on.
 
     Without this a run on 2 ranks would leave ranks 2 and 3 of an earlier one on 4 beside its own files.
     Returns the number of its checkpoints. Raises UserError.
     """
     removed = 0
     try:
-        for path in _files_of(out, run):
+        for path in set(_files_of(out, run)) - set(keep):
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
-        history = out / "history" / run
-        for folder in (*history.glob("step_*"), history, history.parent):
+        history, best = out / "history" / run, out / "best" / run
+        for folder in (*history.glob("step_*"), history, history.parent, best, best.parent):
             with suppress(OSError):  # not there, or something of the user's is in it
                 folder.rmdir()
     except OSError as error:
@@ -183,6 +193,7 @@ def _files_of(out: Path, run: str) -> Iterator[Path]:
     final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
     moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")
     yield from [path for path in out.iterdir() if final.fullmatch(path.name)]
-    for folder in (out / "history" / run).glob("step_*"):
-        if re.fullmatch(r"step_\d+", folder.name) and folder.is_dir():
+    steps = [f for f in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", f.name)]
+    for folder in (*steps, out / "best" / run):
+        if folder.is_dir():
             yield from [path for path in folder.iterdir() if moment.fullmatch(path.name)]

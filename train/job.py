@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from train.data import DataOptions, DistributedBatchSampler, download, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
+from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
-from train.progress import Plan
+from train.recorders.base import Plan
+from train.resume import Keeper
 from train.saver import Saver
-from train.scoring import Batches, evaluation_batches
+from train.schedule import LearningRate
+from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank
 from train.step import Step
 from train.watch import Watch
@@ -47,12 +49,17 @@ class Job:
     test_batches: Batches
     method: Method
     step: Step
+    rate: LearningRate
     watch: Watch
     saver: Saver
+    best: Best
+    keeper: Keeper
 
 
 def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+    """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
+
+    Raises UserError.
 
     console: where the checks of --monitor print; None for stderr.
     """
@@ -74,15 +81,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     )
     plan = make_plan(settings, samples, len(sampler))
     fault = make_fault(settings, ctx, plan.steps)
-    model = build_model(
-        settings.model,
-        data.channels,
-        data.classes,
-        settings.width,
-        image_size=data.image_size,
-        depth=settings.depth,
-        alpha=settings.alpha,
-    )
+    model = make_model(settings, data)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.
@@ -90,19 +89,24 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     # From here on the ranks draw from streams of their own.
     seed_rank(settings.seed, ctx)
     step = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(settings, ctx, plan, step)
+    best = Best()
+    keeper = Keeper(settings, ctx, plan, step, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
         plan=plan,
         sampler=sampler,
         train_samples=data.train,
-        # batch_size=None: the data set is asked for a whole batch at once, and there is nothing to put together.
-        train_batches=DataLoader(data.train, sampler=sampler, batch_size=None),
+        train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
+        rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
         watch=Watch(settings, step, console),
-        saver=Saver(settings, ctx, plan, step),
+        saver=saver,
+        best=best,
+        keeper=keeper,
     )
 
 
@@ -118,12 +122,32 @@ def load(settings: Settings, ctx: RankContext) -> Data:
         return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
 
 
+def make_model(settings: Settings, data: Data) -> nn.Module:
+    """Build the network that the settings name, for this data. Raises UserError."""
+    model = build_model(
+        settings.model,
+        data.channels,
+        data.classes,
+        settings.width,
+        image_size=data.image_size,
+        depth=settings.depth,
+        alpha=settings.alpha,
+    )
+    if settings.channels_last:
+        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
+        # stay as they are.
+        model = model.to(memory_format=torch.channels_last)
+    return model
+
+
 def check_agreement(settings: Settings, ctx: RankContext) -> None:
     """Refuse ranks that were started with different options: they would wait for each other, or train nonsense.
 
     A collective. Raises UserError on all ranks alike. Only folders may differ.
     """
-    ranks = ctx.gather({name: value for name, value in vars(settings).items() if name not in ("data_dir", "out")})
+    folders = ("data_dir", "out", "log_dir")
+    mine = {name: value for name, value in vars(settings).items() if name not in folders}
+    ranks = ctx.gather(mine | {"log_dir": "given" if settings.log_dir else None})
     for rank, theirs in enumerate(ranks):
         for name, value in theirs.items():
             if value != ranks[0][name]:

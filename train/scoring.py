@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -52,3 +52,30 @@ def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
             meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
     module.train()
     return meter.over_ranks(ctx)
+
+
+class Best:
+    """The best epoch so far, by accuracy on the test set; of equal ones the first.
+
+    accuracy: 0 to 1. epoch: counted from 1. step: optimizer steps done then. None before the first evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.accuracy: float | None = None
+        self.epoch: int | None = None
+        self.step: int | None = None
+
+    def take(self, test: Score, epoch: int, step: int) -> bool:
+        """Take one evaluation in; returns whether it is the best so far. Equal on all ranks, for the score is."""
+        if self.accuracy is not None and not test.accuracy > self.accuracy:
+            return False
+        self.accuracy, self.epoch, self.step = test.accuracy, epoch, step
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Give what `restore` takes: JSON values."""
+        return {"accuracy": self.accuracy, "epoch": self.epoch, "step": self.step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from where another run was."""
+        self.accuracy, self.epoch, self.step = state["accuracy"], state["epoch"], state["step"]

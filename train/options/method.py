@@ -55,6 +55,17 @@ def add_modifiers(group: argparse._ArgumentGroup) -> None:
         "--find-unused", action="store_true", help="let DDP look for parameters that a step does not use"
     )
     group.add_argument(
+        "--channels-last", action="store_true", help="memory format of images and weights: NHWC, faster on many GPUs"
+    )
+    group.add_argument(
+        "--comm-hook",
+        choices=("none", "fp16", "bf16", "powersgd"),
+        default=DEFAULT.comm_hook,
+        help="what DDP sends of a gradient: all, half as many bytes, or thin matrices (%(default)s)",
+    )
+    group.add_argument("--powersgd-rank", type=int, metavar="N", help="powersgd: columns of its matrices (1)")
+    group.add_argument("--powersgd-start", type=int, metavar="N", help="powersgd: steps without it at first (2)")
+    group.add_argument(
         "--ema", type=float, metavar="DECAY", help="also keep and save the moving average of the weights, like 0.999"
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from train.data import AUGMENTATIONS, DATASETS
 from train.models import MODELS, list_models
 from train.options.parser import Print
+from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES
 
 if TYPE_CHECKING:
@@ -60,6 +61,13 @@ def add_task(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="train on the last, smaller batch of each epoch too, if every share of it has 2 samples or more",
     )
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=DEFAULT.workers,
+        metavar="N",
+        help="processes of each rank that load data; 0: the rank itself (%(default)s)",
+    )
     group.add_argument("--no-shuffle", action="store_true", help="the same order in every epoch")
 
 
@@ -78,7 +86,17 @@ def add_optimization(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--optimizer", choices=LEARNING_RATES, default=DEFAULT.optimizer, help="(%(default)s)")
     rates = ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items())
-    group.add_argument("--lr", type=float, help=f"peak of warm-up and cosine decay (default: {rates})")
+    group.add_argument("--lr", type=float, help=f"peak of warm-up and decay (default: {rates})")
+    group.add_argument(
+        "--lr-scale",
+        choices=SCALES,
+        default=DEFAULT.lr_scale,
+        help="--lr is for one process: multiply it by the number of processes, or its root. For when you raise "
+        "--batch-size, which is global, with them; where it stays, none is right (%(default)s)",
+    )
+    group.add_argument("--schedule", choices=SCHEDULES, default=DEFAULT.schedule, help="after warm-up (%(default)s)")
+    group.add_argument("--warmup-steps", type=int, metavar="N", help="of a rising rate (a tenth of the run)")
+    group.add_argument("--warmup-epochs", type=float, metavar="X", help="the same in epochs, also parts of one")
     group.add_argument("--momentum", type=float, default=DEFAULT.momentum, help="of sgd (%(default)s)")
     group.add_argument("--weight-decay", type=float, default=DEFAULT.weight_decay, help="(%(default)s)")
     group.add_argument("--seed", type=int, default=DEFAULT.seed, help="of weights and order (%(default)s)")
