@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,15 @@ def test_one_sample_is_that_of_its_batch(kind: str) -> None:
     with pytest.raises(IndexError):
         _ = images[24]
     assert torch.equal(images.first(6)[5][0], batch[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_process_gets_the_same_bits(kind: str) -> None:
+    """What is pickled for a worker that is not forked changes images as the original does, in the same epoch."""
+    images = augmented(kind)
+    images.set_epoch(2)
+    copied = pickle.loads(pickle.dumps(images))
+    assert torch.equal(copied[:][0], images[:][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

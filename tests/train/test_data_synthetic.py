@@ -29,6 +29,7 @@ def test_synthetic_data_is_of_any_size() -> None:
     assert (x.dtype, x.shape, y.tolist()) == (torch.float32, (3, 3, 32, 32), [0, 9, 2])
     data = load_data("synthetic", None, None, DataOptions(500, 4, 1000, 2_000_000))
     assert data.train[[1_999_999]][0].shape == (1, 4, 500, 500)
+    assert not data.train.enlarged  # a pattern for each of the classes would take a gigabyte
     assert (len(data.train), len(data.test), data.classes) == (2_000_000, 200_000, 1000)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
 import shutil
 import threading
@@ -19,8 +20,10 @@ from data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
 from train.data import DataOptions, download, load_data
 from train.engine import train
 from train.errors import UserError
+from train.evaluate import main as evaluate
 from train.job import load
 from train.launch import RankContext
+from train.models import build_model
 from train.progress import Silent
 from train.run import main
 from train.settings import Settings
@@ -265,6 +268,22 @@ def test_no_network_is_one_line(
     assert line.endswith("put into the folder MNIST/raw with the unpacked files of "
                          "https://ossci-datasets.s3.amazonaws.com/mnist/")  # fmt: skip
     assert list(here.iterdir()) == []
+
+
+def test_checkpoints_are_evaluated_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train.evaluate --data-dir` scores a run on MNIST's test files; without the folder it says which is needed."""
+    mnist(tmp_path)
+    model = build_model("mnist_convnet", 1, 10, 4, image_size=28)
+    config = {"model": "mnist_convnet", "width": 4, "data": "mnist"}
+    for rank in range(2):
+        block = {"schema": 1, "run": "made", "run_id": "1", "rank": rank, "world_size": 2, "step": 1, "config": config}
+        torch.save({"model": model.state_dict(), "syncheck": block}, tmp_path / f"made_rank{rank}.pth")
+    files = [str(tmp_path / f"made_rank{rank}.pth") for rank in range(2)]
+    assert evaluate([*files, "--data-dir", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [rank["own"]["samples"] for rank in found["ranks"]] == [40, 40]
+    assert evaluate(files) == 2
+    assert capsys.readouterr().err.startswith("evaluate.py: --data mnist: needs --data-dir, the folder that holds")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

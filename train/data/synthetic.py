@@ -45,8 +45,10 @@ class Synthetic(Images):
         pool = np.frombuffer(bytearray(random.bytes(POOL + self.pixels)), np.uint8)
         patterns = random.randint(0, 128, (classes, shape[0], PATCHES, PATCHES), np.uint8)
         self.pool = torch.from_numpy(pool) // 2
-        self.patterns = torch.from_numpy(patterns)
         self.shape, self.classes, self.offset = shape, classes, first
+        self.patterns, self.enlarged = torch.from_numpy(patterns), classes * self.pixels <= POOL
+        if self.enlarged:
+            self.patterns = self.enlarge(self.patterns)
         super().__init__(torch.empty(0, *shape), torch.empty(0), Normalize((MEAN,), (STD,)), augment)
         self.samples = samples
 
@@ -56,11 +58,15 @@ class Synthetic(Images):
         starts = mixed_each(SEED, (rows + self.offset).numpy()) % np.uint64(POOL)
         # Every piece of the pool is a row of this view; a gather copies the rows that are asked for.
         pieces = self.pool.as_strided((POOL, self.pixels), (1, 1))
-        noise = pieces[torch.from_numpy(starts.astype(np.int64))].view(-1, *self.shape)
-        size = self.shape[1:]
-        # Nearest neighbour by index: interpolation of bytes would be done in floating point.
-        y, x = (torch.arange(edge) * PATCHES // edge for edge in size)
-        return noise + self.patterns[labels][:, :, y[:, None], x], labels
+        noise = pieces.index_select(0, torch.from_numpy(starts.astype(np.int64))).view(-1, *self.shape)
+        patterns = self.patterns.index_select(0, labels)
+        return noise.add_(patterns if self.enlarged else self.enlarge(patterns)), labels
+
+    def enlarge(self, patterns: Tensor) -> Tensor:
+        """Make patches as large as an image needs: [N, channels, 4, 4] to [N, channels, H, W]."""
+        # By index: interpolation of bytes would be done in floating point.
+        y, x = (torch.arange(edge) * PATCHES // edge for edge in self.shape[1:])
+        return patterns[:, :, y[:, None], x]
 
 
 def load_synthetic(folder: Path | None, options: DataOptions) -> Data:
