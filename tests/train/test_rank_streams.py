@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from resumed import TINY, assert_bitwise
 from scenarios import SMALL, fsdp, run, trained, whole_state
 
 import syncheck
@@ -69,6 +70,12 @@ def test_a_run_with_dropout_is_reproducible(ctx: RankContext, method: str) -> No
         state = {name: tensor.tolist() for name, tensor in first.items()}
         theirs = ctx.gather(state)
         assert theirs == [state] * 2
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_resumed_run_draws_on(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Crashed within the first and the second epoch and resumed, dropout and augmentation go on bit by bit."""
+    assert_bitwise(ctx, syncheck_rank.shared, replace(TINY, model="mnist_convnet", augment="basic"), [3, 6])
 
 
 def test_dropout_of_dp_is_reproducible() -> None:
