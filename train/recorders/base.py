@@ -114,8 +114,8 @@ class Recorder:
 
     The hooks are called on every rank, in this order: start, then step (each one, this rank's own numbers) and log
     (every --log-interval steps, all ranks' numbers), epoch, end; note and warn at any time. None of them may
-    communicate: what takes a collective is gathered by the engine. start may raise UserError; afterwards a recorder that fails must not
-    end the run. Leaving it as a context manager closes it, with the exception that ended the run.
+    communicate: what takes a collective is gathered by the engine. start may raise UserError; afterwards a recorder
+    that fails must not end the run. Leaving it as a context manager closes it, with the exception that ended the run.
 
     console: where others may print lines without breaking what is shown; None where nothing could break.
     """
