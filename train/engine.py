@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 
 from train.job import Job, prepare
 from train.logbook import Logbook
-from train.metrics import Meter, Score
+from train.position import Position
 from train.schedule import set_learning_rate
-from train.scoring import Best, evaluate
+from train.scoring import evaluate
+
+__all__ = ["Position", "Result", "train", "train_epoch"]
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
     from train.launch import RankContext
+    from train.metrics import Score
     from train.recorders.base import Recorder
     from train.settings import Settings
 
@@ -41,27 +42,6 @@ class Result:
     replaced: int
 
 
-class Position:
-    """How far a run has come.
-
-    step: optimizer steps done. epoch: the one it is in, counted from 1. in_epoch: steps done in that epoch. meter: this
-    rank's sums over them. best: the best epoch so far.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.step = 0
-        self.epoch = 1
-        self.in_epoch = 0
-        self.meter = Meter(device)
-        self.best = Best()
-
-    def next_epoch(self) -> None:
-        """Begin another epoch."""
-        self.epoch += 1
-        self.in_epoch = 0
-        self.meter = Meter(self.meter.sums.device)
-
-
 def train(settings: Settings, ctx: RankContext, recorder: Recorder) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
@@ -69,9 +49,10 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder) -> Result:
     the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
     alike.
     """
-    job, position = prepare(settings, ctx, recorder.console), Position(ctx.device)
+    job = prepare(settings, ctx, recorder.console)
+    position = job.keeper.position
     logbook = Logbook(job, recorder, position)
-    logbook.start()
+    logbook.start(position.step if job.keeper.resumed else None)
     start = time.perf_counter()
     with job.watch:
         while True:
@@ -98,7 +79,7 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
     start, test, best = time.perf_counter(), None, False
     if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
         test = evaluate(job.method.module, job.test_batches, job.ctx)
-        best = position.best.take(test, position.epoch, position.step)
+        best = job.best.take(test, position.epoch, position.step)
     logbook.after_epoch(position, trained, test, time.perf_counter() - start, best)
     if best:
         logbook.saved(job.saver.best(position.step))
@@ -109,10 +90,13 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
     steps, start, seen = job.plan.steps, time.perf_counter(), 0
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
+    job.train_samples.set_epoch(position.epoch - 1)
     job.step.forward.train()
     logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps - position.step)
-    for samples, (x, y) in zip(sizes, logbook.waited_for(job.train_batches), strict=False):
+    batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
+    job.keeper.restore_random()
+    for samples, (x, y) in batches:
         lr = job.rate.at(position.step)
         set_learning_rate(job.step.optimizer, lr)
         position.step += 1
@@ -123,5 +107,6 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
         # saved is what was found to be right, or was repaired.
         job.watch.after_step(step, last=step == steps)
         logbook.saved(job.saver.after_step(step))
+        job.keeper.after_step(position)
         seen += samples
         logbook.after_step(position, lr, seen / (time.perf_counter() - start))

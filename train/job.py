@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.data import DistributedBatchSampler, load_data, smallest_share
+from train.data import DataOptions, DistributedBatchSampler, download, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
 from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
 from train.recorders.base import Plan
+from train.resume import Keeper
 from train.saver import Saver
 from train.schedule import LearningRate
-from train.scoring import Batches, evaluation_batches
+from train.scoring import Batches, Best, evaluation_batches
+from train.seeds import seed_rank
 from train.step import Step
 from train.watch import Watch
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from train.data import Data
+    from train.data.dataset import Images
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
@@ -40,6 +44,7 @@ class Job:
     ctx: RankContext
     plan: Plan
     sampler: DistributedBatchSampler
+    train_samples: Images
     train_batches: Batches
     test_batches: Batches
     method: Method
@@ -47,18 +52,21 @@ class Job:
     rate: LearningRate
     watch: Watch
     saver: Saver
+    best: Best
+    keeper: Keeper
 
 
 def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+    """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
+
+    Raises UserError.
 
     console: where the checks of --monitor print; None for stderr.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
-    with ctx.together():
-        data = load_data(settings.data, settings.data_dir, settings.limit_train)
+    data = load(settings, ctx)
     samples = len(data.train)
     method = METHODS[settings.method](settings, ctx)
     sampler = DistributedBatchSampler(
@@ -73,25 +81,63 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     )
     plan = make_plan(settings, samples, len(sampler))
     fault = make_fault(settings, ctx, plan.steps)
-    model = build_model(settings.model, data.channels, data.classes, settings.width)
+    model = make_model(settings, data)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
+    # From here on the ranks draw from streams of their own.
+    seed_rank(settings.seed, ctx)
     step = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(settings, ctx, plan, step)
+    best = Best()
+    keeper = Keeper(settings, ctx, plan, step, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
         plan=plan,
         sampler=sampler,
+        train_samples=data.train,
         train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
         rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
         watch=Watch(settings, step, console),
-        saver=Saver(settings, ctx, plan, step),
+        saver=saver,
+        best=best,
+        keeper=keeper,
     )
+
+
+def load(settings: Settings, ctx: RankContext) -> Data:
+    """Load the data, on one rank of each machine download it first if that is asked for; a collective.
+
+    Raises UserError on all ranks alike.
+    """
+    with ctx.together():
+        if settings.download and ctx.local_rank == 0:
+            download(settings.data, settings.data_dir)
+    with ctx.together():
+        return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
+
+
+def make_model(settings: Settings, data: Data) -> nn.Module:
+    """Build the network that the settings name, for this data. Raises UserError."""
+    model = build_model(
+        settings.model,
+        data.channels,
+        data.classes,
+        settings.width,
+        image_size=data.image_size,
+        depth=settings.depth,
+        alpha=settings.alpha,
+    )
+    if settings.channels_last:
+        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
+        # stay as they are.
+        model = model.to(memory_format=torch.channels_last)
+    return model
 
 
 def check_agreement(settings: Settings, ctx: RankContext) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from train.data import DistributedBatchSampler
-    from train.data.dataset import Samples
+    from train.data.dataset import Images
     from train.launch import RankContext
     from train.scoring import Batches
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-def training_batches(samples: Samples, sampler: DistributedBatchSampler, ctx: RankContext, workers: int) -> Batches:
+def training_batches(samples: Images, sampler: DistributedBatchSampler, ctx: RankContext, workers: int) -> Batches:
     """Load what the sampler says, in its order; the same bits whatever the number of workers.
 
     workers: processes of this rank that load ahead, two batches each; started anew for each epoch, so that they see
@@ -39,7 +39,9 @@ def training_batches(samples: Samples, sampler: DistributedBatchSampler, ctx: Ra
         loader = {"num_workers": workers, "multiprocessing_context": context, "worker_init_fn": end_with_rank}
     return DataLoader(
         samples,
-        batch_sampler=sampler,
+        # The data set is asked for a whole batch at once, and there is nothing to put together.
+        sampler=sampler,
+        batch_size=None,
         # From pinned memory a GPU copies while the CPU goes on.
         pin_memory=ctx.device.type == "cuda",
         # torch draws a seed for the workers at each epoch; from a generator of its own, or dropout would draw other

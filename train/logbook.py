@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from train.engine import Position
     from train.job import Job
+    from train.position import Position
 
 INTERVAL = 50  # optimizer steps between two records, where --log-interval does not say
 

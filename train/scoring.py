@@ -15,14 +15,14 @@ from train.metrics import Meter, Score
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from train.data.dataset import Samples
+    from train.data.dataset import Images
     from train.launch import RankContext
 
 Batches = DataLoader[tuple["Tensor", ...]]
 EVALUATION_BATCH = 512  # samples per rank and forward at most; any number gives the same score
 
 
-def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
+def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
     """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up.
 
     In equally many batches on all ranks, for under FSDP every forward is a collective. Raises UserError when
@@ -33,7 +33,8 @@ def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
     mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
     largest_share = math.ceil(len(samples) / ctx.world_size)
     parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
-    return DataLoader(samples, batch_sampler=[part.tolist() for part in parts])
+    # batch_size=None: as in training, whole batches are asked for, here the parts.
+    return DataLoader(samples, sampler=[part.tolist() for part in parts], batch_size=None)
 
 
 def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:

@@ -13,8 +13,8 @@ from train.errors import UserError
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
 APART = frozenset(
-    {"data_dir", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
-    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard"}
+    {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
+    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
 )
 
 
@@ -25,10 +25,15 @@ class Settings:
     batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
     micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
     decay of the weights' average, or None for no average.
+    channels_last: keep a pixel's channels beside each other in memory.
+    comm_hook: what DDP sends of a gradient: none for all of it, fp16, bf16 or powersgd. powersgd_rank: columns of its
+    matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
     average_every: steps between two averages of localsgd; None for its default. width: channels of the
-    model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
-    training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
+    model's first layer, depth: its layers or blocks, alpha: channels that it adds; None for the model's own.
+    download: fetch the data if it is not there. augment: how training images are changed at random. image_size,
+    channels, classes, train_samples: of synthetic data; None for its own. lr: peak of the schedule. limit_train: keep
+    this many training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
     counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
     ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
@@ -38,6 +43,8 @@ class Settings:
     epoch. log_dir: folder of logs and metrics, None for none. log_interval: optimizer steps between two of their
     records, None for the default and no lines of their own on the terminal. tensorboard: write them for TensorBoard
     too.
+    checkpoint_every: optimizer steps between two states from which the run can be resumed. resume: go on from the
+    newest of them.
     """
 
     method: str = "single"
@@ -49,13 +56,25 @@ class Settings:
     accumulate: int = 1
     grad_clip: float | None = None
     find_unused: bool = False
+    channels_last: bool = False
+    comm_hook: str = "none"
+    powersgd_rank: int | None = None
+    powersgd_start: int | None = None
     ema: float | None = None
     fault: str | None = None
     fault_step: int | None = None
     model: str = "resnet8"
     width: int | None = None
+    depth: int | None = None
+    alpha: int | None = None
     data: str = "digits"
     data_dir: Path | None = None
+    download: bool = False
+    augment: str = "none"
+    image_size: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    train_samples: int | None = None
     limit_train: int | None = None
     shuffle: bool = True
     keep_last: bool = False
@@ -81,6 +100,8 @@ class Settings:
     log_dir: Path | None = None
     log_interval: int | None = None
     tensorboard: bool = False
+    checkpoint_every: int | None = None
+    resume: bool = False
     monitor: int = 0
     on_desync: Literal["raise", "warn", "resync"] | None = None
 
@@ -100,6 +121,11 @@ class Settings:
             parts.append(f"clip{self.grad_clip:g}")
         if self.find_unused:
             parts.append("unused")
+        if self.channels_last:
+            parts.append("channels-last")
+        if self.comm_hook != "none":
+            rank = self.powersgd_rank if self.comm_hook == "powersgd" else None
+            parts.append(f"hook-{self.comm_hook}{rank or ''}")
         if self.ema is not None:
             parts.append(f"ema{self.ema:g}")
         if self.fault is not None:
@@ -129,15 +155,23 @@ def check(settings: Settings, world_size: int) -> None:
         ("--epochs", s.epochs),
         ("--batch-size", s.batch_size),
         ("--width", s.width),
+        ("--depth", s.depth),
+        ("--alpha", s.alpha),
+        ("--image-size", s.image_size),
+        ("--channels", s.channels),
+        ("--classes", s.classes),
+        ("--train-samples", s.train_samples),
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
+        ("--checkpoint-every", s.checkpoint_every),
         ("--accumulate", s.accumulate),
         ("--replicas", s.replicas),
         ("--average-every", s.average_every),
         ("--fault-step", s.fault_step),
         ("--eval-every", s.eval_every),
         ("--log-interval", s.log_interval),
+        ("--powersgd-rank", s.powersgd_rank),
     ):
         if number is not None and number < 1:
             raise UserError(f"{option} {number}: needs 1 or more")
@@ -160,6 +194,7 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--monitor {s.monitor}: needs a number of steps, or 0 for no checks")
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
+    check_hook(s)
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:
@@ -179,3 +214,18 @@ def _check_running(s: Settings) -> None:
         raise UserError(f"--workers {s.workers}: needs 0 or more")
     if s.tensorboard and s.log_dir is None:
         raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
+
+
+def check_hook(settings: Settings) -> None:
+    """Refuse what the hook of --comm-hook cannot do. Raises UserError."""
+    s = settings
+    for option, number in (("--powersgd-rank", s.powersgd_rank), ("--powersgd-start", s.powersgd_start)):
+        if number is not None and s.comm_hook != "powersgd":
+            raise UserError(f"{option}: needs --comm-hook powersgd")
+    if s.powersgd_start is not None and s.powersgd_start < 2:
+        raise UserError(f"--powersgd-start {s.powersgd_start}: needs 2 or more; DDP may change its buckets before")
+    if s.comm_hook == "powersgd" and s.amp == "fp16":
+        raise UserError(
+            "--comm-hook powersgd: not with --amp fp16: an overflow would stay in the error that it adds to the next "
+            "gradient; use --amp bf16"
+        )

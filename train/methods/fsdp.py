@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from train.errors import UserError
-from train.methods.base import Replica
+from train.methods.base import NoExtraState, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
-class Fsdp:
+class Fsdp(NoExtraState):
     """Parameters, gradients and optimizer state are divided over all ranks: nothing of them exists twice.
 
     So no comparison of ranks can tell whether they are right; all ranks must start from one seed, for nothing
@@ -44,6 +44,8 @@ class Fsdp:
     refuses: ClassVar[Mapping[str, str]] = {
         "--no-buffer-sync": "it never synchronizes buffers; --sync-bn makes the statistics equal",
         "--find-unused": "it waits for no gradient of a parameter that was not used",
+        "--channels-last": "it divides contiguous parameters only",
+        "--comm-hook": "it takes none; its MixedPrecisionPolicy(reduce_dtype) does what fp16 and bf16 do",
         "--ema": "torch's AveragedModel copies the whole model, and no rank has it",
         "--save-format safetensors": "that format cannot say that a tensor is a part of a larger one; use pth",
     }

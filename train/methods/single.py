@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from train.methods.base import Replica
+from train.methods.base import NoExtraState, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Single:
+class Single(NoExtraState):
     """Plain training."""
 
     grouped: ClassVar[bool] = False
     refuses: ClassVar[Mapping[str, str]] = {
         "--sync-bn": "it has no other replica to share statistics with",
         "--no-buffer-sync": "it has no other replica to share statistics with",
+        "--comm-hook": "it sends no gradients",
         "--find-unused": "it reduces no gradients, so it waits for none",
     }
     replicas = 1

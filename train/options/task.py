@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.data import DATASETS
-from train.models import MODELS
+from train.data import AUGMENTATIONS, DATASETS
+from train.models import MODELS, list_models
+from train.options.parser import Print
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES
 
@@ -14,14 +15,46 @@ if TYPE_CHECKING:
     import argparse
 
 
+# Of synthetic data.
+SIZES = (
+    ("image-size", "pixels along each edge (32)"),
+    ("channels", "channels of an image (3)"),
+    ("classes", "classes (10)"),
+    ("train-samples", "training images (50,000); a tenth as many are for the test"),
+)
+
+
 def add_task(group: argparse._ArgumentGroup) -> None:
     """Add model and data."""
     group.add_argument(
         "--model", choices=MODELS, metavar="NAME", default=DEFAULT.model, help=f"{', '.join(MODELS)} (%(default)s)"
     )
-    group.add_argument("--width", type=int, help="channels of the first layer (default: the model's own)")
-    group.add_argument("--data", choices=DATASETS, default=DEFAULT.data, help="(%(default)s)")
-    group.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the clone's own)")
+    group.add_argument(
+        "--list-models", action=Print, const=list_models, help="list the models with their sizes, and exit"
+    )
+    group.add_argument("--width", type=int, metavar="N", help="channels of the first layer (default: the model's own)")
+    group.add_argument("--depth", type=int, metavar="N", help="layers of a pyramidnet; blocks of the transformer")
+    group.add_argument("--alpha", type=int, metavar="N", help="channels that a pyramidnet adds over all its blocks")
+    group.add_argument(
+        "--data", choices=DATASETS, metavar="NAME", default=DEFAULT.data, help=f"{', '.join(DATASETS)} (%(default)s)"
+    )
+    group.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="folder of the data, which digits and synthetic do without"
+    )
+    group.add_argument(
+        "--download",
+        action="store_true",
+        help="download the data into --data-dir if it is not there, on one rank of each machine; the others wait "
+        "as long as --timeout says",
+    )
+    group.add_argument(
+        "--augment",
+        choices=AUGMENTATIONS,
+        default=DEFAULT.augment,
+        help="basic: shift and mirror; strong: also colours, RandAugment and erasing (%(default)s)",
+    )
+    for name, text in SIZES:
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{text}, with --data synthetic")
     group.add_argument("--limit-train", type=int, metavar="N", help="use the first N training samples only")
     group.add_argument(
         "--keep-last",
