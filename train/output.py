@@ -45,6 +45,6 @@ class Output(io.TextIOBase):
 
 
 def _stdout() -> TextIO:
-    """Give the real one: while rich draws a bar, it puts something of its own in its place, which would lead back here."""
+    """Give the real one: while rich draws a bar, it puts a stand-in in its place, which would lead back here."""
     stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     return stdout
