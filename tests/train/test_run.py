@@ -121,6 +121,17 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ("--weight-decay -1", "--weight-decay -1.0: needs 0 or a positive number"),
         ("--seed -1", "--seed -1: needs a number from 0 to 2**63 - 1"),
         ("--timeout nan", "--timeout nan: needs seconds, above 0 and up to 604800"),
+        ("--warmup-steps -1", "--warmup-steps -1: needs 0 or more"),
+        ("--warmup-epochs nan", "--warmup-epochs nan: needs 0 or a positive number"),
+        ("--warmup-steps 500", "the warm-up takes 500 steps and the run has 440: shorten it"),
+        ("--workers -1", "--workers -1: needs 0 or more"),
+        ("--eval-every 0", "--eval-every 0: needs 1 or more"),
+        ("--log-interval 0", "--log-interval 0: needs 1 or more"),
+        ("--tensorboard", "--tensorboard: needs --log-dir DIR, the folder to write to"),
+        (
+            "--log-dir /dev/null/logs",
+            "cannot write the log /dev/null/logs/single/rank_0.log: Not a directory",
+        ),
         ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
         (
             "--method ddp",
