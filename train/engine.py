@@ -105,7 +105,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
         job.step.run(step, x, y, samples, position.meter)
         # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
         # saved is what was found to be right, or was repaired.
-        job.watch.after_step(step, last=step == steps)
+        logbook.warned(job.watch.after_step(step, last=step == steps))
         logbook.saved(job.saver.after_step(step))
         job.keeper.after_step(position)
         logbook.after_step(position, lr, samples)

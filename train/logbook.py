@@ -134,6 +134,11 @@ class Logbook:
         self.carried += position.meter.sums - self.counted
         self.counted = torch.zeros_like(self.counted)
 
+    def warned(self, text: str) -> None:
+        """Take note of what somebody should know; empty for nothing."""
+        if text:
+            self.recorder.warn(text)
+
     def saved(self, paths: Iterable[Path]) -> None:
         """Take note of the files that this process has written."""
         for path in paths:

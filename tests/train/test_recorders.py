@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios import SMALL, load
+from scenarios import SMALL, fsdp, load
 
 from train.engine import Result, train
 from train.errors import UserError
@@ -200,6 +201,33 @@ def test_records_are_of_all_ranks_and_change_nothing(ctx: RankContext, syncheck_
     assert f"rank {ctx.rank} of 2" in log
     assert f"of {(51, 48)[ctx.rank]} samples" in log
     assert f"saved {shared / 'with' / f'ddp_rank{ctx.rank}.pth'}" in log
+
+
+@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp")])
+@pytest.mark.syncheck(ranks=2)
+def test_the_norm_is_that_of_the_whole_gradient(ctx: RankContext, syncheck_rank: Rank, method: str) -> None:
+    """Where ranks hold parts of the gradient too, what is recorded is the norm of all of it, as one process finds."""
+    logs = syncheck_rank.shared
+    settings = replace(ALONE, model="convnet", max_steps=4, log_dir=logs, grad_clip=1.0)
+    run(replace(settings, method=method), ctx)
+    if ctx.rank == 0:
+        run(settings)
+        found, expected = (records(logs / f"{name}-clip1" / "metrics.jsonl") for name in (method, "single"))
+        assert found[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=1e-4)
+        assert found[1]["loss"] == pytest.approx(expected[1]["loss"], rel=1e-5)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_log_has_what_the_monitor_found(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Each check that finds the ranks apart is a warning in every rank's log, with its codes; others are not."""
+    for sync_bn, lines in ((False, [2, 4, 5]), (True, [])):
+        settings = replace(SMALL, save_per_rank=False, monitor=2, max_steps=5, sync_bn=sync_bn)
+        settings = replace(settings, log_dir=syncheck_rank.shared)
+        run(settings, ctx)
+        log = (settings.log_dir / settings.run / f"rank_{ctx.rank}.log").read_text()
+        found = re.findall(r"warning: step (\d+): the ranks are out of sync: SYN201", log)
+        assert [int(step) for step in found] == lines
+        assert log.count("warning") == len(lines)
 
 
 @pytest.mark.syncheck(ranks=2)
