@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from programs import ROOT
+from resumed import TINY, Crash, Stops
 from scenarios import SMALL, fsdp, load
 
 from train.engine import Result, train
@@ -17,6 +19,7 @@ from train.launch import RankContext
 from train.recorders.line_file import LineFile
 from train.recorders.make import make_recorder
 from train.recorders.metrics_file import MetricsFile
+from train.recorders.several import Several
 from train.scoring import Best, Score
 
 if TYPE_CHECKING:
@@ -82,6 +85,14 @@ def test_metrics_have_their_fields(tmp_path: Path) -> None:
     assert lines[0]["config"]["batch_size"] == 32
 
 
+def test_all_fields_are_documented() -> None:
+    """docs/running.md names every event, and every field of it."""
+    text = (ROOT / "docs" / "running.md").read_text()
+    for event, names in EVENTS.items():
+        (line,) = [line for line in text.split("\n- ") if line.startswith(f"**{event}**")]
+        assert set(names.split()[3:]) - set(re.findall(r"`(\w+)`", line)) == set(), event
+
+
 def test_a_later_run_replaces_the_files_and_a_failed_one_says_so(tmp_path: Path) -> None:
     """Nothing of the earlier run is left; the log ends with the traceback, and the metrics with `failed` and step."""
     run(replace(ALONE, log_dir=tmp_path))
@@ -125,6 +136,30 @@ def test_resumed_metrics_go_on_from_the_step(tmp_path: Path) -> None:
     assert [line["event"] for line in records(path)] == ["start"]
     path.unlink()
     metrics.resume_at(3)  # of a run that wrote none
+
+
+def test_a_resumed_run_goes_on_with_its_files(tmp_path: Path) -> None:
+    """After a crash between two states the metrics are those of an uninterrupted run, with one more start."""
+    settings = replace(TINY, method="single", checkpoint_every=3, log_interval=2)
+    whole = replace(settings, out=tmp_path / "a", log_dir=tmp_path / "a")
+    run(whole)
+    parts = replace(settings, out=tmp_path / "b", log_dir=tmp_path / "b")
+    both = Several([make_recorder(parts, RankContext(), "none"), Stops(5)])
+    with pytest.raises(Crash), both:
+        train(parts, RankContext(), both)
+    run(replace(parts, resume=True))
+    expected, found = (records(tmp_path / name / "single" / "metrics.jsonl") for name in "ab")
+    events = ["start", "step", "start", "step", "epoch", "step", "step", "epoch", "end"]
+    assert [line["event"] for line in found] == events
+    assert found[2]["resumed_at"] == 3
+    for before, after in zip(expected[2:], found[3:], strict=True):
+        assert (before["event"], before.get("step")) == (after["event"], after.get("step"))
+        names = ("test_accuracy", "best", "best_epoch", "best_accuracy", "lr")
+        names += ("loss", "samples") if after.get("step") != 4 or after["event"] == "epoch" else ()
+        assert all(before.get(name) == after.get(name) for name in names), after
+    assert found[3]["samples"] == 16  # of the steps since it was resumed
+    log = (tmp_path / "b" / "single" / "rank_0.log").read_text()
+    assert log.index("failed after step 5: Crash") < log.index("resumed after step 3") < log.index("finished")
 
 
 @pytest.mark.usefixtures("small_files")
