@@ -88,7 +88,7 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
 
 def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
-    steps, start, seen = job.plan.steps, time.perf_counter(), 0
+    steps = job.plan.steps
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.train_samples.set_epoch(position.epoch - 1)
     job.step.forward.train()
@@ -105,8 +105,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
         job.step.run(step, x, y, samples, position.meter)
         # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
         # saved is what was found to be right, or was repaired.
-        job.watch.after_step(step, last=step == steps)
+        logbook.warned(job.watch.after_step(step, last=step == steps))
         logbook.saved(job.saver.after_step(step))
         job.keeper.after_step(position)
-        seen += samples
-        logbook.after_step(position, lr, seen / (time.perf_counter() - start))
+        logbook.after_step(position, lr, samples)

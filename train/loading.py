@@ -35,7 +35,7 @@ def training_batches(samples: Images, sampler: DistributedBatchSampler, ctx: Ran
     if workers:
         context = multiprocessing.get_context(START)
         if START == "forkserver":
-            context.set_forkserver_preload(["torch", "numpy", "train.loading"])
+            context.set_forkserver_preload(["torch", "numpy"])
         loader = {"num_workers": workers, "multiprocessing_context": context, "worker_init_fn": end_with_rank}
     return DataLoader(
         samples,
