@@ -155,6 +155,15 @@ def test_a_longer_run_is_allowed(stopped: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+def test_replicas_of_dp_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads of one process are no ranks, but as many of them round otherwise, which is said."""
+    settings = replace(ALONE, method="dp", out=tmp_path)
+    interrupt(ME, settings, 3)
+    assert resume(ME, replace(settings, replicas=4))[1].steps == [4, 5, 6, 7, 8]
+    told = capsys.readouterr().err.splitlines()[1]
+    assert told.startswith("run.py: resumed: saved with 2 replicas, now 4: not bitwise from here")
+
+
 def test_a_run_that_had_ended_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is trained, and the scores are those of the end; final files that were not asked for then are written."""
     settings = replace(ALONE, out=tmp_path)
