@@ -33,6 +33,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "--accumulate": {"accumulate": 3},
     "--grad-clip": {"grad_clip": 0.1},
     "--find-unused": {"find_unused": True},
+    "--channels-last": {"channels_last": True},
+    "--comm-hook": {"comm_hook": "fp16"},
     "--ema": {"ema": 0.9},
     "--save-format safetensors": {"save_format": "safetensors"},
 }

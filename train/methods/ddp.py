@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.nn.parallel import DistributedDataParallel
 
 from train.methods.base import NoExtraState, Replica
+from train.methods.comm_hooks import register_hook
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.amp import GradScaler
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.optim import Optimizer
 
     from train.launch import RankContext
@@ -44,6 +46,7 @@ class Ddp(NoExtraState):
         self.settings, self.ctx = settings, ctx
         self.module: nn.Module
         self.wrapper: DistributedDataParallel
+        self.compressor: PowerSGDState | None = None  # with --comm-hook powersgd
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -63,11 +66,16 @@ class Ddp(NoExtraState):
         self.wrapper = DistributedDataParallel(
             self.module,
             device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
-            find_unused_parameters=self.settings.find_unused,
+            find_unused_parameters=self.settings.find_unused or self.settings.comm_hook == "powersgd",
             **buffer_arguments(self.settings.buffer_sync),
         )
         # 1c. Train through the wrapper, or no gradient is averaged; evaluate through the module: a forward of the
         #     wrapper copies rank 0's buffers over the others, and hides that they differ.
+        # 1d. What is sent of a gradient, if not all of it. PowerSGD remembers something for each bucket. After its
+        #     first step DDP sorts parameters into buckets anew, unless it looks for unused ones: so it is told to, and
+        #     what a resumed run remembers fits its buckets from the start.
+        if self.settings.comm_hook != "none":
+            self.compressor = register_hook(self.wrapper, self.settings)
         return self.wrapper
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:

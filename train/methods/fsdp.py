@@ -44,6 +44,8 @@ class Fsdp(NoExtraState):
     refuses: ClassVar[Mapping[str, str]] = {
         "--no-buffer-sync": "it never synchronizes buffers; --sync-bn makes the statistics equal",
         "--find-unused": "it waits for no gradient of a parameter that was not used",
+        "--channels-last": "it divides contiguous parameters only",
+        "--comm-hook": "it takes none; its MixedPrecisionPolicy(reduce_dtype) does what fp16 and bf16 do",
         "--ema": "torch's AveragedModel copies the whole model, and no rank has it",
         "--save-format safetensors": "that format cannot say that a tensor is a part of a larger one; use pth",
     }

@@ -37,6 +37,7 @@ class LocalSgd(Ddp):
 
     refuses: ClassVar[Mapping[str, str]] = {
         "--amp fp16": "each rank would scale its loss on its own, and leave out other steps than the rest; use bf16",
+        "--comm-hook": "it has a hook of its own, which after the first steps sends no gradient",
         "--ema": "each rank would average a model of its own, and nothing would bring the averages together",
     }
 
@@ -57,12 +58,12 @@ class LocalSgd(Ddp):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap as in ddp.py, and stop averaging gradients after the first N steps."""
         wrapper = super().wrap(model)
-        # 1d. From then on the hook that DDP asks to reduce a gradient hands back the rank's own.
+        # 1e. From then on the hook that DDP asks to reduce a gradient hands back the rank's own.
         self.hook = PostLocalSGDState(  # type: ignore[no-untyped-call]
             None, None, start_localSGD_iter=self.every, post_local_gradient_allreduce=False
         )
         self.wrapper.register_comm_hook(self.hook, post_localSGD_hook)
-        # 1e. The averager counts from 0: the step that it calls 2N - 1 is our 2N-th, the N-th on which ranks were on
+        # 1f. The averager counts from 0: the step that it calls 2N - 1 is our 2N-th, the N-th on which ranks were on
         #     their own. (torch's example says N here too, and so averages after the first of them already.)
         self.averager = PeriodicModelAverager(period=self.every, warmup_steps=2 * self.every - 1)
         return wrapper

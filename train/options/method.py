@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from train.faults import FAULTS, list_faults
-from train.launch import speaks
 from train.methods import METHODS
+from train.options.parser import Print
 from train.settings import DEFAULT
 
-
-class ListFaults(argparse.Action):
-    """Print the table of the faults once and leave."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:  # noqa: A002 - argparse's
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Leave with 0: it was asked for."""
-        if speaks(os.environ):
-            sys.stdout.write(list_faults())
-        parser.exit()
+if TYPE_CHECKING:
+    import argparse
 
 
 def add_method(group: argparse._ArgumentGroup) -> None:
@@ -68,6 +55,17 @@ def add_modifiers(group: argparse._ArgumentGroup) -> None:
         "--find-unused", action="store_true", help="let DDP look for parameters that a step does not use"
     )
     group.add_argument(
+        "--channels-last", action="store_true", help="memory format of images and weights: NHWC, faster on many GPUs"
+    )
+    group.add_argument(
+        "--comm-hook",
+        choices=("none", "fp16", "bf16", "powersgd"),
+        default=DEFAULT.comm_hook,
+        help="what DDP sends of a gradient: all, half as many bytes, or thin matrices (%(default)s)",
+    )
+    group.add_argument("--powersgd-rank", type=int, metavar="N", help="powersgd: columns of its matrices (1)")
+    group.add_argument("--powersgd-start", type=int, metavar="N", help="powersgd: steps without it at first (2)")
+    group.add_argument(
         "--ema", type=float, metavar="DECAY", help="also keep and save the moving average of the weights, like 0.999"
     )
 
@@ -76,4 +74,6 @@ def add_faults(group: argparse._ArgumentGroup) -> None:
     """Add the planted desyncs."""
     group.add_argument("--fault", metavar="NAME", choices=FAULTS, help="plant one; --list-faults names them")
     group.add_argument("--fault-step", type=int, metavar="N", help="the step at which it strikes (default: its own)")
-    group.add_argument("--list-faults", action=ListFaults, help="list the faults and what each does, and exit")
+    group.add_argument(
+        "--list-faults", action=Print, const=list_faults, help="list the faults and what each does, and exit"
+    )

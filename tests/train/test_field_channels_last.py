@@ -1,0 +1,122 @@
+"""--channels-last: the same training in another memory format, and files that mean the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scenarios import SMALL, load, run, trained, widest_gap
+from torch import Tensor, nn
+
+import syncheck
+from syncheck.testing import assert_in_sync
+from train.launch import RankContext
+from train.models.convnet import ConvNet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.testing import Rank
+
+CONVNET = replace(SMALL, method="single", model="convnet", max_steps=20)
+# As in test_methods.py: sums in another order, carried along for 20 steps.
+ROUNDING = 5e-6
+
+
+def in_format(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rearrange the tensors of 4 dimensions; their values stay where they are in the logical order."""
+    nhwc = torch.channels_last
+    return {name: t.contiguous(memory_format=nhwc) if t.dim() == 4 else t for name, t in state.items()}
+
+
+def is_nhwc(tensor: Tensor) -> bool:
+    """Tell whether a tensor is in the format, and not contiguous at the same time."""
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def test_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, momentum and what flows between layers are in the format; the result is the usual within rounding."""
+    between: list[bool] = []
+    forward = ConvNet.forward
+
+    def looking(self: ConvNet, x: Tensor) -> Tensor:
+        if self.training:
+            between.append(is_nhwc(self.conv1(x)))
+        return forward(self, x)
+
+    monkeypatch.setattr(ConvNet, "forward", looking)
+    usual = run(RankContext(), replace(CONVNET, out=tmp_path)).saved[0]
+    assert not any(between)
+    between.clear()
+    settings = replace(CONVNET, channels_last=True, out=tmp_path)
+    job = trained(RankContext(), settings)
+    assert between
+    assert all(between)
+    weight = job.method.module.get_parameter("conv2.weight")
+    assert is_nhwc(weight)
+    assert is_nhwc(job.step.optimizer.state[weight]["momentum_buffer"])
+    assert widest_gap(usual, tmp_path / "single-channels-last_rank0.pth") < ROUNDING
+
+
+def test_files_mean_the_same(tmp_path: Path) -> None:
+    """Files of the same values in the format and without it are identical to syncheck; one other element is found."""
+    settings = replace(CONVNET, channels_last=True, max_steps=2, out=tmp_path)
+    (saved,) = run(RankContext(), settings).saved
+    (flat,) = run(RankContext(), replace(settings, save_format="safetensors")).saved
+    state = load(saved)["model"]
+    values = load_file(flat)  # contiguous, which is all that the format knows
+    assert all(values[name].equal(tensor) for name, tensor in state.items())
+    assert is_nhwc(state["conv2.weight"])
+    pair = [tmp_path / f"pair_rank{rank}.pth" for rank in range(2)]
+    torch.save({"model": in_format(state)}, pair[0])
+    torch.save({"model": {name: t.contiguous() for name, t in state.items()}}, pair[1])
+    counts = syncheck.compare(*pair).groups[0].counts
+    assert (counts.identical, counts.different) == (len(state), 0)
+    state["conv2.weight"][1, 2, 0, 1] += 1
+    torch.save({"model": state}, pair[0])
+    (group,) = syncheck.compare(*pair).groups
+    (diff,) = [diff for diff in group.tensors if diff.status == "different"]
+    assert diff.name == "conv2.weight"
+    assert diff.worst is not None
+    assert tuple(diff.worst.index) == (1, 2, 0, 1)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_ranks_may_hold_them_otherwise(syncheck_rank: Rank) -> None:
+    """In a job a rank whose weights are in the format agrees with one whose are not, and an element apart is seen."""
+    torch.manual_seed(0)
+    model: nn.Module = ConvNet(1, 10, 4)
+    if syncheck_rank.rank == 1:
+        model = model.to(memory_format=torch.channels_last)
+        assert is_nhwc(model.get_parameter("conv2.weight"))
+    assert_in_sync(model)
+    with torch.no_grad():
+        model.get_parameter("conv2.weight")[1, 2, 0, 1] += syncheck_rank.rank
+    with pytest.raises(syncheck.OutOfSync, match=r"conv2.weight"):
+        assert_in_sync(model)
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("hook", ["none", "powersgd"])
+def test_ranks_stay_equal(ctx: RankContext, syncheck_rank: Rank, hook: str) -> None:
+    """Under ddp the ranks' gradients are averaged element by element in the format too, with a hook as well."""
+    settings = replace(CONVNET, method="ddp", sync_bn=True, out=syncheck_rank.shared)
+    usual = run(ctx, replace(settings, comm_hook=hook)).saved[0]
+    saved = run(ctx, replace(settings, comm_hook=hook, channels_last=True)).saved
+    assert syncheck.compare(*saved).verdict == "in_sync"
+    # A bucket holds its gradients in the order of memory, so that PowerSGD's random Q falls on other elements.
+    assert widest_gap(usual, saved[0]) < (ROUNDING if hook == "none" else 0.1)
+
+
+def test_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model without a convolution trains with the same bits with and without the option."""
+
+    def linear(*_: Any) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    monkeypatch.setattr("train.job.build_model", linear)
+    files = [run(RankContext(), replace(CONVNET, channels_last=on, out=tmp_path)).saved[0] for on in (False, True)]
+    assert widest_gap(*files) == 0
