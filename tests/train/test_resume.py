@@ -101,7 +101,7 @@ class Draws(nn.Module):
 
     steps: Tensor
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         random.seed(0)  # the trainer itself seeds torch only
         np.random.seed(0)

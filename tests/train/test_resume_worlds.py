@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ ROUNDING = 1e-5
 def world(syncheck_rank: Rank, name: str, size: int) -> Iterator[RankContext | None]:
     """Put the first `size` ranks in a process group of their own for the block; None for the others."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group()
     rank = syncheck_rank.rank
     if rank >= size:
         yield None
@@ -46,6 +47,17 @@ def world(syncheck_rank: Rank, name: str, size: int) -> Iterator[RankContext | N
     store = dist.FileStore(str(syncheck_rank.shared / f"store-{name}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     yield RankContext(rank, size, rank, syncheck_rank.device, "gloo")
+    leave_group()
+
+
+def leave_group() -> None:
+    """Close the process group when all ranks are connected, and gloo's threads have let go of the last tensors.
+
+    They need the interpreter for it, for which the older torch would wait while it holds it
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    dist.barrier()
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 
