@@ -20,7 +20,7 @@ import torch
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -48,11 +48,11 @@ def encode_pth(snapshot: Snapshot) -> bytes:
     """Serialize with torch.save, in a form that torch.load(weights_only=True) accepts."""
     buffer = io.BytesIO()
     content = {
-        "model": {name: _copy(tensor) for name, tensor in snapshot.model.items()},
-        **({} if snapshot.ema is None else {"ema": {n: _copy(tensor) for n, tensor in snapshot.ema.items()}}),
+        "model": {name: copied(tensor) for name, tensor in snapshot.model.items()},
+        **({} if snapshot.ema is None else {"ema": {n: copied(tensor) for n, tensor in snapshot.ema.items()}}),
         "optimizer": {
             "state": {
-                index: {key: _copy(value) for key, value in states.items()}
+                index: {key: copied(value) for key, value in states.items()}
                 for index, states in snapshot.optimizer["state"].items()
             },
             "param_groups": snapshot.optimizer["param_groups"],
@@ -85,10 +85,10 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
                 tensors[f"optimizer.{names[index]}.{key}"] = value
     strings = {"syncheck": json.dumps(snapshot.block), "epoch": str(snapshot.epoch)}
     strings["step"] = str(snapshot.step)
-    return save({name: _copy(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
+    return save({name: copied(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copy a tensor to the CPU, and pass anything else on.
 
     Even where it is there already: of a view torch.save would write the whole storage behind it, and
@@ -157,15 +157,17 @@ def check_writable(out: Path) -> None:
         raise UserError(f"cannot write to --out {out}: {error.strerror}") from error
 
 
-def remove_run(out: Path, run: str) -> int:
+def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
     """Remove what an earlier run of the same name left: any rank, any step, any format; nothing else.
+
+    keep: files of a run that goes on.
 
     Without this a run on 2 ranks would leave ranks 2 and 3 of an earlier one on 4 beside its own files.
     Returns the number of its checkpoints. Raises UserError.
     """
     removed = 0
     try:
-        for path in _files_of(out, run):
+        for path in set(_files_of(out, run)) - set(keep):
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
         history = out / "history" / run

@@ -8,16 +8,17 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from train.job import Job, prepare
-from train.metrics import Meter, Score
+from train.position import Position
 from train.schedule import schedule, set_learning_rate
 from train.scoring import evaluate
+
+__all__ = ["Position", "Result", "train", "train_epoch"]
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
     from train.launch import RankContext
+    from train.metrics import Score
     from train.progress import Silent
     from train.settings import Settings
 
@@ -40,26 +41,6 @@ class Result:
     replaced: int
 
 
-class Position:
-    """How far a run has come.
-
-    step: optimizer steps done. epoch: the one it is in, counted from 1. in_epoch: steps done in that epoch. meter: this
-    rank's sums over them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.step = 0
-        self.epoch = 1
-        self.in_epoch = 0
-        self.meter = Meter(device)
-
-    def next_epoch(self) -> None:
-        """Begin another epoch."""
-        self.epoch += 1
-        self.in_epoch = 0
-        self.meter = Meter(self.meter.sums.device)
-
-
 def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
@@ -69,7 +50,7 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
     """
     job = prepare(settings, ctx, progress.console)
     progress.start(job.plan)
-    start, position = time.perf_counter(), Position(ctx.device)
+    start, position = time.perf_counter(), job.keeper.position
     with job.watch:
         while True:
             epoch_start = time.perf_counter()
@@ -91,7 +72,9 @@ def train_epoch(job: Job, position: Position, progress: Silent) -> None:
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.step.forward.train()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps - position.step)
-    for samples, (x, y) in zip(sizes, job.train_batches, strict=False):
+    batches = zip(sizes, job.train_batches, strict=False)
+    job.keeper.restore_random()
+    for samples, (x, y) in batches:
         set_learning_rate(job.step.optimizer, job.settings.lr * schedule(position.step, steps))
         position.step += 1
         position.in_epoch += 1
@@ -101,5 +84,6 @@ def train_epoch(job: Job, position: Position, progress: Silent) -> None:
         # saved is what was found to be right, or was repaired.
         job.watch.after_step(step, last=step == steps)
         job.saver.after_step(step)
+        job.keeper.after_step(position)
         seen += samples
         progress.step(step, position.epoch, position.meter, seen / (time.perf_counter() - start))

@@ -10,12 +10,14 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
+from train.compiling import compiled
 from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
 from train.progress import Plan
+from train.resume import Keeper
 from train.saver import Saver
 from train.scoring import Batches, evaluation_batches
 from train.step import Step
@@ -45,10 +47,13 @@ class Job:
     step: Step
     watch: Watch
     saver: Saver
+    keeper: Keeper
 
 
 def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
-    """Load the data, build the model, and check that they fit; a collective. Raises UserError.
+    """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
+
+    Raises UserError.
 
     console: where the checks of --monitor print; None for stderr.
     """
@@ -78,9 +83,13 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         model = model.to(memory_format=torch.channels_last)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     forward = fault.wrapped(method, method.wrap(model))
+    if settings.compile:
+        forward = compiled(forward, ctx)
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
     step = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(settings, ctx, plan, step)
+    keeper = Keeper(settings, ctx, plan, step, saver, data.train)
     return Job(
         settings=settings,
         ctx=ctx,
@@ -91,7 +100,8 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         method=method,
         step=step,
         watch=Watch(settings, step, console),
-        saver=Saver(settings, ctx, plan, step),
+        saver=saver,
+        keeper=keeper,
     )
 
 

@@ -17,6 +17,7 @@ from train.checkpoint import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from train.launch import RankContext
@@ -38,6 +39,8 @@ class Saver:
         self.replicas = ctx.world_size * step.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
+        self.cleared = False  # of files of an earlier run
+        self.resumed = False
         self.run_id = ctx.gather(secrets.token_hex(8))[0]
         if settings.save_per_rank:
             with ctx.together():
@@ -53,6 +56,23 @@ class Saver:
         if step in (self.plan.steps, self.trainer.fault.early):
             self._save([final_path(s.out, s.run, rank, s.save_format) for rank in ranks], step, final=True)
 
+    def resume(self, run_id: str, saved: Sequence[str], *, same_ranks: bool) -> None:
+        """Go on as the run that it was: its files stay, but for those of steps that are still to come.
+
+        saved: what it had written, below --out. same_ranks: whether there are as many ranks as then; else the final
+        files of a run that is made longer are those of other ranks, and go.
+        """
+        self.run_id, self.resumed = run_id, True
+        paths = [self.settings.out / name for name in saved]
+        self.saved = [path for path in paths if same_ranks or path.parent != self.settings.out]
+
+    def finish(self, step: int) -> None:
+        """Write the final files of a run that had ended when it was resumed, if it has none; a collective then."""
+        s = self.settings
+        paths = [final_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
+        if s.save_per_rank and not set(paths) <= set(self.saved):
+            self._save(paths, step, final=True)
+
     def _save(self, paths: list[Path], step: int, *, final: bool) -> None:
         """Write this process's replicas to their `paths`; all ranks hear whether all of them could."""
         epoch = step // self.plan.steps_per_epoch  # epochs done
@@ -60,11 +80,8 @@ class Saver:
         if self.settings.fault is not None:
             config["fault_step"] = self.trainer.fault.at  # where it was left to the fault itself
         method, scaler = self.trainer.method, self.trainer.scaler
-        if not self.saved:
-            with self.ctx.together():
-                # Once on each node, for the folder may be local to it.
-                removed = remove_run(self.settings.out, self.settings.run) if self.ctx.local_rank == 0 else 0
-            self.replaced = sum(self.ctx.gather(removed))
+        if not self.cleared:
+            self._clear()
         replicas = method.state(self.trainer.optimizer)
         with self.ctx.together():
             for index, replica in enumerate(replicas, self.ctx.rank * method.replicas):
@@ -86,6 +103,16 @@ class Saver:
                 snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block, ema)
                 self._write(paths[index], snapshot, final=final)
         self.saved += [path for path in paths if path not in self.saved]
+
+    def _clear(self) -> None:
+        """Remove what is of an earlier run, or of later steps than that at which this one was resumed."""
+        s, removed = self.settings, 0
+        with self.ctx.together():
+            if self.ctx.local_rank == 0:  # once on each node, for the folder may be local to it
+                removed = remove_run(s.out, s.run, keep=self.saved)
+        if not self.resumed:
+            self.replaced = sum(self.ctx.gather(removed))
+        self.cleared = True
 
     def _write(self, path: Path, snapshot: Snapshot, *, final: bool) -> None:
         """Write one file, or what a planted fault makes of it."""

@@ -12,7 +12,7 @@ from train.errors import UserError
 # Used where --lr is not given. Found on digits with resnet8 at a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
-APART = frozenset({"data_dir", "out", "save_per_rank", "save_every", "save_format", "monitor", "on_desync"})
+APART = frozenset("data_dir out save_per_rank save_every save_format monitor on_desync checkpoint_every resume".split())
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Settings:
     batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
     micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
     decay of the weights' average, or None for no average.
-    channels_last: keep a pixel's channels beside each other in memory.
+    compile: generate code for what training calls. channels_last: keep a pixel's channels beside each other in memory.
     comm_hook: what DDP sends of a gradient: none for all of it, fp16, bf16 or powersgd. powersgd_rank: columns of its
     matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
@@ -32,6 +32,8 @@ class Settings:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
     counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
     ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
+    checkpoint_every: optimizer steps between two states from which the run can be resumed. resume: go on from the
+    newest of them.
     """
 
     method: str = "single"
@@ -43,6 +45,7 @@ class Settings:
     accumulate: int = 1
     grad_clip: float | None = None
     find_unused: bool = False
+    compile: bool = False
     channels_last: bool = False
     comm_hook: str = "none"
     powersgd_rank: int | None = None
@@ -69,6 +72,8 @@ class Settings:
     save_per_rank: bool = False
     save_every: int | None = None
     save_format: str = "pth"
+    checkpoint_every: int | None = None
+    resume: bool = False
     monitor: int = 0
     on_desync: Literal["raise", "warn", "resync"] | None = None
 
@@ -88,6 +93,8 @@ class Settings:
             parts.append(f"clip{self.grad_clip:g}")
         if self.find_unused:
             parts.append("unused")
+        if self.compile:
+            parts.append("compile")
         if self.channels_last:
             parts.append("channels-last")
         if self.comm_hook != "none":
@@ -125,6 +132,7 @@ def check(settings: Settings, world_size: int) -> None:
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
+        ("--checkpoint-every", s.checkpoint_every),
         ("--accumulate", s.accumulate),
         ("--replicas", s.replicas),
         ("--average-every", s.average_every),

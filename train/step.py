@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from train.ema import Average
+from train.metrics import Meter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from train.faults import Fault
     from train.launch import RankContext
     from train.methods.base import Method
-    from train.metrics import Meter
     from train.settings import Settings
 
 PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +74,19 @@ class Step:
         if self.average is not None and self.fault.averages(step):
             self.average.update(self.method.module)
         self.fault.after_step(step, self.method, self.optimizer)
+
+    def rehearse(self, x: Tensor, y: Tensor) -> None:
+        """Go forward and backward once without a step, on a run that is resumed; a collective.
+
+        DDP sends gradients in buckets in the order of the parameters, and after the first backward in the order in
+        which gradients were ready (torch/nn/parallel/distributed.py, _rebuild_buckets). With three ranks or more the
+        place in a bucket decides in which order gloo and NCCL add the ranks' values, and so the rounding: the first
+        step after a resume must find the buckets as it would have found them without the interruption.
+
+        x, y: a batch; what it does to buffers, random states and counts is restored later.
+        """
+        self._accumulate(x.to(self.ctx.device), y.to(self.ctx.device), len(x), Meter(self.ctx.device))
+        self.optimizer.zero_grad()
 
     def _accumulate(self, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Add the gradient of one micro-batch."""

@@ -30,13 +30,15 @@ class Method(Protocol):
 
     grouped: whether it needs a process group. refuses: options that make no sense with it, each with the
     reason. replicas: how many replicas of the model this process holds. module: the model without any
-    wrapper, on its device, once `wrap` has run.
+    wrapper, on its device, once `wrap` has run. rebuilds_buckets: whether gradients are laid out anew for sending after
+    the first backward, see `Step.rehearse`.
     """
 
     grouped: ClassVar[bool]
     refuses: ClassVar[Mapping[str, str]]
     replicas: int
     module: nn.Module
+    rebuilds_buckets: ClassVar[bool]
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None: ...
 
@@ -72,3 +74,24 @@ class Method(Protocol):
     def state(self, optimizer: Optimizer) -> list[Replica]:
         """Give each replica that this process holds; as many as `replicas`, on every call."""
         ...
+
+    def extra_state(self) -> dict[str, Any]:
+        """Give what --resume must restore beside model and optimizer: plain values and tensors, by name."""
+        ...
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `extra_state` gave on this rank, or with another number of ranks one of then."""
+        ...
+
+
+class NoExtraState:
+    """What most methods say of --resume: all that they hold is in the model and the optimizer."""
+
+    rebuilds_buckets: ClassVar[bool] = False
+
+    def extra_state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""

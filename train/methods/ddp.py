@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from train.methods.base import Replica
-from train.methods.comm_hooks import register_hook
+from train.methods.base import NoExtraState, Replica
+from train.methods.comm_hooks import memory_of, register_hook, remember
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Ddp:
+class Ddp(NoExtraState):
     """Every rank holds the whole model and its share of each global batch.
 
     Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not:
@@ -40,6 +40,7 @@ class Ddp:
     grouped: ClassVar[bool] = True
     refuses: ClassVar[Mapping[str, str]] = {}
     replicas = 1
+    rebuilds_buckets: ClassVar[bool] = True
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
@@ -65,14 +66,12 @@ class Ddp:
         self.wrapper = DistributedDataParallel(
             self.module,
             device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
-            find_unused_parameters=self.settings.find_unused or self.settings.comm_hook == "powersgd",
+            find_unused_parameters=self.settings.find_unused,
             **buffer_arguments(self.settings.buffer_sync),
         )
         # 1c. Train through the wrapper, or no gradient is averaged; evaluate through the module: a forward of the
         #     wrapper copies rank 0's buffers over the others, and hides that they differ.
-        # 1d. What is sent of a gradient, if not all of it. PowerSGD remembers something for each bucket. After its
-        #     first step DDP sorts parameters into buckets anew, unless it looks for unused ones: so it is told to, and
-        #     what a resumed run remembers fits its buckets from the start.
+        # 1d. What is sent of a gradient, if not all of it.
         if self.settings.comm_hook != "none":
             self.compressor = register_hook(self.wrapper, self.settings)
         return self.wrapper
@@ -108,6 +107,16 @@ class Ddp:
         """Give this rank's replica."""
         # 5. Of the module, not of the wrapper, which would put "module." before every name.
         return [Replica(self.module.state_dict(), optimizer)]
+
+    def extra_state(self) -> dict[str, Any]:
+        """Give what PowerSGD remembers, if that is the hook."""
+        # 5a. Of a bucket, which the resumed run fills alike: see `Step.rehearse`.
+        return {} if self.compressor is None else memory_of(self.compressor, self.ctx)
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        if self.compressor is not None:
+            remember(self.compressor, state, self.ctx)
 
 
 def buffer_arguments(sync: bool) -> dict[str, Any]:

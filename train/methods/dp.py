@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.data_parallel import Buffers, GpuReplicas, ThreadReplicas
 from train.errors import UserError
-from train.methods.base import Replica
+from train.methods.base import NoExtraState, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPLICAS = 2  # where there are not two GPUs that could say how many
 
 
-class Dp:
+class Dp(NoExtraState):
     """One set of parameters, one optimizer, and as many replicas as there are devices.
 
     So parameters and optimizer cannot differ. BatchNorm's running statistics do, as under DDP: each replica
@@ -42,6 +42,7 @@ class Dp:
     refuses: ClassVar[Mapping[str, str]] = {
         "--sync-bn": "its replicas are threads of one process, and SyncBatchNorm needs a process each",
         "--no-buffer-sync": "each forward makes the replicas anew, with the buffers of the first",
+        "--compile": "each forward makes the replicas anew, and each would be compiled anew",
         "--comm-hook": "it adds gradients up within backward, and has no place for a hook",
         "--find-unused": "it reduces gradients within backward, which waits for none",
     }
@@ -97,3 +98,12 @@ class Dp:
         """Give what each replica would have to save: the parameters of all, and its own buffers."""
         # 5. torch drops all replicas but the first, so their buffers were kept at the last training forward.
         return [Replica(state, optimizer) for state in self.buffers.states(self.module)]
+
+    def extra_state(self) -> dict[str, Any]:
+        """Give the replicas' own buffers, should the run end here and be saved again."""
+        return {"buffers": self.buffers.last}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take the buffers of as many replicas as there are; the next training forward makes them anew anyway."""
+        last = state["buffers"]
+        self.buffers.last = [last[index % len(last)] for index in range(self.replicas)]

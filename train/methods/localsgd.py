@@ -59,10 +59,10 @@ class LocalSgd(Ddp):
         """Wrap as in ddp.py, and stop averaging gradients after the first N steps."""
         wrapper = super().wrap(model)
         # 1e. From then on the hook that DDP asks to reduce a gradient hands back the rank's own.
-        hook = PostLocalSGDState(  # type: ignore[no-untyped-call]
+        self.hook = PostLocalSGDState(  # type: ignore[no-untyped-call]
             None, None, start_localSGD_iter=self.every, post_local_gradient_allreduce=False
         )
-        self.wrapper.register_comm_hook(hook, post_localSGD_hook)
+        self.wrapper.register_comm_hook(self.hook, post_localSGD_hook)
         # 1f. The averager counts from 0: the step that it calls 2N - 1 is our 2N-th, the N-th on which ranks were on
         #     their own. (torch's example says N here too, and so averages after the first of them already.)
         self.averager = PeriodicModelAverager(period=self.every, warmup_steps=2 * self.every - 1)
@@ -78,3 +78,11 @@ class LocalSgd(Ddp):
         self.averager.average_parameters(self.module.parameters())
         optimizer.zero_grad()
         self.steps += 1
+
+    def extra_state(self) -> dict[str, Any]:
+        """Give the counts of steps: of the hook, which ends the warm-up, and of the averager."""
+        return {"hook": self.hook.iter, "averager": self.averager.step, "steps": self.steps}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self.hook.iter, self.averager.step, self.steps = state["hook"], state["averager"], state["steps"]

@@ -68,6 +68,9 @@ def add_modifiers(group: argparse._ArgumentGroup) -> None:
         "--find-unused", action="store_true", help="let DDP look for parameters that a step does not use"
     )
     group.add_argument(
+        "--compile", action="store_true", help="generate code with torch.compile; the first steps take minutes"
+    )
+    group.add_argument(
         "--channels-last", action="store_true", help="memory format of images and weights: NHWC, faster on many GPUs"
     )
     group.add_argument(

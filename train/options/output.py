@@ -46,6 +46,17 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank",
     )
+    group.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="every N steps and after the last, write what --resume needs to DIR/.resume/<run>",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest state that --checkpoint-every has left in DIR; at step 0 where there is none",
+    )
     group.add_argument("--save-format", choices=FORMATS, default=DEFAULT.save_format, help="(%(default)s)")
     group.add_argument(
         "--progress",

@@ -1,0 +1,123 @@
+"""Runs that are interrupted and resumed, and how tests look at what they hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from scenarios import load
+
+from train.engine import Result, train
+from train.progress import Silent
+from train.resume import state_path, states_folder
+from train.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from train.launch import RankContext
+    from train.metrics import Meter
+
+# Four steps an epoch, eight in all, and a state after each.
+TINY = Settings(method="ddp", width=4, limit_train=70, batch_size=16, epochs=2, save_per_rank=True, checkpoint_every=1)
+# What a state says of the launch, not of what was trained.
+APART = ("run_id", "versions", "host")
+
+
+class Crash(Exception):
+    """Ends a run on all ranks, in the middle."""
+
+
+class Stops(Silent):
+    """Lets a run crash right after a step, when its state has been saved."""
+
+    def __init__(self, step: int) -> None:
+        self.last = step
+
+    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
+        """Crash at the step."""
+        if step == self.last:
+            raise Crash
+
+
+class Notes(Silent):
+    """Keeps which steps were trained, and what was reported of each epoch."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.epochs: list[Any] = []
+
+    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
+        """Keep the step."""
+        self.steps.append(step)
+
+    def epoch(self, step: int, epoch: int, trained: Any, test: Any, samples_per_second: float) -> None:
+        """Keep it."""
+        self.epochs.append((step, epoch, trained, test))
+
+
+def interrupt(ctx: RankContext, settings: Settings, step: int) -> None:
+    """Train until just after `step`, and crash."""
+    with pytest.raises(Crash):
+        train(settings, ctx, Stops(step))
+
+
+def resume(ctx: RankContext, settings: Settings) -> tuple[Result, Notes]:
+    """Go on from what is in the folder; returns the result and what was reported."""
+    notes = Notes()
+    return train(replace(settings, resume=True), ctx, notes), notes
+
+
+def whole(ctx: RankContext, settings: Settings) -> tuple[Result, Notes]:
+    """Train without an interruption."""
+    notes = Notes()
+    return train(replace(settings, resume=False), ctx, notes), notes
+
+
+def state_of(ctx: RankContext, settings: Settings, step: int) -> dict[str, Any]:
+    """Read this rank's state after a step."""
+    return load(state_path(states_folder(settings.out, settings.run), step, ctx.rank))
+
+
+def differences(a: Any, b: Any, at: str = "") -> list[str]:
+    """Name every place where two nested containers are not equal bit by bit."""
+    if type(a) is not type(b):
+        return [f"{at}: {type(a).__name__} and {type(b).__name__}"]
+    if isinstance(a, dict):
+        found = [] if list(a) == list(b) else [f"{at}: keys {set(a) ^ set(b)}"]
+        return found + [
+            d for key in a if key in b and key not in APART for d in differences(a[key], b[key], f"{at}.{key}")
+        ]
+    if isinstance(a, (list, tuple)):
+        found = [] if len(a) == len(b) else [f"{at}: lengths {len(a)} and {len(b)}"]
+        return found + [d for i, pair in enumerate(zip(a, b, strict=False)) for d in differences(*pair, f"{at}.{i}")]
+    if isinstance(a, torch.Tensor):
+        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+        same = a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+        return [] if same else [f"{at}: {a.shape} {b.shape}"]
+    nan = isinstance(a, float) and math.isnan(a) and math.isnan(b)
+    return [] if nan or a == b else [f"{at}: {a} and {b}"]
+
+
+def assert_bitwise(ctx: RankContext, shared: Path, settings: Settings, stops: list[int]) -> None:
+    """Run whole, and again with crashes after each of the stops; what both hold in the end is equal."""
+    once, parts = replace(settings, out=shared / "once"), replace(settings, out=shared / "parts")
+    result, notes = whole(ctx, once)
+    interrupt(ctx, parts, stops[0])
+    for stop in stops[1:]:
+        interrupt(ctx, replace(parts, resume=True), stop)
+    resumed, later = resume(ctx, parts)
+    assert later.steps == list(range(stops[-1] + 1, result.steps + 1))
+    assert later.epochs == notes.epochs[-len(later.epochs) :]
+    assert resumed.steps == result.steps
+    assert (resumed.trained, resumed.test, resumed.epochs) == (result.trained, result.test, result.epochs)
+    assert [path.relative_to(parts.out) for path in resumed.saved] == [p.relative_to(once.out) for p in result.saved]
+    mine, reference = (state_of(ctx, s, result.steps) for s in (parts, once))
+    assert differences(mine, reference) == []
+    files = [path.relative_to(once.out) for path in result.saved if path.suffix == ".pth"]
+    assert files
+    for file in files:
+        assert differences(load(parts.out / file), load(once.out / file)) == [], file
