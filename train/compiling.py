@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def compiled(forward: nn.Module, ctx: RankContext) -> nn.Module:
-    """Return what compiles itself at its first call, and for each other shape of batch at the first of that; a collective.
+    """Return what compiles itself at its first call, and again where a batch has another size; a collective.
 
     forward: what training calls, a parallel wrapper included. To compile around DDP, not within, lets torch cut the
-    code where a bucket of gradients is full, so that backward still sends while it computes. The model inside stays as it
-    is, with the names of its tensors, and evaluation calls that. Raises UserError, on all ranks alike, where torch cannot
-    compile here.
+    code where a bucket of gradients is full, so that backward still sends while it computes. The model inside stays
+    as it is, with the names of its tensors, and evaluation calls that. Raises UserError, on all ranks alike, where
+    torch cannot compile.
     """
     with ctx.together():
         check_compiler(ctx.device)

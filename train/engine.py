@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -69,21 +70,39 @@ def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
 def train_epoch(job: Job, position: Position, progress: Silent) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
     steps, start, seen = job.plan.steps, time.perf_counter(), 0
+    join, optimizer = job.settings.join, job.step.optimizer
+    left = min(job.sampler.longest - position.in_epoch, steps - position.step)
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.step.forward.train()
-    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps - position.step)
+    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + left)
     batches = zip(sizes, job.train_batches, strict=False)
     job.keeper.restore_random()
-    for samples, (x, y) in batches:
-        set_learning_rate(job.step.optimizer, job.settings.lr * schedule(position.step, steps))
-        position.step += 1
-        position.in_epoch += 1
-        step = position.step
-        job.step.run(step, x, y, samples, position.meter)
-        # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
-        # saved is what was found to be right, or was repaired.
-        job.watch.after_step(step, last=step == steps)
-        job.saver.after_step(step)
-        job.keeper.after_step(position)
-        seen += samples
-        progress.step(step, position.epoch, position.meter, seen / (time.perf_counter() - start))
+    with job.method.joined(optimizer) if join else nullcontext():
+        for samples, (x, y) in batches:
+            set_learning_rate(optimizer, job.settings.lr * schedule(position.step, steps))
+            position.step += 1
+            position.in_epoch += 1
+            left -= 1
+            job.step.run(position.step, x, y, samples, position.meter)
+            if not join:
+                check_and_save(job, position)
+            seen += samples
+            progress.step(position.step, position.epoch, position.meter, seen / (time.perf_counter() - start))
+    if join:
+        # On a rank that was done earlier the others' last steps count too.
+        position.step += left
+        position.in_epoch += left
+        set_learning_rate(optimizer, job.settings.lr * schedule(position.step - 1, steps))
+        check_and_save(job, position)
+
+
+def check_and_save(job: Job, position: Position) -> None:
+    """Do what is due after an optimizer step; a collective.
+
+    At once: no later forward may touch the buffers before. Checked first, so that what is saved is what was found to be
+    right, or was repaired.
+    """
+    step = position.step
+    job.watch.after_step(step, last=step == job.plan.steps)
+    job.saver.after_step(step)
+    job.keeper.after_step(position)

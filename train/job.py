@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from train.compiling import compiled
-from train.data import DistributedBatchSampler, load_data, smallest_share
+from train.data import DistributedBatchSampler, OwnSharesSampler, load_data, smallest_share
 from train.errors import UserError
 from train.faults import make_fault
 from train.methods import METHODS, check_modifiers
@@ -40,7 +40,7 @@ class Job:
     settings: Settings
     ctx: RankContext
     plan: Plan
-    sampler: DistributedBatchSampler
+    sampler: DistributedBatchSampler | OwnSharesSampler
     train_batches: Batches
     test_batches: Batches
     method: Method
@@ -64,17 +64,8 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         data = load_data(settings.data, settings.data_dir, settings.limit_train)
     samples = len(data.train)
     method = METHODS[settings.method](settings, ctx)
-    sampler = DistributedBatchSampler(
-        samples,
-        settings.batch_size,
-        ctx.rank,
-        ctx.world_size,
-        shuffle=settings.shuffle,
-        seed=settings.seed,
-        keep_last=settings.keep_last
-        and smallest_share(samples % settings.batch_size, ctx.world_size, settings.accumulate, method.replicas) > 1,
-    )
-    plan = make_plan(settings, samples, len(sampler))
+    sampler = make_sampler(settings, ctx, samples, method.replicas)
+    plan = make_plan(settings, samples, sampler.longest)
     fault = make_fault(settings, ctx, plan.steps)
     model = build_model(settings.model, data.channels, data.classes, settings.width)
     if settings.channels_last:
@@ -82,6 +73,8 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         # stay as they are.
         model = model.to(memory_format=torch.channels_last)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
+    if isinstance(sampler, OwnSharesSampler):
+        check_own_shares(model, sampler, plan, settings)
     forward = fault.wrapped(method, method.wrap(model))
     if settings.compile:
         forward = compiled(forward, ctx)
@@ -116,6 +109,37 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
             if value != ranks[0][name]:
                 found = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
                 raise UserError(f"{found}: give all ranks the same options")
+
+
+def make_sampler(
+    settings: Settings, ctx: RankContext, samples: int, replicas: int
+) -> DistributedBatchSampler | OwnSharesSampler:
+    """Choose which samples this rank takes. replicas: of each rank."""
+    s, places = settings, (samples, settings.batch_size, ctx.rank, ctx.world_size)
+    if s.join:
+        return OwnSharesSampler(*places, shuffle=s.shuffle, seed=s.seed)
+    rest = smallest_share(samples % s.batch_size, ctx.world_size, s.accumulate, replicas)
+    return DistributedBatchSampler(*places, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
+
+
+def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, settings: Settings) -> None:
+    """Refuse with --join what would act on some ranks only. Raises UserError."""
+    if sampler.batches < sampler.world_size:
+        found = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
+        raise UserError(
+            f"--join: {found}, and each of {sampler.world_size} ranks needs one; use a smaller --batch-size"
+        )
+    if sampler.smallest == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise UserError(
+            f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, of which "
+            "BatchNorm makes no statistics; choose another --batch-size or --limit-train"
+        )
+    every, epoch = {"--monitor": settings.monitor, "--save-every": settings.save_every or 0}, plan.steps_per_epoch
+    for option, steps in (every | {"--checkpoint-every": settings.checkpoint_every or 0}).items():
+        if steps % epoch:
+            raise UserError(
+                f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or N times it"
+            )
 
 
 def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:

@@ -8,6 +8,7 @@ from torch.utils.data import Subset
 
 from train.data.dataset import Data
 from train.data.digits import load_digits
+from train.data.own_shares import OwnSharesSampler
 from train.data.sampler import DistributedBatchSampler, smallest_share
 from train.errors import UserError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["DATASETS", "Data", "DistributedBatchSampler", "load_data", "smallest_share"]
+__all__ = ["DATASETS", "Data", "DistributedBatchSampler", "OwnSharesSampler", "load_data", "smallest_share"]
 
 # Each takes the folder that --data-dir names, or None for its own default.
 DATASETS: dict[str, Callable[[Path | None], Data]] = {

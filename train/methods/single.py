@@ -26,6 +26,7 @@ class Single(NoExtraState):
     refuses: ClassVar[Mapping[str, str]] = {
         "--sync-bn": "it has no other replica to share statistics with",
         "--no-buffer-sync": "it has no other replica to share statistics with",
+        "--join": "it waits for no other rank",
         "--comm-hook": "it sends no gradients",
         "--find-unused": "it reduces no gradients, so it waits for none",
     }
