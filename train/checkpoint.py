@@ -1,4 +1,7 @@
-"""One checkpoint per rank: `<out>/<run>_rank<r>.<ext>`, and `<out>/history/<run>/step_<n>/rank_<r>.<ext>`.
+"""One checkpoint per rank.
+
+Of the end of a run `<out>/<run>_rank<r>.<ext>`, of its steps `<out>/history/<run>/step_<n>/rank_<r>.<ext>`, and of its
+best epoch `<out>/best/<run>/rank_<r>.<ext>`.
 
 The replicas of a model are equal, or so one hopes: a trainer that saves rank 0 only can never show that they
 are not.
@@ -114,6 +117,11 @@ def step_path(out: Path, run: str, step: int, rank: int, extension: str) -> Path
     return out / "history" / run / f"step_{step}" / f"rank_{rank}.{extension}"
 
 
+def best_path(out: Path, run: str, rank: int, extension: str) -> Path:
+    """Name the file of one rank after the epoch that was best on the test set."""
+    return out / "best" / run / f"rank_{rank}.{extension}"
+
+
 def write_atomic(path: Path, payload: bytes) -> None:
     """Write a file that is either whole or not there; an older one stays until the new one is safe on disk.
 
@@ -170,8 +178,8 @@ def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
         for path in set(_files_of(out, run)) - set(keep):
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
-        history = out / "history" / run
-        for folder in (*history.glob("step_*"), history, history.parent):
+        history, best = out / "history" / run, out / "best" / run
+        for folder in (*history.glob("step_*"), history, history.parent, best, best.parent):
             with suppress(OSError):  # not there, or something of the user's is in it
                 folder.rmdir()
     except OSError as error:
@@ -185,6 +193,7 @@ def _files_of(out: Path, run: str) -> Iterator[Path]:
     final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
     moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")
     yield from [path for path in out.iterdir() if final.fullmatch(path.name)]
-    for folder in (out / "history" / run).glob("step_*"):
-        if re.fullmatch(r"step_\d+", folder.name) and folder.is_dir():
+    steps = [f for f in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", f.name)]
+    for folder in (*steps, out / "best" / run):
+        if folder.is_dir():
             yield from [path for path in folder.iterdir() if moment.fullmatch(path.name)]

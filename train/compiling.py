@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from train.errors import UserError
+from train.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +28,10 @@ def compiled(forward: nn.Module, ctx: RankContext) -> nn.Module:
     """
     with ctx.together():
         check_compiler(ctx.device)
+    for module in forward.modules():
+        if isinstance(module, SyncBatchNorm):
+            # What it sends, also in its backward, is not for generated code: that ends before it, and begins behind it.
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     return cast("nn.Module", torch.compile(forward))
 
 

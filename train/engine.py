@@ -9,8 +9,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from train.job import Job, prepare
+from train.logbook import Logbook
 from train.position import Position
-from train.schedule import schedule, set_learning_rate
+from train.schedule import set_learning_rate
 from train.scoring import evaluate
 
 __all__ = ["Position", "Result", "train", "train_epoch"]
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.metrics import Score
-    from train.progress import Silent
+    from train.recorders.base import Recorder
     from train.settings import Settings
 
 
@@ -42,61 +43,83 @@ class Result:
     replaced: int
 
 
-def train(settings: Settings, ctx: RankContext, progress: Silent) -> Result:
+def train(settings: Settings, ctx: RankContext, recorder: Recorder) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
     To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
     the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
     alike.
     """
-    job = prepare(settings, ctx, progress.console)
-    progress.start(job.plan)
-    start, position = time.perf_counter(), job.keeper.position
+    job = prepare(settings, ctx, recorder.console)
+    position = job.keeper.position
+    logbook = Logbook(job, recorder, position)
+    logbook.start(position.step if job.keeper.resumed else None)
+    start = time.perf_counter()
     with job.watch:
         while True:
-            epoch_start = time.perf_counter()
-            train_epoch(job, position, progress)
-            elapsed = time.perf_counter() - epoch_start
-            trained, test = position.meter.over_ranks(ctx), evaluate(job.method.module, job.test_batches, ctx)
-            progress.epoch(position.step, position.epoch, trained, test, trained.samples / elapsed)
+            train_epoch(job, position, logbook)
+            trained = position.meter.over_ranks(ctx)
+            logbook.end_epoch(position)
+            test = evaluate_epoch(job, position, logbook, trained)
             if position.step == job.plan.steps:
                 break
             position.next_epoch()
+    assert test is not None  # the last epoch is always evaluated
     seconds = time.perf_counter() - start
+    recorder.end(seconds)
     epochs, saver = position.epoch, job.saver
     return Result(settings.run, epochs, position.step, seconds, trained, test, tuple(saver.saved), saver.replaced)
 
 
-def train_epoch(job: Job, position: Position, progress: Silent) -> None:
+def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Score) -> Score | None:
+    """Score the model after an epoch, if it is due, and keep it if it is the best so far; a collective.
+
+    trained: over the epoch. The evaluation changes nothing of the model: what is saved after it is what the last step
+    left.
+    """
+    start, test, best = time.perf_counter(), None, False
+    if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
+        test = evaluate(job.method.module, job.test_batches, job.ctx)
+        best = job.best.take(test, position.epoch, position.step)
+    logbook.after_epoch(position, trained, test, time.perf_counter() - start, best)
+    if best:
+        logbook.saved(job.saver.best(position.step))
+    return test
+
+
+def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
     steps, start, seen = job.plan.steps, time.perf_counter(), 0
     join, optimizer = job.settings.join, job.step.optimizer
     left = min(job.sampler.longest - position.in_epoch, steps - position.step)
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
+    job.train_samples.set_epoch(position.epoch - 1)
     job.step.forward.train()
+    logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + left)
-    batches = zip(sizes, job.train_batches, strict=False)
+    batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
     job.keeper.restore_random()
     with job.method.joined(optimizer) if join else nullcontext():
         for samples, (x, y) in batches:
-            set_learning_rate(optimizer, job.settings.lr * schedule(position.step, steps))
+            lr = job.rate.at(position.step)
+            set_learning_rate(optimizer, lr)
             position.step += 1
             position.in_epoch += 1
             left -= 1
             job.step.run(position.step, x, y, samples, position.meter)
             if not join:
-                check_and_save(job, position)
+                check_and_save(job, position, logbook)
             seen += samples
-            progress.step(position.step, position.epoch, position.meter, seen / (time.perf_counter() - start))
+            logbook.after_step(position, lr, seen / (time.perf_counter() - start))
     if join:
         # On a rank that was done earlier the others' last steps count too.
         position.step += left
         position.in_epoch += left
-        set_learning_rate(optimizer, job.settings.lr * schedule(position.step - 1, steps))
-        check_and_save(job, position)
+        set_learning_rate(optimizer, job.rate.at(position.step - 1))
+        check_and_save(job, position, logbook)
 
 
-def check_and_save(job: Job, position: Position) -> None:
+def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
     """Do what is due after an optimizer step; a collective.
 
     At once: no later forward may touch the buffers before. Checked first, so that what is saved is what was found to be
@@ -104,5 +127,5 @@ def check_and_save(job: Job, position: Position) -> None:
     """
     step = position.step
     job.watch.after_step(step, last=step == job.plan.steps)
-    job.saver.after_step(step)
+    logbook.saved(job.saver.after_step(step))
     job.keeper.after_step(position)

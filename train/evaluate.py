@@ -106,8 +106,8 @@ def _run(run: RunScores) -> dict[str, Any]:
     return {
         "run": r.run,
         "step": r.step,
-        "model": r.model,
-        "data": r.data,
+        "model": r.task.model,
+        "data": r.task.data,
         "world_size": r.world_size,
         "parameters_differ": r.parameters_differ,
         "statistics_differ": r.statistics_differ,

@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from train.compiling import compiled
-from train.data import DistributedBatchSampler, OwnSharesSampler, load_data, smallest_share
+from train.data import (
+    DataOptions,
+    DistributedBatchSampler,
+    OwnSharesSampler,
+    download,
+    load_data,
+    smallest_share,
+)
 from train.errors import UserError
 from train.faults import make_fault
+from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_model
-from train.progress import Plan
+from train.recorders.base import Plan
 from train.resume import Keeper
 from train.saver import Saver
-from train.scoring import Batches, evaluation_batches
+from train.schedule import LearningRate
+from train.scoring import Batches, Best, evaluation_batches
+from train.seeds import seed_rank
 from train.step import Step
 from train.watch import Watch
 
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from train.data import Data
+    from train.data.dataset import Images
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
@@ -41,12 +52,15 @@ class Job:
     ctx: RankContext
     plan: Plan
     sampler: DistributedBatchSampler | OwnSharesSampler
+    train_samples: Images
     train_batches: Batches
     test_batches: Batches
     method: Method
     step: Step
+    rate: LearningRate
     watch: Watch
     saver: Saver
+    best: Best
     keeper: Keeper
 
 
@@ -60,18 +74,13 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
-    with ctx.together():
-        data = load_data(settings.data, settings.data_dir, settings.limit_train)
+    data = load(settings, ctx)
     samples = len(data.train)
     method = METHODS[settings.method](settings, ctx)
     sampler = make_sampler(settings, ctx, samples, method.replicas)
     plan = make_plan(settings, samples, sampler.longest)
     fault = make_fault(settings, ctx, plan.steps)
-    model = build_model(settings.model, data.channels, data.classes, settings.width)
-    if settings.channels_last:
-        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
-        # stay as they are.
-        model = model.to(memory_format=torch.channels_last)
+    model = make_model(settings, data)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
@@ -80,22 +89,58 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         forward = compiled(forward, ctx)
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
+    # From here on the ranks draw from streams of their own.
+    seed_rank(settings.seed, ctx)
     step = Step(settings, ctx, method, forward, optimizer, fault)
     saver = Saver(settings, ctx, plan, step)
-    keeper = Keeper(settings, ctx, plan, step, saver, data.train)
+    best = Best()
+    keeper = Keeper(settings, ctx, plan, step, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
         plan=plan,
         sampler=sampler,
-        train_batches=DataLoader(data.train, batch_sampler=sampler),
+        train_samples=data.train,
+        train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         step=step,
+        rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
         watch=Watch(settings, step, console),
         saver=saver,
+        best=best,
         keeper=keeper,
     )
+
+
+def load(settings: Settings, ctx: RankContext) -> Data:
+    """Load the data, on one rank of each machine download it first if that is asked for; a collective.
+
+    Raises UserError on all ranks alike.
+    """
+    with ctx.together():
+        if settings.download and ctx.local_rank == 0:
+            download(settings.data, settings.data_dir)
+    with ctx.together():
+        return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
+
+
+def make_model(settings: Settings, data: Data) -> nn.Module:
+    """Build the network that the settings name, for this data. Raises UserError."""
+    model = build_model(
+        settings.model,
+        data.channels,
+        data.classes,
+        settings.width,
+        image_size=data.image_size,
+        depth=settings.depth,
+        alpha=settings.alpha,
+    )
+    if settings.channels_last:
+        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
+        # stay as they are.
+        model = model.to(memory_format=torch.channels_last)
+    return model
 
 
 def check_agreement(settings: Settings, ctx: RankContext) -> None:
@@ -103,7 +148,9 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
 
     A collective. Raises UserError on all ranks alike. Only folders may differ.
     """
-    ranks = ctx.gather({name: value for name, value in vars(settings).items() if name not in ("data_dir", "out")})
+    folders = ("data_dir", "out", "log_dir")
+    mine = {name: value for name, value in vars(settings).items() if name not in folders}
+    ranks = ctx.gather(mine | {"log_dir": "given" if settings.log_dir else None})
     for rank, theirs in enumerate(ranks):
         for name, value in theirs.items():
             if value != ranks[0][name]:
@@ -138,7 +185,7 @@ def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, se
     for option, steps in (every | {"--checkpoint-every": settings.checkpoint_every or 0}).items():
         if steps % epoch:
             raise UserError(
-                f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or N times it"
+                f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or a multiple"
             )
 
 

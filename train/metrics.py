@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from train.launch import RankContext
@@ -43,15 +45,16 @@ class Meter:
 
     def local(self) -> Score:
         """Score what this rank has seen."""
-        return _score(self.sums)
+        return score_of(self.sums.tolist())
 
     def over_ranks(self, ctx: RankContext) -> Score:
         """Score what all ranks have seen; a collective, equal on all ranks."""
-        return _score(ctx.sum_over_ranks(self.sums.clone()))
+        return score_of(ctx.sum_over_ranks(self.sums.clone()).tolist())
 
 
-def _score(sums: Tensor) -> Score:
-    loss, right, samples = sums.tolist()
+def score_of(sums: Sequence[float]) -> Score:
+    """Make a score of the sums of loss, right answers and samples."""
+    loss, right, samples = sums
     if samples == 0:
         return Score(float("nan"), float("nan"), 0)
     return Score(loss / samples, right / samples, int(samples))

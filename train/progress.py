@@ -3,117 +3,126 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from train.output import Output
+from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
+
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Self
 
     from train.metrics import Meter, Score
 
-LONGEST_NAME = 16  # characters beside the bar
+LONGEST_NAME = 10  # characters beside the bar
 REFRESH = 10  # steps between two readings of the meter: each waits for the device
+LISTED = 8  # ranks whose shares are listed one by one
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What lies ahead: name of the run, epochs, optimizer steps in all and per epoch."""
-
-    run: str
-    epochs: int
-    steps: int
-    steps_per_epoch: int
+class Silent(Recorder):
+    """Shows nothing."""
 
 
-class Silent:
-    """Shows nothing; base of the others.
-
-    console: where others may print lines without breaking what is shown; None where nothing could break.
-    """
-
-    console: Console | None = None
-
-    def start(self, plan: Plan) -> None:
-        """Take note of the plan, before the first step."""
-
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Show one optimizer step of rank 0, counted from 1."""
-
-    def epoch(self, step: int, epoch: int, trained: Score, test: Score, samples_per_second: float) -> None:
-        """Show one epoch of all ranks, counted from 1."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give the terminal back."""
+def remarks(start: Start) -> list[str]:
+    """Say what a user may not expect: shares of unequal size, a learning rate that is not the one typed."""
+    found, shares = [], start.shares
+    if len(set(shares)) > 1:
+        more = shares.count(shares[0])
+        text = ", ".join(map(str, shares))
+        if len(shares) > LISTED:
+            text = f"{shares[0]} on each of the first {more}, {shares[-1]} on each of the others"
+        found.append(f"{sum(shares)} samples a step over {len(shares)} ranks: {text}")
+    if start.peak_lr != start.settings.lr:
+        scale = start.settings.lr_scale
+        found.append(f"learning rate {start.peak_lr:g}: {start.settings.lr:g} scaled ({scale}) for several processes")
+    return found
 
 
-class Lines(Silent):
-    """One plain line per epoch, for logs and pipes."""
+class Lines(Recorder):
+    """One plain line per epoch, for logs and pipes, and one per --log-interval where that was asked for."""
 
-    def start(self, plan: Plan) -> None:
-        """Take note of the plan."""
-        self.plan = plan
+    def __init__(self, output: Output) -> None:
+        self.output = output
 
-    def epoch(self, step: int, epoch: int, trained: Score, test: Score, samples_per_second: float) -> None:
-        """Write the line; flushed, for a log is read while it grows."""
+    def start(self, start: Start) -> None:
+        """Take note of the plan; write what is out of the ordinary."""
+        self.plan, self.each = start.plan, start.settings.log_interval is not None
+        for text in remarks(start):
+            self.output.write(f"{self.plan.run}: {text}\n")
+
+    def log(self, record: StepRecord) -> None:
+        """Write the line of some steps."""
+        if self.each:
+            self._write(record.epoch, record.step, record.trained, f"lr {record.lr:.3g}  ", record.samples_per_second)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Write the line of an epoch."""
+        test = "" if record.test is None else f"test {record.test.accuracy:.1%}  "
+        self._write(record.epoch, record.step, record.trained, test, record.samples_per_second)
+
+    def _write(self, epoch: int, step: int, trained: Score, more: str, speed: float) -> None:
         width = len(str(self.plan.epochs))
-        sys.stdout.write(
+        self.output.write(
             f"{self.plan.run}: epoch {epoch:{width}}/{self.plan.epochs}  step {step}/{self.plan.steps}  "
-            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  test {test.accuracy:.1%}  "
-            f"{samples_per_second:.0f} samples/s\n"
+            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {more}{speed:.0f} samples/s\n"
         )
-        sys.stdout.flush()
 
 
-class Bar(Silent):
+class Bar(Recorder):
     """A bar over the whole run; its numbers are rank 0's own within an epoch, and all ranks' at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: Output) -> None:
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=14),  # two lines of numbers and the longest name then fit 80 columns
             TextColumn("{task.fields[numbers]}"),
-            console=Console(),
+            console=Console(file=cast("IO[str]", output)),
         )
         self.console = self.bar.console
         self.test = ""
+        self.first: tuple[int, float] | None = None  # the first step seen, and when
 
-    def start(self, plan: Plan) -> None:
+    def start(self, start: Start) -> None:
         """Draw the empty bar."""
-        self.plan = plan
+        self.plan = start.plan
         # A long name would leave no room for the numbers.
-        short = plan.run if len(plan.run) <= LONGEST_NAME else ""
-        self.task = self.bar.add_task(short, total=plan.steps, numbers="")
+        short = self.plan.run if len(self.plan.run) <= LONGEST_NAME else ""
+        self.task = self.bar.add_task(short, total=self.plan.steps, completed=start.resumed_at or 0, numbers="")
         self.bar.start()
-        if not short:
-            self.bar.console.print(plan.run)
+        for text in ([] if short else [self.plan.run]) + remarks(start):
+            self.bar.console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
         """Move the bar; read the meter now and then."""
+        if self.first is None:
+            self.first = step, time.monotonic()
         if step % REFRESH:
             self.bar.update(self.task, completed=step)
         else:
             self._show(step, epoch, meter.local(), samples_per_second)
 
-    def epoch(self, step: int, epoch: int, trained: Score, test: Score, samples_per_second: float) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         """Show the numbers of all ranks."""
-        self.test = f"  test {test.accuracy:.1%}"
-        self._show(step, epoch, trained, samples_per_second)
+        if record.test is not None:
+            self.test = f"  test {record.test.accuracy:.1%}"
+        self._show(record.step, record.epoch, record.trained, record.samples_per_second)
 
     def _show(self, step: int, epoch: int, score: Score, samples_per_second: float) -> None:
         numbers = (
-            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}\n"
+            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._left(step)}\n"
             f"loss {score.loss:.4f}  train {score.accuracy:.1%}{self.test}  {samples_per_second:.0f} samples/s"
         )
         self.bar.update(self.task, completed=step, numbers=numbers)
+
+    def _left(self, step: int) -> str:
+        """Say how long it will take at the pace so far, evaluations included."""
+        if self.first is None or not self.first[0] < step < self.plan.steps:
+            return ""
+        first, since = self.first
+        return f"  {clock((time.monotonic() - since) * (self.plan.steps - step) / (step - first))} left"
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -122,10 +131,18 @@ class Bar(Silent):
         self.bar.stop()
 
 
-def make_progress(kind: str, *, is_main: bool) -> Silent:
+def clock(seconds: float) -> str:
+    """Write a time as 0:07, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> Recorder:
     """Choose what to show. kind: bar, plain, none, or auto: a bar where the output is a terminal."""
+    output = output or Output()
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
     if not is_main or kind == "none":
         return Silent()
-    return Bar() if kind == "bar" else Lines()
+    return Bar(output) if kind == "bar" else Lines(output)

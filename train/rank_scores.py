@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.data import load_data
+from train.data import DataOptions, load_data
 from train.errors import UserError
 from train.launch import RankContext
 from train.models import build_model
@@ -105,7 +105,10 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
     One process, on the CPU, without autocast: where two ranks hold the same bits, their scores are the same bits too.
     """
     # 1. The same test samples for every rank, all of them: nothing is divided as it is in training.
-    data = load_data(replicas.data, data_dir, None)
+    task = replicas.task
+    folder = None if task.data == "synthetic" else data_dir
+    sizes = DataOptions(task.image_size, task.channels, task.classes, task.train_samples)
+    data = load_data(task.data, folder, None, sizes)
     ctx = RankContext()
     batches = evaluation_batches(data.test, ctx)
     # 2. All ranks' tensors, and one model to put them into.
@@ -150,10 +153,19 @@ def average_statistics(model: nn.Module, states: Sequence[Mapping[str, Tensor]])
 
 def _build(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.Module:
     """Build the model that the metadata names, if the tensors of all ranks fit it. Raises UserError."""
+    task = replicas.task
     # Without memory first: the width comes out of a file, and nothing is allocated for one that does not fit.
     try:
         with torch.device("meta"):
-            model = build_model(replicas.model, data.channels, data.classes, replicas.width)
+            model = build_model(
+                task.model,
+                data.channels,
+                data.classes,
+                task.width,
+                image_size=data.image_size,
+                depth=task.depth,
+                alpha=task.alpha,
+            )
     except UserError as error:
         raise UserError(f"{replicas.files[0].path}: {error}") from error
     needed = {name: _described(tensor) for name, tensor in model.state_dict().items()}
@@ -161,7 +173,7 @@ def _build(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.Module
         found = {name: _described(tensor) for name, tensor in state.items()}
         for name in [*needed, *found]:
             if needed.get(name) != found.get(name):
-                has = f"{replicas.model} has {needed.get(name, 'no tensor of this name')}"
+                has = f"{task.model} has {needed.get(name, 'no tensor of this name')}"
                 reason = f"{file.path}: {name} is {found.get(name, 'not there')}, {has}"
                 raise UserError(
                     f"{reason}; needs a file as train/run.py saves it without a fault that changes the model"

@@ -7,7 +7,7 @@ that this trainer can build, and loaded.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,27 @@ if TYPE_CHECKING:
 # What torch.load and safetensors raise for a file that is no checkpoint, or not one of theirs.
 BROKEN = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
 STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
-MOST_WIDTH = 65_536  # channels; far above any, and few enough to multiply without overflow
+MOST = 2**24  # of width, depth and the like; far above any, and few enough to multiply without overflow
 LOADED = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` takes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run trained on what, as its metadata says; the names are those of Settings."""
+
+    model: str
+    data: str
+    width: int | None = None
+    depth: int | None = None
+    alpha: int | None = None
+    image_size: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    train_samples: int | None = None
+
+
+# Those of its fields that are numbers.
+NUMBERS = tuple(field.name for field in fields(Task) if field.name not in ("model", "data"))
 
 
 @dataclass(frozen=True)
@@ -42,9 +61,7 @@ class Replicas:
 
     run: str
     step: int | None
-    model: str
-    width: int | None
-    data: str
+    task: Task
     world_size: int
     files: tuple[Replica, ...]
     parameters_differ: bool
@@ -83,14 +100,11 @@ def _checked(group: Group) -> Replicas:
         if world_size > 1:
             mend = f"the run had {world_size} ranks; name the files of the others too"
         raise UserError(f"{first.path}: rank {first.rank} alone; {mend}")
-    model, width, data = task
     different = {diff.kind for diff in group.tensors if diff.status != "equal"}
     return Replicas(
         run=group.run,
         step=group.step,
-        model=model,
-        width=width,
-        data=data,
+        task=task,
         world_size=world_size,
         files=tuple(sorted(group.replicas, key=lambda replica: replica.rank)),
         parameters_differ="parameter" in different,
@@ -98,20 +112,22 @@ def _checked(group: Group) -> Replicas:
     )
 
 
-def _task(snapshot: Snapshot) -> tuple[str, int | None, str]:
-    """Read from the metadata block which model it is, its width, and which data it is for. Raises UserError."""
+def _task(snapshot: Snapshot) -> Task:
+    """Read from the metadata block which model it is of, and for which data. Raises UserError."""
     path = snapshot.path
     config = snapshot.metadata.config if snapshot.metadata is not None else {}
     if "model" not in config or "data" not in config:
         raise UserError(f"{path}: does not say which model it is of; needs a file that train/run.py has saved")
-    model, width, data = config["model"], config.get("width"), config["data"]
+    model, data = config["model"], config["data"]
     if not isinstance(model, str) or model not in MODELS:
         raise UserError(f"{path}: model {model!r} is unknown; there are {', '.join(MODELS)}")
     if not isinstance(data, str) or data not in DATASETS:
         raise UserError(f"{path}: data {data!r} is unknown; there are {', '.join(DATASETS)}")
-    if width is not None and not (isinstance(width, int) and 1 <= width <= MOST_WIDTH):
-        raise UserError(f"{path}: width {width!r}; needs 1 to {MOST_WIDTH}, or none for the model's own")
-    return model, width, data
+    numbers = {name: config.get(name) for name in NUMBERS}
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, int) and 1 <= number <= MOST):
+            raise UserError(f"{path}: {name} {number!r}; needs 1 to {MOST}, or none for the default")
+    return Task(model, data, **numbers)
 
 
 def _check_whole(snapshot: Snapshot) -> None:

@@ -37,6 +37,7 @@ from train.launch import (
     end_after_interrupt,
     from_environment,
     idle_gpus,
+    launcher_name,
     leave,
     process_group,
     say,
@@ -45,7 +46,8 @@ from train.launch import (
 )
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
-from train.progress import make_progress
+from train.output import Output
+from train.recorders.make import make_recorder
 from train.settings import check
 
 if TYPE_CHECKING:
@@ -98,10 +100,16 @@ def work(args: argparse.Namespace) -> Ending:
         settings, ctx = prepare(args)
         if ctx.is_main:
             say(Ending(0, idle_gpus(args.gpus, ctx.devices, ctx.local_world_size)))
-        with process_group(ctx, args.timeout), make_progress(args.progress, is_main=ctx.is_main) as progress:
-            result = train(settings, ctx, progress)
+        output, launcher = Output(), launcher_name(os.environ, LaunchOptions.of(args))
+        recorder = make_recorder(settings, ctx, args.progress, output, launcher)
+        with process_group(ctx, args.timeout), recorder:
+            result = train(settings, ctx, recorder)
         if ctx.is_main:
-            sys.stdout.write(summary(result))
+            output.write(summary(result))
+        if output.lost is not None:
+            # Not before: a lost console must not cost the training.
+            reason = output.lost.strerror
+            return Ending(2, f"cannot write to stdout: {reason}; the training itself has come to its end")
     except UserError as error:
         return Ending(2, str(error), alike=not isinstance(error, RankError))
     except SyncheckError as error:  # of --monitor

@@ -9,6 +9,7 @@ from syncheck import metadata
 from train.checkpoint import (
     FORMATS,
     Snapshot,
+    best_path,
     check_writable,
     final_path,
     remove_run,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
-    from train.progress import Plan
+    from train.recorders.base import Plan
     from train.settings import Settings
     from train.step import Step
 
@@ -46,15 +47,34 @@ class Saver:
             with ctx.together():
                 check_writable(settings.out)
 
-    def after_step(self, step: int) -> None:
-        """Save what is due after this optimizer step, counted from 1; a collective if anything is."""
+    def after_step(self, step: int) -> list[Path]:
+        """Save what is due after this optimizer step, counted from 1; a collective if anything is.
+
+        Returns the files that this process has written.
+        """
         s, ranks = self.settings, range(self.replicas)
+        written: list[Path] = []
         if not s.save_per_rank:
-            return
+            return written
         if s.save_every is not None and step % s.save_every == 0:
-            self._save([step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks], step, final=False)
+            paths = [step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks]
+            written += self._save(paths, step, final=False)
         if step in (self.plan.steps, self.trainer.fault.early):
-            self._save([final_path(s.out, s.run, rank, s.save_format) for rank in ranks], step, final=True)
+            paths = [final_path(s.out, s.run, rank, s.save_format) for rank in ranks]
+            written += self._save(paths, step, final=True)
+        return written
+
+    def best(self, step: int) -> list[Path]:
+        """Replace the best checkpoint by this one, if the settings ask for one; a collective then.
+
+        To be called between the last step of an epoch and the first of the next. Returns the files that this process
+        has written.
+        """
+        s = self.settings
+        if not s.save_best:
+            return []
+        paths = [best_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
+        return self._save(paths, step, final=False)
 
     def resume(self, run_id: str, saved: Sequence[str], *, same_ranks: bool) -> None:
         """Go on as the run that it was: its files stay, but for those of steps that are still to come.
@@ -73,7 +93,7 @@ class Saver:
         if s.save_per_rank and not set(paths) <= set(self.saved):
             self._save(paths, step, final=True)
 
-    def _save(self, paths: list[Path], step: int, *, final: bool) -> None:
+    def _save(self, paths: list[Path], step: int, *, final: bool) -> list[Path]:
         """Write this process's replicas to their `paths`; all ranks hear whether all of them could."""
         epoch = step // self.plan.steps_per_epoch  # epochs done
         config = self.settings.config(self.replicas)
@@ -103,6 +123,8 @@ class Saver:
                 snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block, ema)
                 self._write(paths[index], snapshot, final=final)
         self.saved += [path for path in paths if path not in self.saved]
+        first = self.ctx.rank * method.replicas
+        return paths[first : first + method.replicas]
 
     def _clear(self) -> None:
         """Remove what is of an earlier run, or of later steps than that at which this one was resumed."""

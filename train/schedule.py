@@ -5,17 +5,56 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from train.errors import UserError
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-WARM_UP = 0.1  # share of all steps over which the learning rate rises
+    from train.recorders.base import Plan
+    from train.settings import Settings
+
+WARM_UP = 0.1  # share of all steps over which the learning rate rises, where no option says
+# What --lr-scale makes of a learning rate that is meant for one process, by the number of shares.
+# linear: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1.
+# sqrt: Krizhevsky 2014, https://arxiv.org/abs/1404.5997, section 5, keeps the variance of the gradient so.
+SCALES = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
+SCHEDULES = ("cosine", "constant")
 
 
-def schedule(step: int, steps: int) -> float:
-    """Scale the learning rate: a linear rise to 1, then half a cosine towards 0. step: 0 to steps - 1."""
-    rise = max(1, int(WARM_UP * steps))
+class LearningRate:
+    """The learning rate of each step: a linear rise to the peak, then the rest of the schedule.
+
+    shares: how many the global batch is split into, one for each rank, or each replica of dp. Raises UserError where
+    the warm-up is longer than the run.
+    """
+
+    def __init__(self, settings: Settings, plan: Plan, shares: int) -> None:
+        self.plan, self.kind = plan, settings.schedule
+        self.peak = settings.lr * SCALES[settings.lr_scale](shares)
+        self.rise: int | None = None
+        if settings.warmup_steps is not None:
+            self.rise = settings.warmup_steps
+        if settings.warmup_epochs is not None:
+            self.rise = round(settings.warmup_epochs * plan.steps_per_epoch)
+        if self.rise is not None and self.rise > plan.steps:
+            raise UserError(f"the warm-up takes {self.rise} steps and the run has {plan.steps}: shorten it")
+
+    def at(self, step: int) -> float:
+        """Give the learning rate of a step, counted from 0."""
+        return self.peak * schedule(step, self.plan.steps, self.rise, self.kind)
+
+
+def schedule(step: int, steps: int, rise: int | None = None, kind: str = "cosine") -> float:
+    """Scale the learning rate: a linear rise to 1, then half a cosine towards 0, or for ever 1.
+
+    step: 0 to steps - 1. rise: steps of the rise; None for a tenth of all.
+    """
+    if rise is None:
+        rise = max(1, int(WARM_UP * steps))
     if step < rise:
         return (step + 1) / rise
+    if kind == "constant":
+        return 1.0
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,14 @@ from train.metrics import Meter, Score
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from train.data.dataset import Samples
+    from train.data.dataset import Images
     from train.launch import RankContext
 
 Batches = DataLoader[tuple["Tensor", ...]]
 EVALUATION_BATCH = 512  # samples per rank and forward at most; any number gives the same score
 
 
-def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
+def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
     """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up.
 
     In equally many batches on all ranks, for under FSDP every forward is a collective. Raises UserError when
@@ -33,7 +33,8 @@ def evaluation_batches(samples: Samples, ctx: RankContext) -> Batches:
     mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
     largest_share = math.ceil(len(samples) / ctx.world_size)
     parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
-    return DataLoader(samples, batch_sampler=[part.tolist() for part in parts])
+    # batch_size=None: as in training, whole batches are asked for, here the parts.
+    return DataLoader(samples, sampler=[part.tolist() for part in parts], batch_size=None)
 
 
 def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
@@ -51,3 +52,30 @@ def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
             meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
     module.train()
     return meter.over_ranks(ctx)
+
+
+class Best:
+    """The best epoch so far, by accuracy on the test set; of equal ones the first.
+
+    accuracy: 0 to 1. epoch: counted from 1. step: optimizer steps done then. None before the first evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.accuracy: float | None = None
+        self.epoch: int | None = None
+        self.step: int | None = None
+
+    def take(self, test: Score, epoch: int, step: int) -> bool:
+        """Take one evaluation in; returns whether it is the best so far. Equal on all ranks, for the score is."""
+        if self.accuracy is not None and not test.accuracy > self.accuracy:
+            return False
+        self.accuracy, self.epoch, self.step = test.accuracy, epoch, step
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Give what `restore` takes: JSON values."""
+        return {"accuracy": self.accuracy, "epoch": self.epoch, "step": self.step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from where another run was."""
+        self.accuracy, self.epoch, self.step = state["accuracy"], state["epoch"], state["step"]

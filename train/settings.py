@@ -12,7 +12,10 @@ from train.errors import UserError
 # Used where --lr is not given. Found on digits with resnet8 at a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
-APART = frozenset("data_dir out save_per_rank save_every save_format monitor on_desync checkpoint_every resume".split())
+APART = frozenset(
+    {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
+    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,19 @@ class Settings:
     matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
     average_every: steps between two averages of localsgd; None for its default. width: channels of the
-    model's first layer, or None for the model's own. lr: peak of the schedule. limit_train: keep this many
-    training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
+    model's first layer, depth: its layers or blocks, alpha: channels that it adds; None for the model's own.
+    download: fetch the data if it is not there. augment: how training images are changed at random. image_size,
+    channels, classes, train_samples: of synthetic data; None for its own. lr: peak of the schedule. limit_train: keep
+    this many training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
     optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
     counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
     ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
+    lr_scale: none, linear or sqrt, in the number of shares of the global batch. warmup_steps, warmup_epochs: of the
+    learning rate's rise; None for a tenth of the run. schedule: cosine or constant, after it. workers: processes of
+    each rank that load data. eval_every: epochs between two evaluations. save_best: keep a checkpoint of the best
+    epoch. log_dir: folder of logs and metrics, None for none. log_interval: optimizer steps between two of their
+    records, None for the default and no lines of their own on the terminal. tensorboard: write them for TensorBoard
+    too.
     checkpoint_every: optimizer steps between two states from which the run can be resumed. resume: go on from the
     newest of them.
     """
@@ -57,8 +68,16 @@ class Settings:
     fault_step: int | None = None
     model: str = "resnet8"
     width: int | None = None
+    depth: int | None = None
+    alpha: int | None = None
     data: str = "digits"
     data_dir: Path | None = None
+    download: bool = False
+    augment: str = "none"
+    image_size: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    train_samples: int | None = None
     limit_train: int | None = None
     shuffle: bool = True
     keep_last: bool = False
@@ -69,11 +88,21 @@ class Settings:
     lr: float = LEARNING_RATES["sgd"]
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    lr_scale: str = "none"
+    warmup_steps: int | None = None
+    warmup_epochs: float | None = None
+    schedule: str = "cosine"
     seed: int = 0
+    workers: int = 0
+    eval_every: int = 1
     out: Path = Path("ckpts")
     save_per_rank: bool = False
     save_every: int | None = None
     save_format: str = "pth"
+    save_best: bool = False
+    log_dir: Path | None = None
+    log_interval: int | None = None
+    tensorboard: bool = False
     checkpoint_every: int | None = None
     resume: bool = False
     monitor: int = 0
@@ -133,6 +162,12 @@ def check(settings: Settings, world_size: int) -> None:
         ("--epochs", s.epochs),
         ("--batch-size", s.batch_size),
         ("--width", s.width),
+        ("--depth", s.depth),
+        ("--alpha", s.alpha),
+        ("--image-size", s.image_size),
+        ("--channels", s.channels),
+        ("--classes", s.classes),
+        ("--train-samples", s.train_samples),
         ("--limit-train", s.limit_train),
         ("--max-steps", s.max_steps),
         ("--save-every", s.save_every),
@@ -141,6 +176,8 @@ def check(settings: Settings, world_size: int) -> None:
         ("--replicas", s.replicas),
         ("--average-every", s.average_every),
         ("--fault-step", s.fault_step),
+        ("--eval-every", s.eval_every),
+        ("--log-interval", s.log_interval),
         ("--powersgd-rank", s.powersgd_rank),
     ):
         if number is not None and number < 1:
@@ -157,6 +194,7 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number")
     if not 0 <= s.seed < 2**63:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
+    _check_running(s)
     if s.replicas == 1:
         raise UserError("--replicas 1: needs 2 or more; one replica is --method single, for hsdp --method fsdp")
     if s.monitor < 0:
@@ -171,6 +209,19 @@ def check(settings: Settings, world_size: int) -> None:
         parts = f"{world_size} ranks" + (f" x {s.accumulate} micro-batches" if s.accumulate > 1 else "")
         least = world_size * s.accumulate
         raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
+
+
+def _check_running(s: Settings) -> None:
+    if s.warmup_steps is not None and s.warmup_epochs is not None:
+        raise UserError("--warmup-steps and --warmup-epochs: give one of them")
+    if s.warmup_steps is not None and s.warmup_steps < 0:
+        raise UserError(f"--warmup-steps {s.warmup_steps}: needs 0 or more")
+    if s.warmup_epochs is not None and not (math.isfinite(s.warmup_epochs) and s.warmup_epochs >= 0):
+        raise UserError(f"--warmup-epochs {s.warmup_epochs}: needs 0 or a positive number")
+    if s.workers < 0:
+        raise UserError(f"--workers {s.workers}: needs 0 or more")
+    if s.tensorboard and s.log_dir is None:
+        raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
 
 
 def check_hook(settings: Settings) -> None:
@@ -202,6 +253,8 @@ def check_join(settings: Settings) -> None:
         ("--ema", s.ema is not None, "ranks that are done would take no more weights into their average"),
         ("--accumulate", s.accumulate > 1, "a rank's last batch may be too small to be split"),
         ("--comm-hook powersgd", s.comm_hook == "powersgd", "join gives its hook zeros, which would change its memory"),
+        ("--log-dir", s.log_dir is not None, "its records are gathered at steps that all ranks make"),
+        ("--log-interval", s.log_interval is not None, "its records are gathered at steps that all ranks make"),
         ("--fault", s.fault is not None, "planted desyncs need all ranks at every step"),
     ):
         if used:

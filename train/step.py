@@ -46,6 +46,7 @@ class Step:
         # bfloat16 has the range of float32 and needs none of it.
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
         fault.scaler = self.scaler
+        self.grad_norm: Tensor | None = None  # before clipping, of the last step
         self.average = None if settings.ema is None else Average(method.module, settings.ema)
 
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
@@ -57,18 +58,18 @@ class Step:
         parts = self.settings.accumulate
         device = self.ctx.device
         for part, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1):
-            on_device = xs.to(device)
+            on_device = xs.to(device, non_blocking=True)  # where it is pinned, the CPU goes on meanwhile
             if self.settings.channels_last and on_device.dim() == 4:
                 # As the weights are, or each convolution would rearrange one of the two.
                 on_device = on_device.contiguous(memory_format=torch.channels_last)
             # Gradients add up over the micro-batches; they travel to the other ranks once, with the last.
             with nullcontext() if part == parts else self.method.no_sync():
-                self._accumulate(on_device, ys.to(device), samples, meter)
+                self._accumulate(on_device, ys.to(device, non_blocking=True), samples, meter)
         self.scaler.unscale_(self.optimizer)
         if self.settings.grad_clip is not None:
             # Complete now, so one factor for all of it. All ranks have the same gradient, or parts of it (fsdp), of
             # which torch takes the norm together; under localsgd each clips its own.
-            clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
+            self.grad_norm = clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
         self.fault.before_step(step, self.method, self.optimizer, on_device)
         self.method.step(self.optimizer, self.scaler)
         if self.average is not None and self.fault.averages(step):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.metrics import Meter
+    from train.recorders.base import EpochRecord
 
 # Four steps an epoch, eight in all, and a state after each.
 TINY = Settings(method="ddp", width=4, limit_train=70, batch_size=16, epochs=2, save_per_rank=True, checkpoint_every=1)
@@ -54,9 +55,9 @@ class Notes(Silent):
         """Keep the step."""
         self.steps.append(step)
 
-    def epoch(self, step: int, epoch: int, trained: Any, test: Any, samples_per_second: float) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         """Keep it."""
-        self.epochs.append((step, epoch, trained, test))
+        self.epochs.append((record.step, record.epoch, record.trained, record.test))
 
 
 def interrupt(ctx: RankContext, settings: Settings, step: int) -> None:

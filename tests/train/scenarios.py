@@ -9,6 +9,7 @@ import torch
 
 from train.engine import Position, Result, train, train_epoch
 from train.job import Job, prepare
+from train.logbook import Logbook
 from train.methods.fsdp import ON_CPU
 from train.progress import Silent
 from train.settings import Settings
@@ -39,10 +40,11 @@ def run(ctx: RankContext, settings: Settings) -> Result:
 def trained(ctx: RankContext, settings: Settings) -> Job:
     """Train, and return what the process then holds in memory."""
     job, position = prepare(settings, ctx), Position(ctx.device)
-    train_epoch(job, position, Silent())
+    logbook = Logbook(job, Silent(), position)
+    train_epoch(job, position, logbook)
     while position.step < job.plan.steps:
         position.next_epoch()
-        train_epoch(job, position, Silent())
+        train_epoch(job, position, logbook)
     return job
 
 

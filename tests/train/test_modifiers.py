@@ -187,7 +187,7 @@ class Unused(ConvNet):
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
 def test_find_unused_lets_ddp_go_on(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """A parameter that no step uses stops DDP at its second step, unless --find-unused lets it look for such."""
-    monkeypatch.setattr("train.job.build_model", lambda *_: Unused(1, 10, 4))
+    monkeypatch.setattr("train.job.build_model", lambda *_, **__: Unused(1, 10, 4))
     settings = replace(CONVNET, method=method)
     with pytest.raises(RuntimeError, match="finished reduction"):
         trained(ctx, settings)
@@ -254,7 +254,7 @@ def local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
     jobs = [
         torch.optim.SGD(m.parameters(), momentum=settings.momentum, weight_decay=settings.weight_decay) for m in models
     ]
-    every, size, (x, y) = settings.average_every, settings.batch_size, load_data("digits", None, None).train.tensors
+    every, size, (x, y) = settings.average_every, settings.batch_size, load_data("digits", None, None).train[:]
     for step in range(settings.max_steps):
         for rank, model in enumerate(models):
             mine = slice(step * size + rank, (step + 1) * size, ranks)

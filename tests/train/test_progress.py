@@ -9,12 +9,21 @@ import torch
 
 from train.launch import RankContext
 from train.metrics import Meter, Score
-from train.progress import Bar, Lines, Plan, Silent, make_progress
+from train.progress import Bar, Lines, Silent, make_progress
+from train.recorders.base import EpochRecord, Plan, Start
+from train.settings import Settings
 
 if TYPE_CHECKING:
     import pytest
 
-PLAN = Plan("ddp-syncbn", epochs=10, steps=440, steps_per_epoch=44)
+START = Start(
+    Plan("ddp-syncbn", epochs=10, steps=440, steps_per_epoch=44), Settings(), RankContext(), (16, 16), 1234, 1437, 0.1
+)
+
+
+def epoch(step: int, epoch: int, trained: Score, test: Score | None, speed: float) -> EpochRecord:
+    """Make a record of an epoch that took no time."""
+    return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0)
 
 
 def test_meter_weighs_by_samples() -> None:
@@ -30,9 +39,9 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal each epoch is one line with its numbers and no escape codes."""
     with make_progress("auto", is_main=True) as progress:
         assert isinstance(progress, Lines)
-        progress.start(PLAN)
+        progress.start(START)
         progress.step(1, 1, Meter(torch.device("cpu")), 100.0)
-        progress.epoch(44, 1, Score(0.5, 0.75, 44), Score(0.25, 0.875, 8), 1234.5)
+        progress.epoch(epoch(44, 1, Score(0.5, 0.75, 44), Score(0.25, 0.875, 8), 1234.5))
     assert capsys.readouterr().out == (
         "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  test 87.5%  1234 samples/s\n"
     )
@@ -49,10 +58,10 @@ def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monk
     """The bar names epoch, step, loss, accuracy and speed, and fits a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     with make_progress("bar", is_main=True) as progress:
-        progress.start(PLAN)
+        progress.start(START)
         for step in range(1, 441):
             progress.step(step, 10, Meter(torch.device("cpu")), 12345.0)
-        progress.epoch(440, 10, Score(0.5, 1.0, 44), Score(0.25, 0.989, 8), 12345.0)
+        progress.epoch(epoch(440, 10, Score(0.5, 1.0, 44), Score(0.25, 0.989, 8), 12345.0))
     first, second = capsys.readouterr().out.rstrip().splitlines()
     assert first.startswith("ddp-syncbn ")
     assert first.rstrip().endswith("epoch 10/10  step 440/440")

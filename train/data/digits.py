@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset
 
-from train.data.dataset import Data
+from train.data.augment import augmentation
+from train.data.dataset import Data, DataOptions, Images, Normalize
 from train.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "digits"
@@ -19,7 +19,7 @@ TRAIN = 1437  # the other 360, 20 %, are the test set
 MEAN, STD = 0.3054, 0.3759
 
 
-def load_digits(folder: Path | None) -> Data:
+def load_digits(folder: Path | None, options: DataOptions) -> Data:
     """Read digits.npz from `folder` (None: the clone's own) and split it.
 
     The file is sorted by writer, and each wrote 0 to 9 in order, so neither its end nor every fifth line
@@ -41,5 +41,10 @@ def load_digits(folder: Path | None) -> Data:
     order = np.random.RandomState(0).permutation(len(labels))
     x = torch.from_numpy((images[order, None].astype(np.float32) / 16 - MEAN) / STD)  # [1797, 1, 8, 8]
     y = torch.from_numpy(labels[order].astype(np.int64))  # [1797]
-    train, test = TensorDataset(x[:TRAIN], y[:TRAIN]), TensorDataset(x[TRAIN:], y[TRAIN:])
-    return Data(train, test, channels=1, classes=10)
+    train, test = Images(x[:TRAIN], y[:TRAIN]), Images(x[TRAIN:], y[TRAIN:])
+    augment = augmentation(options, channels=1, flip=False)
+    if augment is not None:
+        # Augmentation works on bytes. These are within 1/500 of the numbers above, which stay those of the test set.
+        pixels = torch.from_numpy(np.rint(images[order[:TRAIN], None] * (255 / 16)).astype(np.uint8))
+        train = Images(pixels, y[:TRAIN], Normalize((MEAN,), (STD,)), augment)
+    return Data(train, test, channels=1, classes=10, image_size=8)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
@@ -22,6 +19,7 @@ from train.faults.progress import (
 )
 from train.faults.reduction import AdapterOnOneRank, ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
+from train.listing import listing
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -83,9 +81,4 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
 
 def list_faults() -> str:
     """Write a line for each fault: its name, the finding it leads to, what it does; folded on a terminal."""
-    width = max(map(len, FAULTS))
-    lines = [f"{name:{width}}  {fault.code}  {fault.says}" for name, fault in FAULTS.items()]
-    if sys.stdout.isatty():
-        columns, indent = shutil.get_terminal_size().columns, " " * (width + 10)
-        lines = [textwrap.fill(line, max(columns, 60), subsequent_indent=indent) for line in lines]
-    return "\n".join(lines) + "\n"
+    return listing([(name, fault.code, fault.says) for name, fault in FAULTS.items()])

@@ -43,7 +43,13 @@ class InitNotBroadcast(Fault):
         """
         with self.seeded(self.settings.seed + 1):
             return build_model(
-                self.settings.model, first_convolution(module).in_channels, classes(module), self.settings.width
+                self.settings.model,
+                first_convolution(module).in_channels,
+                classes(module),
+                self.settings.width,
+                image_size=getattr(module, "image_size", 0),  # of those that are built for one size
+                depth=self.settings.depth,
+                alpha=self.settings.alpha,
             )
 
 

@@ -7,7 +7,7 @@ is, the trainer sees a RankContext, and process_group opens and closes what its 
 from __future__ import annotations
 
 from train.launch import spawn
-from train.launch.choose import LAUNCHERS, from_environment, launched
+from train.launch.choose import LAUNCHERS, from_environment, launched, launcher_name
 from train.launch.context import RankContext
 from train.launch.devices import idle_gpus
 from train.launch.group import PeerLost, process_group
@@ -26,6 +26,7 @@ __all__ = [
     "from_environment",
     "idle_gpus",
     "launched",
+    "launcher_name",
     "leave",
     "process_group",
     "say",

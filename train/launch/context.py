@@ -12,7 +12,7 @@ import torch.distributed as dist
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -50,6 +50,15 @@ class RankContext:
         if self.backend is not None:
             dist.all_reduce(values)
         return values
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Give every rank all ranks' numbers, a row for each rank; one small collective."""
+        row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.backend is None:
+            return [row.tolist()]
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row)
+        return [row.tolist() for row in rows]
 
     def gather(self, value: T) -> list[T]:
         """Give every rank the list of all ranks' small picklable values, in the order of the ranks."""

@@ -136,7 +136,7 @@ class Ddp(NoExtraState):
 
 
 def send_optimizer(optimizer: Optimizer, device: torch.device) -> None:
-    """Replace the tensors of the optimizer's state by those of rank 0; a collective. All ranks must have made a step."""
+    """Replace the tensors of the optimizer's state by those of rank 0; a collective. All ranks have made a step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():

@@ -2,32 +2,83 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
+from train.listing import listing
 from train.models.cifar_resnet import resnet8, resnet20
 from train.models.convnet import convnet
-from train.models.resnet18 import resnet18
-from train.models.torchvision_resnet import tv_resnet18, tv_resnet50
+from train.models.mnist_convnet import mnist_convnet
+from train.models.pyramidnet import pyramidnet, pyramidnet_bottleneck
+from train.models.resnet import resnet18, resnet34, resnet50
+from train.models.shape import Network, Shape
+from train.models.torchvision_resnet import tv_resnet18, tv_resnet34, tv_resnet50
+from train.models.transformer import transformer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["MODELS", "build_model", "list_models"]
 
-    from torch import nn
-
-# Each takes the channels of the images, the number of classes, and its width or None for its own default.
-MODELS: dict[str, Callable[[int, int, int | None], nn.Module]] = {
-    "resnet8": resnet8,
-    "resnet20": resnet20,
-    "resnet18": resnet18,
-    "convnet": convnet,
-    "tv_resnet18": tv_resnet18,
-    "tv_resnet50": tv_resnet50,
+RESNET, PYRAMIDNET = "https://arxiv.org/abs/1512.03385", "https://arxiv.org/abs/1610.02915"
+MODELS = {
+    "resnet8": Network(resnet8, f"{RESNET} 4.2"),
+    "resnet20": Network(resnet20, f"{RESNET} 4.2"),
+    "resnet18": Network(resnet18, f"{RESNET}, 3x3 stem"),
+    "resnet34": Network(resnet34, f"{RESNET}, 3x3 stem"),
+    "resnet50": Network(resnet50, f"{RESNET}, 3x3 stem"),
+    "tv_resnet18": Network(tv_resnet18, f"{RESNET}, torchvision", ()),
+    "tv_resnet34": Network(tv_resnet34, f"{RESNET}, torchvision", ()),
+    "tv_resnet50": Network(tv_resnet50, f"{RESNET}, torchvision", ()),
+    "pyramidnet": Network(pyramidnet, PYRAMIDNET, ("width", "depth", "alpha")),
+    "pyramidnet_bottleneck": Network(pyramidnet_bottleneck, PYRAMIDNET, ("width", "depth", "alpha")),
+    "convnet": Network(convnet, "three convolutions"),
+    "mnist_convnet": Network(mnist_convnet, "https://github.com/pytorch/examples mnist, with dropout"),
+    "transformer": Network(transformer, "https://arxiv.org/abs/2010.11929, small", ("width", "depth")),
 }
 
 
-def build_model(name: str, channels: int, classes: int, width: int | None) -> nn.Module:
-    """Build the network `name` on the CPU from torch's current seed. Raises UserError for an unknown name."""
+def build_model(
+    name: str,
+    channels: int,
+    classes: int,
+    width: int | None,
+    *,
+    image_size: int = 32,
+    depth: int | None = None,
+    alpha: int | None = None,
+) -> nn.Module:
+    """Build the network `name` on the CPU from torch's current seed.
+
+    Raises UserError for an unknown name, and for options and images that the network cannot take.
+    """
     if name not in MODELS:
         raise UserError(f"--model {name}: unknown; there are {', '.join(MODELS)}")
-    return MODELS[name](channels, classes, width)
+    network = MODELS[name]
+    for option, number in (("width", width), ("depth", depth), ("alpha", alpha)):
+        if number is not None and option not in network.options:
+            others = ", ".join(other for other in MODELS if option in MODELS[other].options)
+            raise UserError(f"--{option} {number}: {name} has a fixed {option}; those with the option are {others}")
+    return network.build(Shape(channels, classes, image_size, width, depth, alpha))
+
+
+def list_models() -> str:
+    """Write a line for each network: name, parameters, layers that normalize, and source; folded on a terminal.
+
+    Parameters are those for images of 3x32x32 and 10 classes.
+    """
+    rows = [("name", "parameters", "norm", "source")]
+    for name, network in MODELS.items():
+        try:
+            with torch.device("meta"):  # no memory, and no time for random numbers
+                model = build_model(name, 3, 10, None)
+        except UserError as error:  # of torchvision, if it is missing
+            rows.append((name, "", "", str(error)))
+            continue
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        norms = {
+            type(module).__name__.removesuffix("2d")
+            for module in model.modules()
+            if isinstance(module, (_BatchNorm, nn.LayerNorm))
+        }
+        rows.append((name, f"{parameters:>10,}", " ".join(norms) or "none", network.paper))
+    return listing(rows)

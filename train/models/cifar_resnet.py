@@ -7,8 +7,13 @@ Shapes: x is [N, channels, H, W] with H and W of 8 or more, logits are [N, class
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from train.models.shape import Shape
 
 WIDTH = 16  # channels of the first stage in the paper
 
@@ -66,11 +71,11 @@ def _stage(blocks: int, channels_in: int, channels: int, stride: int) -> nn.Sequ
     return nn.Sequential(first, *(Block(channels, channels, 1) for _ in range(blocks - 1)))
 
 
-def resnet8(channels: int, classes: int, width: int | None) -> nn.Module:
+def resnet8(shape: Shape) -> nn.Module:
     """Build the smallest of the family: 7 convolutions and a linear layer."""
-    return CifarResNet(8, channels, classes, width or WIDTH)
+    return CifarResNet(8, shape.channels, shape.classes, shape.width or WIDTH)
 
 
-def resnet20(channels: int, classes: int, width: int | None) -> nn.Module:
+def resnet20(shape: Shape) -> nn.Module:
     """Build the smallest of the paper: 0.27 million parameters for CIFAR-10."""
-    return CifarResNet(20, channels, classes, width or WIDTH)
+    return CifarResNet(20, shape.channels, shape.classes, shape.width or WIDTH)

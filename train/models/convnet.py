@@ -6,8 +6,13 @@ what shows that nothing else does. Shapes: x is [N, channels, H, W], logits are 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from train.models.shape import Shape
 
 WIDTH = 16
 
@@ -31,6 +36,6 @@ class ConvNet(nn.Module):
         return logits
 
 
-def convnet(channels: int, classes: int, width: int | None) -> nn.Module:
+def convnet(shape: Shape) -> nn.Module:
     """Build it."""
-    return ConvNet(channels, classes, width or WIDTH)
+    return ConvNet(shape.channels, shape.classes, shape.width or WIDTH)

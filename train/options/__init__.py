@@ -53,7 +53,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         "buffer_sync": not args.no_buffer_sync,
         "shuffle": not args.no_shuffle,
         "lr": LEARNING_RATES[args.optimizer] if args.lr is None else args.lr,
-        "save_per_rank": args.save_per_rank or args.save_every is not None,
+        "save_per_rank": args.save_per_rank or args.save_best or args.save_every is not None,
     }
     given = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in derived}
     return Settings(**given, **derived)

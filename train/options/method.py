@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from train.faults import FAULTS, list_faults
-from train.launch import speaks
 from train.methods import METHODS
+from train.options.parser import Print
 from train.settings import DEFAULT
 
-
-class ListFaults(argparse.Action):
-    """Print the table of the faults once and leave."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:  # noqa: A002 - argparse's
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Leave with 0: it was asked for."""
-        if speaks(os.environ):
-            sys.stdout.write(list_faults())
-        parser.exit()
+if TYPE_CHECKING:
+    import argparse
 
 
 def add_method(group: argparse._ArgumentGroup) -> None:
@@ -93,4 +80,6 @@ def add_faults(group: argparse._ArgumentGroup) -> None:
     """Add the planted desyncs."""
     group.add_argument("--fault", metavar="NAME", choices=FAULTS, help="plant one; --list-faults names them")
     group.add_argument("--fault-step", type=int, metavar="N", help="the step at which it strikes (default: its own)")
-    group.add_argument("--list-faults", action=ListFaults, help="list the faults and what each does, and exit")
+    group.add_argument(
+        "--list-faults", action=Print, const=list_faults, help="list the faults and what each does, and exit"
+    )

@@ -47,6 +47,11 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         help="also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank",
     )
     group.add_argument(
+        "--save-best",
+        action="store_true",
+        help="keep DIR/best/<run>/rank_<r> of the epoch that was best on the test set; implies --save-per-rank",
+    )
+    group.add_argument(
         "--checkpoint-every",
         type=int,
         metavar="N",
@@ -63,4 +68,28 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "bar", "plain", "none"),
         default="auto",
         help="a bar on a terminal, else a line per epoch (%(default)s)",
+    )
+    group.add_argument(
+        "--eval-every",
+        type=int,
+        default=DEFAULT.eval_every,
+        metavar="N",
+        help="evaluate on the test set every N epochs, and after the last (%(default)s)",
+    )
+    group.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/<run>/metrics.jsonl and a log of each rank; they replace those of a run of the same name",
+    )
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        metavar="N",
+        help="optimizer steps between two records of --log-dir (50); given, `plain` prints a line for each",
+    )
+    group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write the records of --log-dir for TensorBoard (needs it installed)",
     )

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from train.errors import UserError
 from train.launch import speaks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from _typeshed import SupportsWrite
+
+
+class Print(argparse.Action):
+    """Print what the function `const` returns, once whatever the number of processes, and leave."""
+
+    def __init__(self, option_strings: list[str], dest: str, const: Callable[[], str], help: str) -> None:  # noqa: A002 - argparse's
+        super().__init__(option_strings, dest, nargs=0, const=const, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Leave with 0: it was asked for."""
+        if speaks(os.environ):
+            sys.stdout.write(self.const())
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,9 +18,9 @@ from train.resume.state import check_fits, collect, restore, restored_position
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from train.data.dataset import Samples
+    from train.data.dataset import Images
     from train.launch import RankContext
-    from train.progress import Plan
+    from train.recorders.base import Plan
     from train.saver import Saver
     from train.settings import Settings
     from train.step import Step
@@ -55,7 +55,7 @@ class Keeper:
         plan: Plan,
         trainer: Step,
         saver: Saver,
-        samples: Samples,
+        samples: Images,
         also: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.settings, self.ctx, self.plan = settings, ctx, plan
@@ -117,7 +117,7 @@ class Keeper:
             if self.ctx.local_rank == 0:  # once on each node, for the folder may be local to it
                 remove_states(self.folder, self.complete)
 
-    def _resume(self, found: Found, samples: Samples) -> None:
+    def _resume(self, found: Found, samples: Images) -> None:
         """Restore a state; a collective. Raises UserError where it is not of this run."""
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, found.step, 0).parent)

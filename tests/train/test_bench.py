@@ -1,0 +1,218 @@
+"""The table of the field: what is run, what is read from it, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from programs import ROOT, alive, children, wait_for
+
+from train.bench.__main__ import main
+from train.bench.cases import CASES, chosen
+from train.bench.parts import explain
+from train.bench.runs import Row, Timing, timing
+from train.bench.table import as_json, as_markdown, as_text, speed_up
+from train.errors import UserError
+from train.options import build_parser
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from programs import Programs
+
+BENCH = (sys.executable, "-m", "train.bench")
+TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit-train", "128", "--epochs", "2")
+MACHINE: dict[str, Any] = {
+    "cpu": "A processor",
+    "cores": 2,
+    "gpus": [],
+    "python": "3.11",
+    "torch": "2.15",
+    "threads": 1,
+    "rounds": 2,
+    "options": ["--model", "resnet8"],
+}
+
+
+def row(name: str, *epochs: float, problem: str = "") -> Row:
+    """A case with a run for each epoch time: 10 steps, 320 samples."""
+    return Row(CASES[name], 2, [Timing(3.0, (t,), 10, 320, 0.5, 10**8) for t in epochs], problem=problem)
+
+
+def record(event: str, **values: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {"event": event, "time": 1000.0, "run": "ddp", **values}
+
+
+def epoch(number: int, seconds: float, accuracy: float = 0.1, memory: int = 1) -> dict[str, Any]:
+    """An epoch's line: 10 steps, 320 samples."""
+    values = {"epoch_time_s": seconds, "samples": 320, "test_accuracy": accuracy, "peak_memory_bytes": memory}
+    return record("epoch", epoch=number, step=10 * number, **values)
+
+
+def test_the_first_epoch_is_left_out() -> None:
+    """The epoch that warms caches up does not count, the rest do; accuracy is the last one's, memory the most."""
+    records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
+    found = timing(records, began=990.0)
+    assert found == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
+    assert (found.epoch_time, found.throughput) == (3.0, 320 / 3)
+
+
+def test_a_single_epoch_counts_itself() -> None:
+    """Where there is no other, the first epoch is better than nothing."""
+    assert timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
+
+
+def test_speed_up_is_over_single() -> None:
+    """Twice the samples a second is 2.0; without a measured `single` there is no number."""
+    rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]
+    assert [speed_up(r, rows) for r in rows] == [1.0, 2.0]
+    assert speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
+
+
+def test_the_tables_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text, markdown and JSON have the same medians, and name what could not be run."""
+    rows = [row("single", 4.0), row("ddp", 2.0), row("hsdp", problem="it will not")]
+    text, markdown = as_text(rows, MACHINE, width=200), as_markdown(rows, MACHINE)
+    document = json.loads(as_json(rows, MACHINE))
+    (line,) = (line.split() for line in text.splitlines() if line.startswith("ddp"))
+    assert line == ["ddp", "spawn", "2", "3.0", "2.00", "200.0", "160.0", "2.00", "50.0", "100"]
+    assert f"| {' | '.join(line)} |" in markdown
+    assert "hsdp: it will not" in text
+    assert "- `hsdp`: it will not" in markdown
+    measured = document["cases"][1]
+    assert (measured["batch_time_s"], measured["samples_per_second"], measured["speed_up"]) == (0.2, 160.0, 2.0)
+    assert document["cases"][2]["problem"] == "it will not"
+    assert document["machine"] == MACHINE
+
+
+def test_no_number_is_cut_at_80_columns() -> None:
+    """A narrow terminal folds names and keeps numbers whole."""
+    text = as_text([row("single", 4.0), row("ddp-comm-hook-powersgd", 123.456)], MACHINE, width=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "12345.6" in text
+    assert "400.0" in text
+    assert "..." not in text.replace("\N{HORIZONTAL ELLIPSIS}", "...")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_a_command_line_that_run_accepts(name: str) -> None:
+    """No case names an option or a method that run.py does not have."""
+    command = CASES[name].command(2, ["--epochs", "2"])
+    args = build_parser().parse_args(command[command.index(next(w for w in command if w.endswith("run.py"))) + 1 :])
+    assert args.method == CASES[name].method
+
+
+def test_single_comes_first() -> None:
+    """Whatever is asked for is compared with `single`, in the table's order."""
+    assert [case.name for case in chosen(["zero", "ddp"])] == ["single", "ddp", "zero"]
+    with pytest.raises(UserError, match="no case dpp; there are single, "):
+        chosen(["dpp"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nonsense"], "no case nonsense"),
+        (["--processes", "1"], "--processes 1: needs 2 or more"),
+        (["--rounds", "0"], "--rounds 0: needs 1 or more"),
+        (["-o", "table.csv"], "-o table.csv: the ending names the format; there are .md, .json, .txt"),
+        (["-o", "nowhere/table.md"], "-o nowhere/table.md: there is no folder nowhere"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told_before_anything_runs(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 2."""
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.bench: error: {says}")
+
+
+def test_the_parts_say_what_is_lost_where() -> None:
+    """Each part is set against one process with the global batch, and what waits for messages is told."""
+    found = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1, "gradient_bytes": 44_700_000}
+    lines = explain(found, 2).splitlines()
+    assert [line.split(" ms a step ")[1].split()[0] for line in lines[:4]] == ["1.00", "2.00", "1.67", "1.25"]
+    assert "25.0 % of the step waits for the all-reduce" in lines[3]
+    assert lines[4].startswith("an all-reduce of 44.7 MB")
+
+
+@pytest.mark.slow
+def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
+    """One process, --spawn, torchrun and torch.distributed.launch are run, and recorded as JSON and markdown."""
+    names = ["ddp", "ddp-torchrun", "ddp-launch"]
+    files = ["-o", tmp_path / "t.json", "-o", tmp_path / "t.md"]
+    done = programs.run(*BENCH, *names, "--rounds", 1, *files, *TINY, cwd=ROOT, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    cases = {case["case"]: case for case in json.loads((tmp_path / "t.json").read_text())["cases"]}
+    assert list(cases) == ["single", *names]
+    assert [case["processes"] for case in cases.values()] == [1, 2, 2, 2]
+    assert cases["single"]["speed_up"] == 1
+    for case in cases.values():
+        (only,) = case["runs"]
+        assert (only["steps"], only["samples"], len(only["epoch_times_s"])) == (4, 128, 1)
+        assert case["samples_per_second"] == pytest.approx(128 / case["epoch_time_s"])
+        assert only["peak_memory_bytes"] > 10**7
+    # The same training whoever started it.
+    assert len({cases[name]["runs"][0]["test_accuracy"] for name in names}) == 1
+    assert (tmp_path / "t.md").read_text().count("\n| ") == 5
+
+
+@pytest.mark.slow
+def test_what_a_method_refuses_is_told(programs: Programs) -> None:
+    """A refusal is a line below the table, by --spawn and by torchrun; the others are measured, exit code 0."""
+    done = programs.run(*BENCH, "ddp", "--rounds", 1, *TINY, "--no-buffer-sync", cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "single: --no-buffer-sync: " in done.stdout
+    assert re.search(r"^ddp +spawn +2 ", done.stdout, re.MULTILINE)
+    words = ("ddp-torchrun", "--rounds", 1, *TINY, "--fault", "variance-only-bn")
+    done = programs.run(*BENCH, *words, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ddp-torchrun: --fault variance-only-bn: " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_case_that_does_not_end_is_ended(programs: Programs) -> None:
+    """After --timeout all processes of the case are gone, the table says so, and the exit code is 1."""
+    process = programs.start(*BENCH, "ddp", "--rounds", 1, "--timeout", 0.5, *TINY, cwd=ROOT)
+    done = programs.finish(process, 60)
+    assert done.returncode == 1
+    assert "ddp: not done after 0.5 s" in done.stdout
+    assert not alive(process)
+
+
+@pytest.mark.slow
+def test_ctrl_c_prints_what_was_measured(programs: Programs) -> None:
+    """The table so far, exit code 130, and nothing is left running."""
+    process = programs.start(*BENCH, "ddp", "--rounds", 99, *TINY, cwd=ROOT)
+    wait_for(lambda: children(process.pid), 30)
+    (first,) = children(process.pid)
+    wait_for(lambda: children(process.pid) not in ([], [first]), 60)  # `single` was measured, `ddp` is running
+    time.sleep(1)
+    running = children(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    done = programs.finish(process, 30)
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr
+    assert re.search(r"^single +python +1 ", done.stdout, re.MULTILINE)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
+
+
+@pytest.mark.slow
+def test_a_closer_look(programs: Programs) -> None:
+    """The parts of ddp's step, and the trainer against a bare loop, are measured on real processes."""
+    done = programs.run(*BENCH, "--parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()][3] == "2 processes, DDP"
+    done = programs.run(*BENCH, "--overhead", "--rounds", 2, *TINY, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["single", "ddp"]
+    assert done.stdout.count("2 pairs of epochs of 4 steps") == 2

@@ -1,0 +1,116 @@
+"""Run one case in processes of its own, and read what it has recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from train.bench.cases import Case
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of one case.
+
+    start_time: seconds from the command until the run was ready to train. epochs: seconds of training in each epoch
+    after the first, which warms caches up. steps, samples: of one such epoch. accuracy: on the test set, at the end.
+    memory: bytes, the most that any rank held, of the GPU where there is one.
+    """
+
+    start_time: float
+    epochs: tuple[float, ...]
+    steps: int
+    samples: int
+    accuracy: float
+    memory: int
+
+    @property
+    def epoch_time(self) -> float:
+        """Median seconds of an epoch's training."""
+        return statistics.median(self.epochs)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, over all ranks."""
+        return self.samples / self.epoch_time
+
+
+@dataclass
+class Row:
+    """All runs of one case. problem: why there are none, or no more, in one line."""
+
+    case: Case
+    processes: int
+    timings: list[Timing] = field(default_factory=list)
+    refused: bool = False
+    problem: str = ""
+
+    def middle(self, number: Callable[[Timing], float]) -> float:
+        """Take the median of one number over the runs."""
+        return statistics.median(map(number, self.timings))
+
+
+def measure(row: Row, command: Sequence[str], folder: Path, threads: int, timeout: float) -> None:
+    """Run a case once more, and add what it recorded to its row, or the reason why there is nothing.
+
+    folder: empty, for the run's logs. threads: of each process. timeout: seconds after which all its processes are
+    ended.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    began = time.time()
+    process = subprocess.Popen(
+        [*command, "--log-dir", str(folder), "--progress", "none"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that all of them can be ended together
+    )
+    try:
+        _, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        row.problem = f"not done after {timeout:g} s"
+        return
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    if process.returncode:
+        # torchrun ends with 1 whatever its processes end with, and says that in its report.
+        row.refused = process.returncode == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
+        told = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
+        row.problem = told[0].removeprefix("run.py: error: ") if told else f"ended with code {process.returncode}"
+        return
+    (path,) = folder.glob("*/metrics.jsonl")
+    row.timings.append(timing([json.loads(line) for line in path.read_text().splitlines()], began))
+
+
+def timing(records: Sequence[Record], began: float) -> Timing:
+    """Read one run's metrics. began: unix time of the command."""
+    (ready,) = (record for record in records if record["event"] == "start")
+    epochs = [record for record in records if record["event"] == "epoch"]
+    steps = epochs[0]["step"]
+    later = epochs[1:] or epochs
+    return Timing(
+        start_time=ready["time"] - began,
+        epochs=tuple(record["epoch_time_s"] for record in later),
+        steps=steps,
+        samples=later[-1]["samples"],
+        accuracy=epochs[-1]["test_accuracy"],
+        memory=max(record["peak_memory_bytes"] for record in epochs),
+    )

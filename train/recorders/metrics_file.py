@@ -1,0 +1,182 @@
+"""The numbers of a run as JSON lines: docs/running.md has the fields of each event."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.checkpoint import write_atomic
+from train.errors import UserError
+from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, how_it_ended
+from train.recorders.line_file import LineFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+
+class MetricsFile(Recorder):
+    """One JSON object a line, flushed, so that others may read along. For rank 0.
+
+    path: of the file. launcher: what started the run, or None where nobody knows.
+    """
+
+    def __init__(self, path: Path, launcher: str | None = None) -> None:
+        self.path, self.launcher = path, launcher
+        self.file: LineFile | None = None
+        self.steps, self.since = 0, time.perf_counter()
+        self.test: float | None = None
+        self.best: tuple[float, int] | None = None
+        self.seconds: float | None = None
+
+    def resume_at(self, step: int) -> None:
+        """Cut off what an earlier run has recorded after this optimizer step, and how it ended; the rest stays.
+
+        What a crash has left of a last line goes too. Raises UserError where the file cannot be read or written.
+        """
+        kept = []
+        try:
+            lines = self.path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(f"cannot read the log {self.path}: {error.strerror}") from error
+        for line in lines:
+            try:
+                record = json.loads(line)
+                if record["event"] == "start" or record["step"] <= step:  # "end" has no step
+                    kept.append(line)
+            except (ValueError, TypeError, KeyError):
+                continue
+            if record["event"] == "epoch" and record["test_accuracy"] is not None:
+                self.test = record["test_accuracy"]
+                if record["best"]:
+                    self.best = record["test_accuracy"], record["epoch"]
+        write_atomic(self.path, "".join(f"{line}\n" for line in kept).encode())
+
+    def start(self, start: Start) -> None:
+        """Open the file and write its first line. Raises UserError."""
+        s, ctx, plan = start.settings, start.ctx, start.plan
+        if start.resumed_at is not None:
+            self.resume_at(start.resumed_at)
+            self.steps = start.resumed_at
+        self.run, self.since = plan.run, time.perf_counter()
+        self.file = LineFile(self.path, append=start.resumed_at is not None)
+        record = {
+            "method": s.method,
+            "world_size": ctx.world_size,
+            "model": s.model,
+            "parameters": start.parameters,
+            "data": s.data,
+            "samples": start.samples,
+            "batch_size": s.batch_size,
+            "shares": start.shares,
+            "epochs": plan.epochs,
+            "steps": plan.steps,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "resumed_at": start.resumed_at,
+            "launcher": self.launcher,
+            "torch": torch.__version__,
+            "host": socket.gethostname(),
+            "device": device_name(ctx.device),
+            "backend": ctx.backend,
+            "config": {k: str(v) if hasattr(v, "__fspath__") else v for k, v in s.config(ctx.world_size).items()},
+        }
+        self.file.write_first(self._line("start", record))
+
+    def step(self, step: int, *_: object) -> None:
+        """Count the steps."""
+        self.steps = step
+
+    def log(self, record: StepRecord) -> None:
+        """Write the numbers of some steps."""
+        self._write(
+            "step",
+            {
+                "step": record.step,
+                "epoch": record.epoch,
+                "lr": record.lr,
+                "loss": record.trained.loss,
+                "accuracy": record.trained.accuracy,
+                "samples": record.trained.samples,
+                "data_time_s": record.mean.data_time_s,
+                "data_time_max_s": record.slowest.data_time_s,
+                "batch_time_s": record.mean.batch_time_s,
+                "batch_time_max_s": record.slowest.batch_time_s,
+                "samples_per_second": record.samples_per_second,
+                "grad_norm": record.grad_norm,
+                "loss_scale": record.loss_scale,
+                "peak_memory_bytes": record.slowest.peak_memory_bytes,
+            },
+        )
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Write the numbers of an epoch."""
+        pace, test = record.pace, record.test
+        if test is not None:
+            self.test = test.accuracy
+            if record.best:
+                self.best = test.accuracy, record.epoch
+        self._write(
+            "epoch",
+            {
+                "epoch": record.epoch,
+                "step": record.step,
+                "loss": record.trained.loss,
+                "accuracy": record.trained.accuracy,
+                "samples": record.trained.samples,
+                "test_loss": None if test is None else test.loss,
+                "test_accuracy": None if test is None else test.accuracy,
+                "test_samples": None if test is None else test.samples,
+                "best": record.best,
+                "epoch_time_s": record.train_time_s,
+                "test_time_s": record.test_time_s,
+                "data_time_s": None if pace is None else pace.data_time_s,
+                "batch_time_s": None if pace is None else pace.batch_time_s,
+                "samples_per_second": record.samples_per_second,
+                "peak_memory_bytes": None if pace is None else pace.peak_memory_bytes,
+                "gpu_utilization": record.gpu_utilization,
+            },
+        )
+
+    def end(self, seconds: float) -> None:
+        """Take note of the time."""
+        self.seconds = seconds
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write how it ended."""
+        if self.file is None:
+            return
+        accuracy, epoch = self.best or (None, None)
+        record = {
+            "ended": how_it_ended(value),
+            "steps": self.steps,
+            "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
+            "test_accuracy": self.test,
+            "best_accuracy": accuracy,
+            "best_epoch": epoch,
+        }
+        self._write("end", record)
+        self.file.close()
+
+    def _write(self, event: str, record: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(self._line(event, record))
+
+    def _line(self, event: str, record: dict[str, Any]) -> str:
+        whole = {"event": event, "time": time.time(), "run": self.run, **record}
+        # A loss that has left the numbers is null: JSON has no NaN, and strict readers refuse the whole line.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in whole.items()}
+        return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def device_name(device: torch.device) -> str:
+    """Name what it computes on: cpu, or the GPU's own name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

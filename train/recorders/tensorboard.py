@@ -1,0 +1,90 @@
+"""The numbers of a run for TensorBoard: https://docs.pytorch.org/docs/stable/tensorboard.html."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from train.errors import UserError
+from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
+from train.recorders.line_file import warn_lost
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+HINT = "--tensorboard: the package tensorboard is not installed; pip install tensorboard, or drop the option"
+
+
+class TensorBoard(Recorder):
+    """Scalars over the optimizer steps, in `folder`. For rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.writer: Any = None
+
+    def start(self, start: Start) -> None:
+        """Open the writer; what an earlier run left is removed, or hidden from the step on that a run resumes at.
+
+        Raises UserError where the package is missing or the folder cannot be written.
+        """
+        if find_spec("tensorboard") is None:
+            raise UserError(HINT)
+        # Here, because it takes a second.
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            if start.resumed_at is None and self.folder.exists():
+                for path in self.folder.glob("events.out.tfevents.*"):
+                    path.unlink()
+            purge = None if start.resumed_at is None else start.resumed_at + 1
+            self.writer = SummaryWriter(str(self.folder), purge_step=purge)
+            self.writer.flush()
+        except OSError as error:
+            raise UserError(f"cannot write the log {self.folder}: {error.strerror}") from error
+
+    def log(self, record: StepRecord) -> None:
+        """Write the numbers of some steps."""
+        numbers = {
+            "train/loss": record.trained.loss,
+            "train/accuracy": record.trained.accuracy,
+            "train/learning_rate": record.lr,
+            "train/gradient_norm": record.grad_norm,
+            "train/loss_scale": record.loss_scale,
+            "speed/samples_per_second": record.samples_per_second,
+            "speed/batch_time_s": record.mean.batch_time_s,
+            "speed/data_time_s": record.mean.data_time_s,
+            "memory/peak_bytes": record.slowest.peak_memory_bytes,
+        }
+        self._add(numbers, record.step)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Write the numbers of an epoch."""
+        if record.test is not None:
+            self._add({"test/loss": record.test.loss, "test/accuracy": record.test.accuracy}, record.step)
+
+    def _add(self, numbers: dict[str, float | None], step: int) -> None:
+        if self.writer is None:
+            return
+        try:
+            for name, number in numbers.items():
+                if number is not None:
+                    self.writer.add_scalar(name, number, step)
+            self.writer.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        # TensorBoard's writer cannot go on after a failure.
+        self.writer = None
+        warn_lost(self.folder, error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        if self.writer is not None:
+            try:
+                self.writer.close()
+            except OSError as error:
+                self._lose(error)
