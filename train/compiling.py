@@ -30,8 +30,9 @@ def compiled(forward: nn.Module, ctx: RankContext) -> nn.Module:
         check_compiler(ctx.device)
     for module in forward.modules():
         if isinstance(module, SyncBatchNorm):
-            # What it sends, also in its backward, is not for generated code: that ends before it, and begins behind it.
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+            # What it sends, also in its backward, is not for generated code: that ends before it, and goes on behind.
+            disabled = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+            module.forward = disabled  # type: ignore[method-assign]
     return cast("nn.Module", torch.compile(forward))
 
 

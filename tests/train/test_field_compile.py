@@ -67,7 +67,7 @@ def test_the_tables_row(method: str, request: pytest.FixtureRequest, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_sync_bn_is_left_out_of_it(ctx: RankContext, syncheck_rank: Rank, traced: list[int]) -> None:
-    """Around SyncBatchNorm the rest is compiled: the result is that of the run without it, bit by bit, on both ranks."""
+    """Around SyncBatchNorm the rest is compiled: the result is that of the usual run, bit by bit, on both ranks."""
     settings = replace(SMALL, sync_bn=True, out=syncheck_rank.shared)
     usual = run(ctx, settings).saved
     assert not traced

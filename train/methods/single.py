@@ -27,7 +27,7 @@ class Single(NoExtraState):
         "--sync-bn": "it has no other replica to share statistics with",
         "--no-buffer-sync": "it has no other replica to share statistics with",
         "--join": "it waits for no other rank",
-        "--comm-hook": "it sends no gradients",
+        "--comm-hook": "it sends no gradients that could be fewer bytes",
         "--find-unused": "it reduces no gradients, so it waits for none",
     }
     replicas = 1
