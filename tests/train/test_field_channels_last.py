@@ -113,7 +113,7 @@ def test_ranks_stay_equal(ctx: RankContext, syncheck_rank: Rank, hook: str) -> N
 def test_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model without a convolution trains with the same bits with and without the option."""
 
-    def linear(*_: Any) -> nn.Module:
+    def linear(*_: Any, **__: Any) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
     monkeypatch.setattr("train.job.build_model", linear)
