@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from resumed import interrupt, resume
 from scenarios import SMALL, differing, load, run, trained
 from torch import nn
 
@@ -100,6 +101,18 @@ def test_ranks_meet_at_the_end_of_an_epoch(ctx: RankContext, syncheck_rank: Rank
     for given in ({"save_every": 2}, {"monitor": 2}, {"checkpoint_every": 7}):
         with pytest.raises(UserError, match="ranks meet at the end of an epoch only; use 5, or a multiple"):
             prepare(replace(UNEVEN, **given), ctx)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_resumed_run_goes_on_bit_by_bit(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A run that crashed in its second epoch goes on from the end of the first, and ends with the same bits."""
+    settings = replace(UNEVEN, checkpoint_every=5, out=syncheck_rank.shared / "parts")
+    whole = run(ctx, replace(settings, out=syncheck_rank.shared / "whole")).saved
+    interrupt(ctx, settings, 6)
+    result, notes = resume(ctx, settings)
+    assert notes.steps == [6, 7, 8, 9, 10][: (5, 4)[ctx.rank]]
+    assert result.steps == 10
+    assert [differing(*pair) for pair in zip(whole, result.saved, strict=True)] == [set(), set()]
 
 
 @pytest.mark.syncheck(ranks=2)
