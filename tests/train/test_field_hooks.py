@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from resumed import TINY, assert_bitwise, state_of
-from scenarios import SMALL, load, run, tensors, trained, widest_gap
+from scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -130,6 +130,14 @@ def test_a_resumed_run_needs_all_of_it(
     monkeypatch.setattr(Ddp, "load_extra_state", forgetting)
     with pytest.raises(AssertionError):
         assert_bitwise(ctx, syncheck_rank.shared, settings, [5])
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_powersgd_keeps_one_order(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """DDP's own message after the last bucket (--find-unused) comes after PowerSGD's: else gloo ends the ranks."""
+    settings = replace(SMALL, comm_hook="powersgd", find_unused=True, sync_bn=True, max_steps=20)
+    saved = run(ctx, replace(settings, out=syncheck_rank.shared)).saved
+    assert differing(*saved) == set()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
