@@ -30,6 +30,7 @@ from train.schedule import LearningRate
 from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank
 from train.step import Step
+from train.stopping import Stopping
 from train.watch import Watch
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
+    from train.stopping import Heard
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,15 @@ class Job:
     saver: Saver
     best: Best
     keeper: Keeper
+    stopping: Stopping
 
 
-def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
+def prepare(settings: Settings, ctx: RankContext, console: Console | None = None, heard: Heard | None = None) -> Job:
     """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
 
     Raises UserError.
 
-    console: where the checks of --monitor print; None for stderr.
+    console: where the checks of --monitor print; None for stderr. heard: the signals of this process.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
@@ -110,6 +113,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         saver=saver,
         best=best,
         keeper=keeper,
+        stopping=Stopping(ctx, heard),
     )
 
 
