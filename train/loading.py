@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from train.launch.signals import held_back
 
 if TYPE_CHECKING:
-    from train.data import DistributedBatchSampler
+    from torch.utils.data import Sampler
+
     from train.data.dataset import Images
     from train.launch import RankContext
     from train.scoring import Batches
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-def training_batches(samples: Images, sampler: DistributedBatchSampler, ctx: RankContext, workers: int) -> Batches:
+def training_batches(samples: Images, sampler: Sampler[list[int]], ctx: RankContext, workers: int) -> Batches:
     """Load what the sampler says, in its order; the same bits whatever the number of workers.
 
     workers: processes of this rank that load ahead, two batches each; started anew for each epoch, so that they see
@@ -37,7 +38,7 @@ def training_batches(samples: Images, sampler: DistributedBatchSampler, ctx: Ran
     if workers:
         context = multiprocessing.get_context(START)
         if START == "forkserver":
-            context.set_forkserver_preload(["torch", "numpy", "train.loading"])
+            context.set_forkserver_preload(["torch", "numpy"])
             # Where a signal goes to all processes at once, as from a terminal, SLURM or systemd, the rank goes on to an
             # agreed step, and needs its workers for it; they end with the rank.
             with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

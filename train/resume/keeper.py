@@ -66,6 +66,7 @@ class Keeper:
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are to stay
         self.saved_at: int | None = None
+        self.cleared = False  # of states of an earlier run
         self.generators: dict[str, Any] | None = None  # to be restored before the first step
         if settings.checkpoint_every is not None:
             with ctx.together():
@@ -108,10 +109,11 @@ class Keeper:
         state["run_id"] = state["syncheck"]["run_id"] = self.saver.run_id
         state["saved"] = [str(path.relative_to(self.settings.out)) for path in self.saver.saved]
         state["also"] = {name: part.state() for name, part in self.also.items()}
-        if self.saved_at is None:
+        if not self.cleared:
             # What an earlier run of this name has left, or this one behind the step at which it was resumed. Before any
             # rank writes, so that no mixture of both can look complete.
             self._remove()
+            self.cleared = True
         try:
             with self.ctx.together():
                 write(state_path(self.folder, position.step, self.ctx.rank), state)
@@ -149,7 +151,7 @@ class Keeper:
             self.generators = state["rng"]
         else:
             reseed(settings.seed, found.step, ctx.rank)
-        self.complete = sorted([*found.older, found.step])
+        self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
         tell(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
