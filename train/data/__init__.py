@@ -8,6 +8,7 @@ from train.data.augment import AUGMENTATIONS
 from train.data.dataset import Data, DataOptions
 from train.data.digits import load_digits
 from train.data.download import fetch
+from train.data.own_shares import OwnSharesSampler
 from train.data.sampler import DistributedBatchSampler, smallest_share
 from train.data.synthetic import MOST_SAMPLES, load_synthetic
 from train.data.vision import SOURCES
@@ -24,6 +25,7 @@ __all__ = [
     "Data",
     "DataOptions",
     "DistributedBatchSampler",
+    "OwnSharesSampler",
     "download",
     "load_data",
     "smallest_share",

@@ -132,7 +132,7 @@ def remove_states(folder: Path, keep: Collection[int]) -> None:
             number = re.fullmatch(r"step_(\d+)", step.name)
             if number and int(number[1]) not in keep:
                 for path in step.iterdir():
-                    if re.fullmatch(r"rank_\d+\.pth|\.rank_\d+\.pth\.tmp", path.name):
+                    if re.fullmatch(r"rank_\d+\.pth|\.rank_\d+\.pth\.tmp", path.name) and not path.is_dir():
                         path.unlink(missing_ok=True)
                 with suppress(OSError):  # something of the user's is in it
                     step.rmdir()

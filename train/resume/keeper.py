@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from train.checkpoint import check_writable
+from train.errors import UserError
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
 from train.resume.files import remove_states, state_path, states_folder, write
@@ -65,6 +66,7 @@ class Keeper:
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are to stay
         self.saved_at: int | None = None
+        self.cleared = False  # of states of an earlier run
         self.generators: dict[str, Any] | None = None  # to be restored before the first step
         if settings.checkpoint_every is not None:
             with ctx.together():
@@ -79,12 +81,17 @@ class Keeper:
     def after_step(self, position: Position, *, now: bool = False) -> None:
         """Save if it is due after this step, or if it must be done `now`; a collective then.
 
-        Raises UserError on all ranks where one of them cannot write; the states of earlier steps stay as they are.
+        Where a rank cannot write the states of earlier steps stay as they are. One that was due counts as an attempt
+        that has failed; `now` raises UserError, on all ranks.
         """
         every, step = self.settings.checkpoint_every, position.step
         due = every is not None and (step % every == 0 or step == self.plan.steps)
-        if (now or due) and step != self.saved_at:
+        if step == self.saved_at:
+            return
+        if now:
             self._save(position)
+        elif due:
+            self.saver.attempts.save(f"the state of step {step}", lambda: self._save(position))
 
     def restore_random(self) -> None:
         """Let random numbers go on where they were saved, once.
@@ -102,12 +109,17 @@ class Keeper:
         state["run_id"] = state["syncheck"]["run_id"] = self.saver.run_id
         state["saved"] = [str(path.relative_to(self.settings.out)) for path in self.saver.saved]
         state["also"] = {name: part.state() for name, part in self.also.items()}
-        if self.saved_at is None:
+        if not self.cleared:
             # What an earlier run of this name has left, or this one behind the step at which it was resumed. Before any
             # rank writes, so that no mixture of both can look complete.
             self._remove()
-        with self.ctx.together():
-            write(state_path(self.folder, position.step, self.ctx.rank), state)
+            self.cleared = True
+        try:
+            with self.ctx.together():
+                write(state_path(self.folder, position.step, self.ctx.rank), state)
+        except UserError:
+            self._remove()  # what other ranks have written of it
+            raise
         self.saved_at = position.step
         self.complete = [*sorted(self.complete), position.step][-COMPLETE:]
         self._remove()
@@ -139,7 +151,7 @@ class Keeper:
             self.generators = state["rng"]
         else:
             reseed(settings.seed, found.step, ctx.rank)
-        self.complete = sorted([*found.older, found.step])
+        self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
         tell(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")

@@ -139,8 +139,8 @@ def _read_others(
     if not wanted or not set(wanted) <= set(known):
         lacking = sorted(set(wanted) - set(known)) or [ctx.rank % old]
         problem = (
-            f"rank {ctx.rank} cannot see {state_path(folder, step, lacking[0])}, which it needs to go on with "
-            f"{ctx.world_size} ranks after {old}: copy the files of all ranks to each node"
+            f"rank {ctx.rank} cannot see {state_path(folder, step, lacking[0])}, which it needs where the "
+            f"number of ranks changes ({old} then, {ctx.world_size} now): copy the files of all ranks to each node"
         )
     else:
         try:

@@ -1,0 +1,240 @@
+"""Which state --resume takes, which it passes over, and when it refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from resumed import TINY, interrupt, resume, state_of, whole
+
+from train.engine import train
+from train.errors import UserError
+from train.launch import RankContext
+from train.progress import Silent
+from train.resume import state_path, states_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from syncheck.testing import Rank
+
+ALONE = replace(TINY, method="single", model="convnet", width=None, save_per_rank=False)
+ME = RankContext()
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """States after steps 2 and 3 of a run of one process; returns their folder."""
+    interrupt(ME, replace(ALONE, out=tmp_path), 3)
+    return states_folder(tmp_path, "single")
+
+
+def cut(path: Path) -> None:
+    """Leave half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Flip one bit of a weight: torch.load would take it for the weight."""
+    data = bytearray(path.read_bytes())
+    weight = torch.load(path, weights_only=True)["model"]["conv1.weight"].numpy().tobytes()
+    data[data.index(weight)] ^= 1
+    path.write_bytes(data)
+
+
+def foreign(path: Path) -> None:
+    """Put a checkpoint of something else there."""
+    torch.save({"model": {"weight": torch.zeros(2)}}, path)
+
+
+def hostile(path: Path) -> None:
+    """Put a pickle there that would run a program."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(path.parent / "exploded"),)
+
+    torch.save({"format": "train-resume", "bomb": Bomb()}, path)
+
+
+def moved(path: Path) -> None:
+    """Put the file of another step there."""
+    shutil.copy(path.parent.parent / "step_2" / path.name, path)
+
+
+SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut short": (cut, "damaged or cut short"),
+    "empty": (lambda path: path.write_bytes(b"") and None, "damaged or cut short"),
+    "bit flipped": (flip, "damaged at "),
+    "foreign": (foreign, "not a state that --resume reads"),
+    "hostile": (hostile, "damaged or cut short"),
+    "other step": (moved, "holds step 2 of rank 0"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_spoiled_states_are_passed_over(stopped: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    """One line names the file and the run goes on from the step before; nothing in a file is executed."""
+    spoil, said = SPOILED[how]
+    path = state_path(stopped, 3, 0)
+    spoil(path)
+    _, notes = resume(ME, replace(ALONE, out=stopped.parents[1]))
+    assert notes.steps == [3, 4, 5, 6, 7, 8]
+    passed, went_on = capsys.readouterr().err.splitlines()
+    assert passed.startswith(f"run.py: --resume: step 3 is passed over: {path}: {said}")
+    assert "step 2/8" in went_on
+    assert not (path.parent / "exploded").exists()
+
+
+def test_no_usable_state_is_refused(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose states are all damaged does not start at step 0 in silence."""
+    for step in (2, 3):
+        cut(state_path(stopped, step, 0))
+    with pytest.raises(UserError, match=r"none of the states in .* remove that folder to start at step 0 on purpose"):
+        resume(ME, replace(ALONE, out=stopped.parents[1]))
+    assert capsys.readouterr().err.count("is passed over") == 2
+
+
+def test_without_a_state_it_starts_at_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that is queued again types the same line each time, the first time too."""
+    _, notes = resume(ME, replace(ALONE, out=tmp_path))
+    assert notes.steps == list(range(1, 9))
+    assert (
+        capsys.readouterr().err == f"run.py: --resume: no state in {tmp_path}/.resume/single yet, starting at step 0\n"
+    )
+
+
+def test_two_states_are_kept(stopped: Path) -> None:
+    """Of the steps so far the newest two stay; a user's own file beside them too."""
+    assert sorted(path.name for path in stopped.iterdir()) == ["step_2", "step_3"]
+    (stopped / "step_2" / "notes.txt").write_text("mine")
+    resume(ME, replace(ALONE, out=stopped.parents[1]))
+    assert sorted(str(path.relative_to(stopped)) for path in stopped.rglob("*") if path.is_file()) == [
+        "step_2/notes.txt",
+        "step_7/rank_0.pth",
+        "step_8/rank_0.pth",
+    ]
+
+
+def test_a_new_run_replaces_the_states_of_an_older_one(stopped: Path) -> None:
+    """Without --resume the first state of a run is the only one: an older run's later steps must not win."""
+    interrupt(ME, replace(ALONE, out=stopped.parents[1]), 1)
+    assert [path.name for path in stopped.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": 0.2}, "--resume: --lr: 0.1 when .*step_3 was saved, and 0.2 now; start with the options of then"),
+        ({"shuffle": False}, "--no-shuffle: True when"),
+        ({"batch_size": 17}, "--batch-size: 16 when"),
+        ({"seed": 1}, "--seed: 0 when"),
+        ({"max_steps": 2}, "step_3 is of step 3, and the run ends after 2; give more --epochs or --max-steps"),
+    ],
+    ids=str,
+)
+def test_another_run_is_refused(stopped: Path, change: dict[str, Any], said: str) -> None:
+    """An option that decides what is trained must be that of then; the message names it, with both values."""
+    with pytest.raises(UserError, match=said):
+        resume(ME, replace(ALONE, out=stopped.parents[1], **change))
+
+
+def test_a_longer_run_is_allowed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--epochs may change, and what that does to the schedule is said."""
+    result, _ = resume(ME, replace(ALONE, out=stopped.parents[1], epochs=3))
+    assert (result.steps, result.epochs) == (12, 3)
+    told = capsys.readouterr().err.splitlines()[1]
+    assert told == (
+        "run.py: resumed: --epochs 3 (2 then): the learning rate follows the schedule of the new length from here; not "
+        "bitwise what one run of that length would be"
+    )
+
+
+def test_replicas_of_dp_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads of one process are no ranks, but as many of them round otherwise, which is said."""
+    settings = replace(ALONE, method="dp", out=tmp_path)
+    interrupt(ME, settings, 3)
+    assert resume(ME, replace(settings, replicas=4))[1].steps == [4, 5, 6, 7, 8]
+    told = capsys.readouterr().err.splitlines()[1]
+    assert told.startswith("run.py: resumed: saved with 2 replicas, now 4: not bitwise from here")
+
+
+def test_a_run_that_had_ended_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is trained, and the scores are those of the end; final files that were not asked for then are written."""
+    settings = replace(ALONE, out=tmp_path)
+    result, notes = whole(ME, settings)
+    again, later = resume(ME, replace(settings, save_per_rank=True))
+    assert (later.steps, later.epochs) == ([], notes.epochs[-1:])
+    assert (again.steps, again.test) == (result.steps, result.test)
+    assert [path.name for path in again.saved] == ["single_rank0.pth"]
+    assert "the run had already ended, there is nothing left to train" in capsys.readouterr().err
+    ended = torch.load(tmp_path / "single_rank0.pth", weights_only=True)["model"]
+    assert all(tensor.equal(ended[name]) for name, tensor in state_of(ME, settings, 8)["model"].items())
+
+
+def test_other_tensors_are_refused(stopped: Path) -> None:
+    """A state of a program whose model was another is refused with the tensor, before anything is restored."""
+    path = state_path(stopped, 3, 0)
+    state = torch.load(path, weights_only=True)
+    state["model"]["fc.bias"] = torch.zeros(11)
+    torch.save(state, path)
+    with pytest.raises(UserError, match=r"model: \[11\] tensor fc.bias, and this program has \[10\]"):
+        resume(ME, replace(ALONE, out=stopped.parents[1]))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_state_counts_if_all_ranks_have_it(
+    ctx: RankContext, syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank has a folder of its own; what rank 1 lacks or cannot read, rank 0 does not take either."""
+    settings = replace(ALONE, method="ddp", out=syncheck_rank.shared / f"node{ctx.rank}")
+    interrupt(ctx, settings, 3)
+    mine = state_path(states_folder(settings.out, "ddp"), 3, ctx.rank)
+    assert [path.name for path in mine.parent.iterdir()] == [mine.name]
+    if ctx.rank == 1:
+        mine.unlink()
+    capfd.readouterr()
+    assert resume(ctx, settings)[1].steps == [3, 4, 5, 6, 7, 8]
+    told = capfd.readouterr().err
+    assert ("step_3/rank_1.pth: rank 1 has no such file" in told) is (ctx.rank == 0)
+    if ctx.rank == 1:
+        for step in (7, 8):
+            cut(state_path(states_folder(settings.out, "ddp"), step, 1))
+    with pytest.raises(UserError, match="none of the states in"):
+        train(replace(settings, resume=True), ctx, Silent())
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_first_save_cut_short_starts_over(
+    ctx: RankContext, syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where rank 1 was killed before it wrote its part of the very first state, there never was one."""
+    settings = replace(ALONE, method="ddp", out=syncheck_rank.shared)
+    interrupt(ctx, settings, 1)
+    if ctx.rank == 1:
+        state_path(states_folder(settings.out, "ddp"), 1, 1).unlink()
+    capfd.readouterr()
+    ctx.gather(None)
+    assert resume(ctx, settings)[1].steps == list(range(1, 9))
+    assert ("starting at step 0" in capfd.readouterr().err) is (ctx.rank == 0)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_failed_save_leaves_the_older_state(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Where rank 1 cannot write, all ranks hear which file and why, and the states so far can still be resumed."""
+    settings = replace(ALONE, method="ddp", out=syncheck_rank.shared)
+    folder = states_folder(settings.out, "ddp")
+    (folder / "step_3" / "rank_1.pth").mkdir(parents=True, exist_ok=True)  # no file can take its place
+    with pytest.raises(UserError, match=r"rank 1: cannot write .*step_3/rank_1.pth: Is a directory"):
+        train(settings, ctx, Silent())
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2", "step_3"]
+    ctx.gather(None)
+    if ctx.rank == 1:
+        (folder / "step_3" / "rank_1.pth").rmdir()
+    ctx.gather(None)
+    assert resume(ctx, settings)[1].steps == [3, 4, 5, 6, 7, 8]

@@ -1,0 +1,118 @@
+"""Programs that are killed, and started again with --resume, as a job script does that is queued again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from programs import RUN, TRAIN, Programs, children, errors, imports_torch, wait_for
+from resumed import differences
+from scenarios import load
+
+from train.resume import state_path, states_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from programs import Run
+
+LONG = (
+    "--width",
+    4,
+    "--epochs",
+    3,
+    "--batch-size",
+    16,
+    "--save-per-rank",
+    "--checkpoint-every",
+    7,
+    "--resume",
+    "--timeout",
+    30,
+)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """List the processes below one that have loaded torch, or itself where there are none: those that train."""
+    return [child for child in children(pid) if imports_torch(child)] or [pid]
+
+
+def command(launcher: str, port: int) -> list[Any]:
+    """Give the command line that starts two ranks, or one process."""
+    launchers: dict[str, list[Any]] = {
+        "none": [*TRAIN],
+        "--spawn": [*TRAIN, "--spawn", 2],
+        "torchrun": [TRAIN[0], "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port, RUN],
+    }
+    return launchers[launcher]
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Run]]:
+    """Runs that nobody killed: their folder and what they said, by their method."""
+    found = {}
+    for method, launcher in (("single", "none"), ("ddp", "--spawn")):
+        programs = Programs(tmp_path_factory.mktemp(method))
+        try:
+            found[method] = (programs.folder / "ckpts", programs.run(*command(launcher, 0), *LONG))
+        finally:
+            programs.kill()
+        assert found[method][1].returncode == 0, found[method][1].stderr
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["none", "--spawn", "torchrun"])
+def test_killed_and_queued_again(
+    programs: Programs, tmp_path: Path, free_port: int, once: dict[str, tuple[Path, Run]], launcher: str
+) -> None:
+    """After kill -9 of all ranks the same line goes on where the last state was, to the bits of a run nobody killed."""
+    method, size = ("single", 1) if launcher == "none" else ("ddp", 2)
+    out = tmp_path / "ckpts"
+    folder = states_folder(out, method)
+    process = programs.start(*command(launcher, free_port), *LONG)
+    wait_for(lambda: all(state_path(folder, 14, rank).exists() for rank in range(size)), 60, 0.005)
+    for pid in ranks_of(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    killed = programs.finish(process)
+    assert killed.returncode != 0
+    assert "no state in ckpts/.resume" in killed.stderr
+    assert not list(out.glob("*.pth"))
+    again = programs.run(*command(launcher, free_port + 1), *LONG)
+    assert again.returncode == 0, again.stderr
+    (told,) = [line for line in again.stderr.splitlines() if "resumed" in line]
+    assert told.startswith(f"run.py: resumed {method} at step ")
+    reference, whole = once[method]
+    for rank in range(size):
+        name = f"{method}_rank{rank}.pth"
+        assert differences(load(out / name), load(reference / name)) == []
+    assert reported(again)[-2:] == reported(whole)[-2:]
+
+
+def reported(run: Run) -> list[str]:
+    """Give what each epoch's line says, but for the speed."""
+    return [line.rpartition("  ")[0] for line in run.stdout.splitlines() if ": epoch " in line]
+
+
+@pytest.mark.slow
+def test_refusals_are_one_line(script: Callable[..., Run], tmp_path: Path) -> None:
+    """Another learning rate, and states that are all damaged, end with one line of reason and exit code 2."""
+    few = ("--width", 4, "--max-steps", 3, "--checkpoint-every", 3, "--progress", "none", "--resume")
+    assert script(*few).returncode == 0
+    refused = script(*few, "--lr", 0.2)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        "run.py: error: --resume: --lr: 0.1 when ckpts/.resume/single/step_3 was saved, and 0.2 now; start with the "
+        "options of then, or with another --out\n"
+    )
+    (tmp_path / "ckpts/.resume/single/step_3/rank_0.pth").write_bytes(b"PK")
+    refused = script(*few)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    passed, none = errors([refused])
+    assert passed.startswith("--resume: step 3 is passed over: ckpts/.resume/single/step_3/rank_0.pth: damaged")
+    assert none.startswith("error: --resume: none of the states in ckpts/.resume/single can be used")
