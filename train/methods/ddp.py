@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.nn.parallel import DistributedDataParallel
 
 from train.methods.base import NoExtraState, Replica
-from train.methods.comm_hooks import register_hook
+from train.methods.comm_hooks import memory_of, register_hook, remember
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -109,6 +109,15 @@ class Ddp(NoExtraState):
         """Give this rank's replica."""
         # 5. Of the module, not of the wrapper, which would put "module." before every name.
         return [Replica(self.module.state_dict(), optimizer)]
+
+    def extra_state(self) -> dict[str, Any]:
+        """Give what PowerSGD remembers of the steps so far."""
+        return {} if self.compressor is None else {"powersgd": memory_of(self.compressor)}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        if self.compressor is not None:
+            remember(self.compressor, state["powersgd"], self.ctx.device)
 
 
 def buffer_arguments(sync: bool) -> dict[str, Any]:
