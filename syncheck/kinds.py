@@ -82,6 +82,9 @@ def _helper(name: str, shape: tuple[int, ...], dtype: str | None) -> str | None:
     # The states of random number generators are bytes or words; what is called so and has floats is a layer.
     if is_random(parts) and (dtype is None or dtype.startswith(("int", "uint", "unknown"))):
         return "rng"
+    # PowerSGD's error, by its name in torch's PowerSGDState: as a generator's state, each rank's own by design.
+    if parts[-2:-1] == ["error_dict"]:
+        return "rng"
     if parts[0] in SCALERS:
         return "scaler"
     if any(part in _EMA for part in parts):

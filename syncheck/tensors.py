@@ -67,8 +67,9 @@ def compare_tensor(
 
 
 def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
-    """Count a random number state, which differs between ranks by design, as not compared."""
-    return replace(_bare(name, kind, tensors), reason="rng", detail="random number states differ by design")
+    """Count a random number state, or PowerSGD's error, which differ between ranks by design, as not compared."""
+    what = "PowerSGD's errors" if ".error_dict." in f".{name}" else "random number states"
+    return replace(_bare(name, kind, tensors), reason="rng", detail=f"{what} differ by design")
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked":
         ("attn.rotary.inv_freq", "buffer"),
         ("embeddings.position_ids", "buffer"),
         ("rng", "rng"),
+        ("powersgd.error_dict.0", "rng"),
         ("cuda_rng_state", "rng"),
         ("random_states.torch", "rng"),
         ("scaler._scale", "scaler"),

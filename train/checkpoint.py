@@ -130,20 +130,44 @@ def write_atomic(path: Path, payload: bytes) -> None:
     overwritten by the next run. Raises UserError with the system's reason: no space, no permission, not a
     folder.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_beside(path, payload)
+        take_name(path)
+    finally:
+        remove_beside(path)
+
+
+def beside(path: Path) -> Path:
+    """Name the hidden file that is to become `path`."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_beside(path: Path, payload: bytes) -> None:
+    """Write the hidden file, to the disk itself; `path` stays as it is. Raises UserError with the system's reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with beside(path).open("wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def take_name(path: Path) -> None:
+    """Let the hidden file become `path`, at once or not at all. Raises UserError with the system's reason."""
+    try:
+        beside(path).replace(path)
         _sync_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+
+
+def remove_beside(path: Path) -> None:
+    """Remove the hidden file if it is there, and a folder that was made for it alone: they must not fill the disk."""
+    with suppress(OSError):
+        beside(path).unlink()
+        path.parent.rmdir()  # fails where anything is in it
 
 
 def _sync_folder(folder: Path) -> None:

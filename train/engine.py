@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from train.errors import Stopped, UserError
 from train.job import Job, prepare
 from train.logbook import Logbook
 from train.position import Position
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from train.metrics import Score
     from train.recorders.base import Recorder
     from train.settings import Settings
+    from train.stopping import Heard
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Result:
     """What a run achieved.
 
     seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
-    ranks. replaced: files of an earlier run of the same name that are gone.
+    ranks. replaced: files of an earlier run of the same name that are gone. failed: which saves on the way have failed,
+    as a sentence; empty if none.
     """
 
     run: str
@@ -40,16 +44,18 @@ class Result:
     test: Score
     saved: tuple[Path, ...]
     replaced: int
+    failed: str = ""
 
 
-def train(settings: Settings, ctx: RankContext, recorder: Recorder) -> Result:
+def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard | None = None) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
     To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
-    the same settings, number of ranks, libraries and machine. Raises UserError, and what the checks raise, on all ranks
-    alike.
+    the same settings, number of ranks, libraries and machine. heard: the signals of this process, which then stop the
+    run after a step; None for none. Raises UserError, Stopped, and what the checks raise, on all ranks alike.
     """
-    job = prepare(settings, ctx, recorder.console)
+    job = prepare(settings, ctx, recorder.console, heard)
+    job.stopping.begin()
     position = job.keeper.position
     logbook = Logbook(job, recorder, position)
     logbook.start(position.step if job.keeper.resumed else None)
@@ -62,12 +68,14 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder) -> Result:
             test = evaluate_epoch(job, position, logbook, trained)
             if position.step == job.plan.steps:
                 break
+            stop_if_asked(job, position, now=True)
             position.next_epoch()
     assert test is not None  # the last epoch is always evaluated
     seconds = time.perf_counter() - start
     recorder.end(seconds)
     epochs, saver = position.epoch, job.saver
-    return Result(settings.run, epochs, position.step, seconds, trained, test, tuple(saver.saved), saver.replaced)
+    saved, failed = tuple(saver.saved), saver.attempts.failed
+    return Result(settings.run, epochs, position.step, seconds, trained, test, saved, saver.replaced, failed)
 
 
 def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Score) -> Score | None:
@@ -88,25 +96,61 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
 
 def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
-    steps, start, seen = job.plan.steps, time.perf_counter(), 0
+    steps = job.plan.steps
+    join, optimizer = job.settings.join, job.step.optimizer
+    left = min(job.sampler.longest - position.in_epoch, steps - position.step)
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.train_samples.set_epoch(position.epoch - 1)
     job.step.forward.train()
     logbook.begin_epoch()
-    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps - position.step)
+    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + left)
     batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
     job.keeper.restore_random()
-    for samples, (x, y) in batches:
-        lr = job.rate.at(position.step)
-        set_learning_rate(job.step.optimizer, lr)
-        position.step += 1
-        position.in_epoch += 1
-        step = position.step
-        job.step.run(step, x, y, samples, position.meter)
-        # Checked and saved at once: no later forward may touch the buffers before. Checked first, so that what is
-        # saved is what was found to be right, or was repaired.
-        job.watch.after_step(step, last=step == steps)
-        logbook.saved(job.saver.after_step(step))
-        job.keeper.after_step(position)
-        seen += samples
-        logbook.after_step(position, lr, seen / (time.perf_counter() - start))
+    with job.method.joined(optimizer) if join else nullcontext():
+        for samples, (x, y) in batches:
+            lr = job.rate.at(position.step)
+            set_learning_rate(optimizer, lr)
+            position.step += 1
+            position.in_epoch += 1
+            left -= 1
+            job.step.run(position.step, x, y, samples, position.meter)
+            if not join:
+                check_and_save(job, position, logbook)
+            logbook.after_step(position, lr, samples)
+            if not join:
+                stop_if_asked(job, position)
+    if join:
+        # On a rank that was done earlier the others' last steps count too.
+        position.step += left
+        position.in_epoch += left
+        set_learning_rate(optimizer, job.rate.at(position.step - 1))
+        check_and_save(job, position, logbook)
+        stop_if_asked(job, position)
+
+
+def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
+    """Do what is due after an optimizer step; a collective.
+
+    At once: no later forward may touch the buffers before. Checked first, so that what is saved is what was found to be
+    right, or was repaired.
+    """
+    step = position.step
+    logbook.warned(job.watch.after_step(step, last=step == job.plan.steps))
+    logbook.saved(job.saver.after_step(step))
+    job.keeper.after_step(position)
+
+
+def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
+    """Save and leave if any rank was asked to by a signal; a collective when it is due. Raises Stopped on all ranks.
+
+    After the last step there is nothing to stop: what is left is to score the model.
+    """
+    if position.step == job.plan.steps or not (number := job.stopping.asked(position.step, now=now)):
+        return
+    if job.settings.checkpoint_every is None:
+        raise Stopped(number, position.step, "nothing was saved: --checkpoint-every N keeps what --resume needs")
+    try:
+        job.keeper.after_step(position, now=True)
+    except UserError as error:
+        raise Stopped(number, position.step, f"its state is not saved: {error}") from error
+    raise Stopped(number, position.step, "its state is saved: add --resume to go on")

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.data import DataOptions, DistributedBatchSampler, download, load_data, smallest_share
+from train.compiling import compiled
+from train.data import (
+    DataOptions,
+    DistributedBatchSampler,
+    OwnSharesSampler,
+    download,
+    load_data,
+    smallest_share,
+)
 from train.errors import UserError
 from train.faults import make_fault
 from train.loading import training_batches
@@ -22,6 +30,7 @@ from train.schedule import LearningRate
 from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank
 from train.step import Step
+from train.stopping import Stopping
 from train.watch import Watch
 
 if TYPE_CHECKING:
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
+    from train.stopping import Heard
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Job:
     settings: Settings
     ctx: RankContext
     plan: Plan
-    sampler: DistributedBatchSampler
+    sampler: DistributedBatchSampler | OwnSharesSampler
     train_samples: Images
     train_batches: Batches
     test_batches: Batches
@@ -54,14 +64,15 @@ class Job:
     saver: Saver
     best: Best
     keeper: Keeper
+    stopping: Stopping
 
 
-def prepare(settings: Settings, ctx: RankContext, console: Console | None = None) -> Job:
+def prepare(settings: Settings, ctx: RankContext, console: Console | None = None, heard: Heard | None = None) -> Job:
     """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
 
     Raises UserError.
 
-    console: where the checks of --monitor print; None for stderr.
+    console: where the checks of --monitor print; None for stderr. heard: the signals of this process.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
@@ -69,21 +80,16 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     data = load(settings, ctx)
     samples = len(data.train)
     method = METHODS[settings.method](settings, ctx)
-    sampler = DistributedBatchSampler(
-        samples,
-        settings.batch_size,
-        ctx.rank,
-        ctx.world_size,
-        shuffle=settings.shuffle,
-        seed=settings.seed,
-        keep_last=settings.keep_last
-        and smallest_share(samples % settings.batch_size, ctx.world_size, settings.accumulate, method.replicas) > 1,
-    )
-    plan = make_plan(settings, samples, len(sampler))
+    sampler = make_sampler(settings, ctx, samples, method.replicas)
+    plan = make_plan(settings, samples, sampler.longest)
     fault = make_fault(settings, ctx, plan.steps)
     model = make_model(settings, data)
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
+    if isinstance(sampler, OwnSharesSampler):
+        check_own_shares(model, sampler, plan, settings)
     forward = fault.wrapped(method, method.wrap(model))
+    if settings.compile:
+        forward = compiled(forward, ctx)
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
     # From here on the ranks draw from streams of their own.
@@ -107,6 +113,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         saver=saver,
         best=best,
         keeper=keeper,
+        stopping=Stopping(ctx, heard),
     )
 
 
@@ -153,6 +160,37 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
             if value != ranks[0][name]:
                 found = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
                 raise UserError(f"{found}: give all ranks the same options")
+
+
+def make_sampler(
+    settings: Settings, ctx: RankContext, samples: int, replicas: int
+) -> DistributedBatchSampler | OwnSharesSampler:
+    """Choose which samples this rank takes. replicas: of each rank."""
+    s, places = settings, (samples, settings.batch_size, ctx.rank, ctx.world_size)
+    if s.join:
+        return OwnSharesSampler(*places, shuffle=s.shuffle, seed=s.seed)
+    rest = smallest_share(samples % s.batch_size, ctx.world_size, s.accumulate, replicas)
+    return DistributedBatchSampler(*places, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
+
+
+def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, settings: Settings) -> None:
+    """Refuse with --join what would act on some ranks only. Raises UserError."""
+    if sampler.batches < sampler.world_size:
+        found = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
+        raise UserError(
+            f"--join: {found}, and each of {sampler.world_size} ranks needs one; use a smaller --batch-size"
+        )
+    if sampler.smallest == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise UserError(
+            f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, of which "
+            "BatchNorm makes no statistics; choose another --batch-size or --limit-train"
+        )
+    every, epoch = {"--monitor": settings.monitor, "--save-every": settings.save_every or 0}, plan.steps_per_epoch
+    for option, steps in (every | {"--checkpoint-every": settings.checkpoint_every or 0}).items():
+        if steps % epoch:
+            raise UserError(
+                f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or a multiple"
+            )
 
 
 def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
-    from train.data import DistributedBatchSampler
+    from torch.utils.data import Sampler
+
     from train.data.dataset import Images
     from train.launch import RankContext
     from train.scoring import Batches
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-def training_batches(samples: Images, sampler: DistributedBatchSampler, ctx: RankContext, workers: int) -> Batches:
+def training_batches(samples: Images, sampler: Sampler[list[int]], ctx: RankContext, workers: int) -> Batches:
     """Load what the sampler says, in its order; the same bits whatever the number of workers.
 
     workers: processes of this rank that load ahead, two batches each; started anew for each epoch, so that they see
@@ -35,7 +36,7 @@ def training_batches(samples: Images, sampler: DistributedBatchSampler, ctx: Ran
     if workers:
         context = multiprocessing.get_context(START)
         if START == "forkserver":
-            context.set_forkserver_preload(["torch", "numpy", "train.loading"])
+            context.set_forkserver_preload(["torch", "numpy"])
         loader = {"num_workers": workers, "multiprocessing_context": context, "worker_init_fn": end_with_rank}
     return DataLoader(
         samples,

@@ -26,9 +26,10 @@ INTERVAL = 50  # optimizer steps between two records, where --log-interval does 
 
 @dataclass
 class Stretch:
-    """Some steps of training, evaluation left out. waited: seconds for data. seconds: in all."""
+    """Some steps of training, evaluation left out. waited: seconds for data. seconds: in all. samples: of all ranks."""
 
     steps: int = 0
+    samples: int = 0
     waited: float = 0.0
     seconds: float = 0.0
 
@@ -78,7 +79,8 @@ class Logbook:
 
     def begin_epoch(self) -> None:
         """Start the clock."""
-        self.of_epoch, self.mark = Stretch(), time.perf_counter()
+        self.of_epoch = Stretch()
+        self.began = self.mark = time.perf_counter()
 
     def waited_for(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """Pass the batches on, and add up how long each let us wait."""
@@ -90,11 +92,13 @@ class Logbook:
             yield batch
             before = time.perf_counter()
 
-    def after_step(self, position: Position, lr: float, samples_per_second: float) -> None:
-        """Record what is due after this optimizer step; a collective if anything is."""
-        self.since_record.steps += 1
-        self.of_epoch.steps += 1
-        self.recorder.step(position.step, position.epoch, position.meter, samples_per_second)
+    def after_step(self, position: Position, lr: float, samples: int) -> None:
+        """Record what is due after this optimizer step; a collective if anything is. samples: of the global batch."""
+        for stretch in (self.since_record, self.of_epoch):
+            stretch.steps += 1
+            stretch.samples += samples
+        speed = self.of_epoch.samples / (time.perf_counter() - self.began)
+        self.recorder.step(position.step, position.epoch, position.meter, speed)
         if self.gathers and position.step % self.every == 0:
             self.recorder.log(self._record(position, lr))
 
@@ -130,6 +134,11 @@ class Logbook:
         self.carried += position.meter.sums - self.counted
         self.counted = torch.zeros_like(self.counted)
 
+    def warned(self, text: str) -> None:
+        """Take note of what somebody should know; empty for nothing."""
+        if text:
+            self.recorder.warn(text)
+
     def saved(self, paths: Iterable[Path]) -> None:
         """Take note of the files that this process has written."""
         for path in paths:
@@ -153,7 +162,8 @@ class Logbook:
                 epoch=position.epoch,
                 trained=trained,
                 test=test,
-                samples_per_second=trained.samples / elapsed,
+                # Of what this process has seen: a run that was resumed within the epoch has counted more.
+                samples_per_second=self.of_epoch.samples / elapsed if self.of_epoch.steps else 0.0,
                 train_time_s=self.of_epoch.seconds,
                 test_time_s=test_time,
                 best=best,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import TextIO
 
 
 class Output(io.TextIOBase):
@@ -21,8 +22,8 @@ class Output(io.TextIOBase):
         """Print the text and flush it, for a log is read while it grows. Raises BrokenPipeError."""
         if self.lost is None:
             try:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                _stdout().write(text)
+                _stdout().flush()
             except BrokenPipeError:
                 raise
             except OSError as error:
@@ -31,13 +32,19 @@ class Output(io.TextIOBase):
 
     def isatty(self) -> bool:
         """Tell whether it is a terminal."""
-        return sys.stdout.isatty()
+        return _stdout().isatty()
 
     def fileno(self) -> int:
         """Give the descriptor; rich asks for it to learn the width of the terminal."""
-        return sys.stdout.fileno()
+        return _stdout().fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         """Name the encoding; rich draws in ASCII where it has no more."""
-        return sys.stdout.encoding
+        return _stdout().encoding
+
+
+def _stdout() -> TextIO:
+    """Give the real one: while rich draws a bar, it puts a stand-in in its place, which would lead back here."""
+    stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    return stdout

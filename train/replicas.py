@@ -14,7 +14,7 @@ import torch
 
 from syncheck import Options, compare, read
 from train.checkpoint import FORMATS
-from train.data import DATASETS
+from train.data import DATASETS, MOST_SAMPLES
 from train.errors import UserError
 from train.models import MODELS
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # What torch.load and safetensors raise for a file that is no checkpoint, or not one of theirs.
 BROKEN = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
 STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
-MOST = 2**24  # of width, depth and the like; far above any, and few enough to multiply without overflow
+MOST = 65_536  # of width, depth and the like; far above any, and few enough to multiply without overflow
 LOADED = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` takes
 
 
@@ -125,8 +125,10 @@ def _task(snapshot: Snapshot) -> Task:
         raise UserError(f"{path}: data {data!r} is unknown; there are {', '.join(DATASETS)}")
     numbers = {name: config.get(name) for name in NUMBERS}
     for name, number in numbers.items():
-        if number is not None and not (isinstance(number, int) and 1 <= number <= MOST):
-            raise UserError(f"{path}: {name} {number!r}; needs 1 to {MOST}, or none for the default")
+        most = MOST_SAMPLES if name == "train_samples" else MOST
+        if number is not None and not (isinstance(number, int) and 1 <= number <= most):
+            mend = "none for the model's own" if name in ("width", "depth", "alpha") else "none for the data's own"
+            raise UserError(f"{path}: {name} {number!r}; needs 1 to {most}, or {mend}")
     return Task(model, data, **numbers)
 
 

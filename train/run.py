@@ -5,7 +5,8 @@
     python train/run.py                                         # single
 
 Other ways to start: train/scripts/ and `run.py --help`. A mistake in the options, the data or the output folder is
-one line on stderr and exit code 2; the end of another rank is exit code 1, and so is what --on-desync raise finds.
+one line on stderr and exit code 2; the end of another rank is exit code 1, and so is what --on-desync raise finds. A
+signal stops all ranks after the same step: 128 and its number, 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if __name__ == "__main__":
 
 from syncheck import SyncheckError
 from train.engine import Result, train
-from train.errors import RankError, UserError
+from train.errors import RankError, Stopped, UserError
 from train.launch import (
     INTERRUPTED,
+    SIGNALS,
     Ending,
     LaunchOptions,
     PeerLost,
-    end_after_interrupt,
     from_environment,
     idle_gpus,
     launcher_name,
@@ -103,15 +104,19 @@ def work(args: argparse.Namespace) -> Ending:
         output, launcher = Output(), launcher_name(os.environ, LaunchOptions.of(args))
         recorder = make_recorder(settings, ctx, args.progress, output, launcher)
         with process_group(ctx, args.timeout), recorder:
-            result = train(settings, ctx, recorder)
+            result = train(settings, ctx, recorder, SIGNALS)
         if ctx.is_main:
             output.write(summary(result))
+        if result.failed:
+            return Ending(2, result.failed, alike=True)
         if output.lost is not None:
             # Not before: a lost console must not cost the training.
             reason = output.lost.strerror
             return Ending(2, f"cannot write to stdout: {reason}; the training itself has come to its end")
     except UserError as error:
         return Ending(2, str(error), alike=not isinstance(error, RankError))
+    except Stopped as error:
+        return Ending(128 + error.number, str(error), alike=True)
     except SyncheckError as error:  # of --monitor
         return Ending(error.exit_code, str(error), alike=True)
     except PeerLost as error:
@@ -156,6 +161,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_after_interrupt()
+    SIGNALS.listen()
     ending = ended()
-    leave(ending.code, alike=ending.alike)
+    leave(ending.code, alike=ending.alike, told=SIGNALS.number != 0)

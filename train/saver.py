@@ -6,15 +6,19 @@ import secrets
 from typing import TYPE_CHECKING
 
 from syncheck import metadata
+from train.attempts import Attempts
 from train.checkpoint import (
     FORMATS,
     Snapshot,
+    beside,
     best_path,
     check_writable,
     final_path,
+    remove_beside,
     remove_run,
     step_path,
-    write_atomic,
+    take_name,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
+    from train.methods.base import Replica
     from train.recorders.base import Plan
     from train.settings import Settings
     from train.step import Step
@@ -30,9 +35,11 @@ if TYPE_CHECKING:
 class Saver:
     """Writes this rank's checkpoints, if the settings ask for any, and knows those of all ranks.
 
-    Building it is a collective: the ranks agree on the run's random id. Files of an earlier run of the same name are
-    removed when this one saves first, and before any rank writes: a run that never comes so far costs nothing.
-    replaced: how many there were. Raises UserError on all ranks when one of them cannot write.
+    Building it is a collective: the ranks agree on the run's random id. The files of all ranks appear together or not
+    at all: each rank writes hidden files, and these take their names when all are whole. Between the two, files of an
+    earlier run of the same name are removed when this one saves first: a run that never comes so far costs nothing.
+    replaced: how many there were. attempts: saves on the way, which may fail. Raises UserError on all ranks when one of
+    them cannot write at the start or at the end.
     """
 
     def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, step: Step) -> None:
@@ -42,6 +49,7 @@ class Saver:
         self.replaced = 0
         self.cleared = False  # of files of an earlier run
         self.resumed = False
+        self.attempts = Attempts(ctx)
         self.run_id = ctx.gather(secrets.token_hex(8))[0]
         if settings.save_per_rank:
             with ctx.together():
@@ -58,7 +66,7 @@ class Saver:
             return written
         if s.save_every is not None and step % s.save_every == 0:
             paths = [step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks]
-            written += self._save(paths, step, final=False)
+            written += self.attempts.save(f"step {step}", lambda: self._save(paths, step, final=False)) or []
         if step in (self.plan.steps, self.trainer.fault.early):
             paths = [final_path(s.out, s.run, rank, s.save_format) for rank in ranks]
             written += self._save(paths, step, final=True)
@@ -74,7 +82,8 @@ class Saver:
         if not s.save_best:
             return []
         paths = [best_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
-        return self._save(paths, step, final=False)
+        what = f"the best checkpoint so far, of step {step},"
+        return self.attempts.save(what, lambda: self._save(paths, step, final=False)) or []
 
     def resume(self, run_id: str, saved: Sequence[str], *, same_ranks: bool) -> None:
         """Go on as the run that it was: its files stay, but for those of steps that are still to come.
@@ -94,52 +103,69 @@ class Saver:
             self._save(paths, step, final=True)
 
     def _save(self, paths: list[Path], step: int, *, final: bool) -> list[Path]:
-        """Write this process's replicas to their `paths`; all ranks hear whether all of them could."""
+        """Write this process's replicas to their `paths`; all ranks hear whether all of them could.
+
+        Returns the paths of this process. Raises UserError on all ranks; files that were there before stay then.
+        """
+        method = self.trainer.method
+        first = self.ctx.rank * method.replicas
+        mine = paths[first : first + method.replicas]
+        written: list[Path] = []
+        try:
+            replicas = method.state(self.trainer.optimizer)
+            with self.ctx.together():
+                for index, (path, replica) in enumerate(zip(mine, replicas, strict=True), first):
+                    payload = self._encoded(replica, index, step, final=final)
+                    if payload is not None:
+                        written.append(path)
+                        write_beside(path, payload)
+            if not self.cleared:
+                self._clear(paths)
+            with self.ctx.together():
+                for path in written:
+                    take_name(path)
+                    self.trainer.fault.saved(path, final=final)
+        finally:
+            for path in written:
+                remove_beside(path)
+        self.saved += [path for path in paths if path not in self.saved]
+        return mine
+
+    def _encoded(self, replica: Replica, index: int, step: int, *, final: bool) -> bytes | None:
+        """Make the bytes of one file, or what a planted fault makes of it; None for no file. index: of the replica."""
         epoch = step // self.plan.steps_per_epoch  # epochs done
         config = self.settings.config(self.replicas)
         if self.settings.fault is not None:
             config["fault_step"] = self.trainer.fault.at  # where it was left to the fault itself
         method, scaler = self.trainer.method, self.trainer.scaler
-        if not self.cleared:
-            self._clear()
-        replicas = method.state(self.trainer.optimizer)
-        with self.ctx.together():
-            for index, replica in enumerate(replicas, self.ctx.rank * method.replicas):
-                block = metadata(
-                    run=self.settings.run,
-                    run_id=self.run_id,
-                    rank=index,
-                    world_size=self.replicas,
-                    step=step,
-                    epoch=epoch,
-                    model=method.module,
-                    optimizer=replica.optimizer,
-                    config=config,
-                    host=self.trainer.fault.host,
-                    **method.facts,
-                )
-                state = scaler.state_dict() if scaler.is_enabled() else None
-                ema = None if self.trainer.average is None else self.trainer.average.parameters
-                snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block, ema)
-                self._write(paths[index], snapshot, final=final)
-        self.saved += [path for path in paths if path not in self.saved]
-        first = self.ctx.rank * method.replicas
-        return paths[first : first + method.replicas]
+        block = metadata(
+            run=self.settings.run,
+            run_id=self.run_id,
+            rank=index,
+            world_size=self.replicas,
+            step=step,
+            epoch=epoch,
+            model=method.module,
+            optimizer=replica.optimizer,
+            config=config,
+            host=self.trainer.fault.host,
+            **method.facts,
+        )
+        state = scaler.state_dict() if scaler.is_enabled() else None
+        ema = None if self.trainer.average is None else self.trainer.average.parameters
+        snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block, ema)
+        written = self.trainer.fault.saving(snapshot, final=final)
+        return None if written is None else FORMATS[self.settings.save_format](written)
 
-    def _clear(self) -> None:
-        """Remove what is of an earlier run, or of later steps than that at which this one was resumed."""
+    def _clear(self, paths: list[Path]) -> None:
+        """Remove what is of an earlier run, or of later steps than that at which this one was resumed.
+
+        paths: whose hidden files are written already.
+        """
         s, removed = self.settings, 0
         with self.ctx.together():
             if self.ctx.local_rank == 0:  # once on each node, for the folder may be local to it
-                removed = remove_run(s.out, s.run, keep=self.saved)
+                removed = remove_run(s.out, s.run, keep=[*self.saved, *map(beside, paths)])
         if not self.resumed:
             self.replaced = sum(self.ctx.gather(removed))
         self.cleared = True
-
-    def _write(self, path: Path, snapshot: Snapshot, *, final: bool) -> None:
-        """Write one file, or what a planted fault makes of it."""
-        fault = self.trainer.fault
-        written = fault.saving(snapshot, final=final)
-        if written is not None:
-            write_atomic(path, FORMATS[self.settings.save_format](written))
-            fault.saved(path, final=final)

@@ -25,7 +25,8 @@ class Settings:
     batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
     micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
     decay of the weights' average, or None for no average.
-    channels_last: keep a pixel's channels beside each other in memory.
+    join: let ranks have unequal numbers of batches.
+    compile: generate code for what training calls. channels_last: keep a pixel's channels beside each other in memory.
     comm_hook: what DDP sends of a gradient: none for all of it, fp16, bf16 or powersgd. powersgd_rank: columns of its
     matrices. powersgd_start: steps before it begins. None for the hook's own default.
     replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
@@ -56,6 +57,8 @@ class Settings:
     accumulate: int = 1
     grad_clip: float | None = None
     find_unused: bool = False
+    join: bool = False
+    compile: bool = False
     channels_last: bool = False
     comm_hook: str = "none"
     powersgd_rank: int | None = None
@@ -121,6 +124,10 @@ class Settings:
             parts.append(f"clip{self.grad_clip:g}")
         if self.find_unused:
             parts.append("unused")
+        if self.join:
+            parts.append("join")
+        if self.compile:
+            parts.append("compile")
         if self.channels_last:
             parts.append("channels-last")
         if self.comm_hook != "none":
@@ -195,6 +202,7 @@ def check(settings: Settings, world_size: int) -> None:
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
     check_hook(s)
+    check_join(s)
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:
@@ -229,3 +237,25 @@ def check_hook(settings: Settings) -> None:
             "--comm-hook powersgd: not with --amp fp16: an overflow would stay in the error that it adds to the next "
             "gradient; use --amp bf16"
         )
+
+
+def check_join(settings: Settings) -> None:
+    """Refuse what would wait for ranks that have no batch left, or what their last steps would be missing in.
+
+    Raises UserError.
+    """
+    s = settings
+    if not s.join:
+        return
+    for option, used, reason in (
+        ("--sync-bn", s.sync_bn, "its forward sends statistics, for which join has no answer on ranks that are done"),
+        ("--amp fp16", s.amp == "fp16", "ranks that are done would not hear of a new loss scale; use --amp bf16"),
+        ("--ema", s.ema is not None, "ranks that are done would take no more weights into their average"),
+        ("--accumulate", s.accumulate > 1, "a rank's last batch may be too small to be split"),
+        ("--comm-hook powersgd", s.comm_hook == "powersgd", "join gives its hook zeros, which would change its memory"),
+        ("--log-dir", s.log_dir is not None, "its records are gathered at steps that all ranks make"),
+        ("--log-interval", s.log_interval is not None, "its records are gathered at steps that all ranks make"),
+        ("--fault", s.fault is not None, "planted desyncs need all ranks at every step"),
+    ):
+        if used:
+            raise UserError(f"--join: not with {option}: {reason}")

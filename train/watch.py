@@ -42,16 +42,25 @@ class Watch:
                 console=console,
             )
 
-    def after_step(self, step: int, *, last: bool) -> None:
-        """Check if it is due after this step, counted from 1, and in any case after the last one; a collective then."""
+    def after_step(self, step: int, *, last: bool) -> str:
+        """Check if it is due after this step, counted from 1, and in any case after the last one; a collective then.
+
+        Returns what the check has found, in a few words for a log; empty where all is well or nothing was due.
+        """
         if self.monitor is None:
-            return
+            return ""
         # What no tensor tells, and what may change from step to step: when localsgd averaged last.
         facts = self.trainer.method.facts
         self.beside["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
+        before = self.monitor.checks
         self.monitor.step(step)
         if last:
             self.monitor.close()
+        report = self.monitor.last if self.monitor.checks > before else None
+        if report is None or report.verdict != "out_of_sync":
+            return ""
+        codes = sorted({finding.code for group in report.groups for finding in group.findings})
+        return f"step {step}: the ranks are out of sync: {', '.join(codes)}"
 
     def __enter__(self) -> Self:
         return self

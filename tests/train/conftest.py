@@ -55,8 +55,8 @@ def free_port() -> int:
 def script(programs: Programs) -> Callable[..., Run]:
     """`python train/run.py ...` in an empty folder."""
 
-    def run(*arguments: Any, timeout: float = 60) -> Run:
-        return programs.run(sys.executable, RUN, *arguments, timeout=timeout)
+    def run(*arguments: Any, timeout: float = 60, **environment: str) -> Run:
+        return programs.run(sys.executable, RUN, *arguments, timeout=timeout, **environment)
 
     return run
 

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 # Small enough for a second, and all kinds of tensors are in it.
 SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)
 
+# What makes the largest networks as small as they can be.
+SMALLEST: dict[str, dict[str, int]] = {
+    "pyramidnet": {"depth": 8, "alpha": 6},
+    "pyramidnet_bottleneck": {"depth": 11, "alpha": 6},
+}
+
 NEEDS_FSDP = pytest.mark.skipif(not ON_CPU, reason="this torch shards on GPUs only")
 
 

@@ -15,9 +15,14 @@ from torch.utils.data import DistributedSampler
 from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.data.digits import FILE, FOLDER
 from train.errors import UserError
+from train.job import load
+from train.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from syncheck.testing import Rank
+    from train.launch import RankContext
 
 
 def shares(samples: int, batch: int, world_size: int, epoch: int = 0, *, shuffle: bool = True) -> list[list[list[int]]]:
@@ -126,3 +131,25 @@ def test_the_rest_is_a_batch_only_when_kept(*, keep_last: bool, sizes: list[int]
     batches = [a + b for a, b in zip(*map(list, samplers), strict=True)]
     assert [len(batch) for batch in batches] == sizes
     assert len({index for batch in batches for index in batch}) == sum(sizes)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_one_rank_downloads_and_all_fail_alike(
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 downloads while the other waits; where it cannot, both raise the same error and none is left waiting."""
+    folder = syncheck_rank.shared / "data"
+    settings = Settings(method="ddp", data="mnist", data_dir=folder, download=True)
+    asked = []
+
+    def broken(name: str, into: Path) -> None:
+        asked.append(name)
+        raise UserError(f"{into}: no network")
+
+    monkeypatch.setattr("train.job.download", broken)
+    with pytest.raises(UserError, match=f"rank 0: {folder}: no network"):
+        load(settings, ctx)
+    monkeypatch.setattr("train.job.download", lambda _, into: into.mkdir())
+    monkeypatch.setattr("train.job.load_data", lambda _, into, *__: into.is_dir())
+    assert load(settings, ctx) is True
+    assert ctx.gather(len(asked)) == [1, 0]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from evaluated import FIXTURES, SYNCED, change, copy_synced, scores
 from programs import ROOT, SHORT, TRAIN, Programs
-from scenarios import SMALL, load, run
+from scenarios import SMALL, SMALLEST, load, run
 
 from train.data import load_data
 from train.evaluate import main
@@ -175,8 +175,9 @@ def test_a_model_without_batchnorm() -> None:
 def test_every_model_is_built(name: str, tmp_path: Path) -> None:
     """Each model of the trainer is built from the metadata, and scores what its state dict scores."""
     width = None if name.startswith("tv_") else 4  # torchvision's have one width only
-    model = build_model(name, 1, 10, width)
-    config = {"model": name, "width": width, "data": "digits"}
+    small = SMALLEST.get(name, {})
+    model = build_model(name, 1, 10, width, image_size=8, **small)
+    config = {"model": name, "width": width, "data": "digits", **small}
     for rank in range(2):
         block = {"schema": 1, "run": "made", "run_id": "1", "rank": rank, "world_size": 2, "step": 1, "config": config}
         torch.save({"model": model.state_dict(), "syncheck": block}, tmp_path / f"made_rank{rank}.pth")

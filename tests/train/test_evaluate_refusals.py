@@ -66,7 +66,7 @@ def damage(name: str, folder: Path) -> list[str]:
     elif name == "one width only":
         both(lambda content: content["syncheck"]["config"].update(model="tv_resnet18"))
     elif name == "other data":
-        change(second, lambda content: content["syncheck"]["config"].update(data="cifar10"))
+        change(second, lambda content: content["syncheck"]["config"].update(data="svhn"))
     elif name == "a tensor more":
         both(lambda content: content["model"].update({"fc.1.weight": torch.zeros(2)}))
     elif name == "half precision":
@@ -95,7 +95,7 @@ def damage(name: str, folder: Path) -> list[str]:
         ("many channels", "; needs 1 to 65536, or none for the model's own"),
         ("a list", "is unknown; there are resnet8, "),
         ("one width only", "ddp-syncbn_rank0.pth: --width 4: tv_resnet18 has a fixed width"),
-        ("other data", "data 'cifar10' is unknown"),
+        ("other data", "data 'svhn' is unknown"),
         ("a tensor more", "fc.1.weight is float32 [2], resnet8 has no tensor of this name"),
         ("half precision", "fc.bias is float16 [10], resnet8 has float32 [10]; needs a file as train/run.py saves it"),
         ("no model", "conv1.weight is not there, resnet8 has float32 [4, 1, 3, 3]"),

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from scenarios import SMALL, load, run, tensors, trained, widest_gap
+from resumed import TINY, assert_bitwise, state_of
+from scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import syncheck
-from train.engine import Position, train_epoch
 from train.errors import UserError
-from train.job import prepare
+from train.launch import RankContext
 from train.methods.comm_hooks import memory_of, remember
 from train.methods.ddp import Ddp
-from train.progress import Silent
+from train.resume import state_path, states_folder
 from train.settings import check
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
-    from train.launch import RankContext
 
 HOOKS = ("fp16", "bf16", "powersgd")
 # No BatchNorm, so all that differs comes from gradients.
@@ -100,63 +99,59 @@ def test_an_overflow_in_the_hook_is_every_ranks(ctx: RankContext, monkeypatch: p
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_powersgd_goes_on_from_its_memory(ctx: RankContext) -> None:
-    """With its memory put back a new run goes on bit by bit; without it, or with the other rank's, it does not."""
-    settings = replace(CONVNET, width=16, comm_hook="powersgd", powersgd_rank=2)
-    job, position = prepare(settings, ctx), Position(ctx.device)
-    kept: dict[str, Any] = {}
-    run_step = job.step.run
-
-    def keeping(step: int, *arguments: Any) -> None:
-        run_step(step, *arguments)
-        if step == 4:
-            assert isinstance(job.method, Ddp)
-            assert job.method.compressor is not None
-            kept["memory"] = deepcopy(memory_of(job.method.compressor))
-            kept["model"] = deepcopy(job.method.module.state_dict())
-            kept["optimizer"] = deepcopy(job.step.optimizer.state_dict())
-
-    job.step.run = keeping  # type: ignore[method-assign]
-    train_epoch(job, position, Silent())
-    ended = job.method.module.state_dict()
-    errors, thin = ctx.gather(kept["memory"]["error"]), ctx.gather(kept["memory"]["q"])
+@pytest.mark.parametrize("method", ["ddp", pytest.param("zero", marks=pytest.mark.slow)])
+def test_a_resumed_run_goes_on_bit_by_bit(ctx: RankContext, syncheck_rank: Rank, method: str) -> None:
+    """PowerSGD's error, thin matrices and count of steps are restored: an interruption leaves no trace."""
+    settings = replace(TINY, method=method, model="convnet", width=16, comm_hook="powersgd", powersgd_rank=2)
+    assert_bitwise(ctx, syncheck_rank.shared, settings, [1, 5])
+    settings = replace(settings, out=syncheck_rank.shared / "once")
+    state = state_of(ctx, settings, 8)
+    errors = ctx.gather(state["method"]["error_dict"])
     assert not errors[0][0].equal(errors[1][0])  # each rank's own, by design
-    assert thin[0][0].equal(thin[1][0])
-
-    def equal_after(memory: dict[str, Any] | None) -> bool:
-        again = prepare(settings, ctx)
-        again.method.module.load_state_dict(kept["model"])
-        again.step.optimizer.load_state_dict(kept["optimizer"])
-        assert isinstance(again.method, Ddp)
-        assert again.method.compressor is not None
-        if memory is not None:
-            remember(again.method.compressor, deepcopy(memory), ctx.device)
-        place = Position(ctx.device)
-        place.step = place.in_epoch = 4
-        train_epoch(again, place, Silent())
-        return all(t.equal(ended[name]) for name, t in again.method.module.state_dict().items())
-
-    assert equal_after(kept["memory"])
-    assert not equal_after(None)
-    assert not equal_after(kept["memory"] | {"error": errors[1 - ctx.rank]})
+    folder = state_path(states_folder(settings.out, settings.run), 8, 0).parent
+    (group,) = syncheck.compare(folder).groups
+    assert group.verdict == "in_sync"
+    apart = [diff for diff in group.tensors if "error_dict" in diff.name]
+    assert [(diff.reason, diff.detail) for diff in apart] == [("rng", "PowerSGD's errors differ by design")]
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_powersgd_finds_its_buckets_again(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parameters of a bucket are the same from the first step on, for what is remembered belongs to them."""
-    import train.methods.comm_hooks as module
+@pytest.mark.parametrize("lost", ["error_dict", "q"])
+def test_a_resumed_run_needs_all_of_it(
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Without the error, or from another Q, a resumed run ends elsewhere: the test above would see it."""
+    take = Ddp.load_extra_state
 
-    held: list[list[int]] = []
-    hook = module.powerSGD_hook
+    def forgetting(self: Ddp, state: Any) -> None:
+        take(self, {**state, lost: {bucket: torch.ones_like(t) for bucket, t in state[lost].items()}})
 
-    def looking(state: Any, bucket: Any) -> Any:
-        held.append([id(p) for p in bucket.parameters()])
-        return hook(state, bucket)
+    settings = replace(TINY, model="convnet", width=16, comm_hook="powersgd")
+    monkeypatch.setattr(Ddp, "load_extra_state", forgetting)
+    with pytest.raises(AssertionError):
+        assert_bitwise(ctx, syncheck_rank.shared, settings, [5])
 
-    monkeypatch.setattr(module, "powerSGD_hook", looking)
-    trained(ctx, replace(CONVNET, comm_hook="powersgd"))
-    assert len(held) == 6
-    assert all(ids == held[0] for ids in held)
+
+@pytest.mark.syncheck(ranks=2)
+def test_powersgd_keeps_one_order(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """DDP's own message after the last bucket (--find-unused) comes after PowerSGD's: else gloo ends the ranks."""
+    settings = replace(SMALL, comm_hook="powersgd", find_unused=True, sync_bn=True, max_steps=20)
+    saved = run(ctx, replace(settings, out=syncheck_rank.shared)).saved
+    assert differing(*saved) == set()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_other_ranks_begin_without_an_error(ranks: int) -> None:
+    """What compression left out of a rank's gradient is that rank's own: with another number of ranks it is dropped."""
+    state = PowerSGDState(None)
+    state.error_dict, state.q_memory_dict, state.iter = {0: torch.ones(3)}, {0: torch.ones(2)}, 7
+    memory = memory_of(state, RankContext(0, 2))
+    again = PowerSGDState(None)
+    remember(again, memory, RankContext(0, ranks))
+    assert set(again.error_dict) == ({0} if ranks == 2 else set())
+    assert again.q_memory_dict[0].equal(torch.ones(2))
+    assert again.iter == 7
+    assert again.rng.randint(1_000_000) == state.rng.randint(1_000_000)
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scenarios import SMALLEST
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
-from train.models import MODELS, build_model
+from train.methods.fsdp import blocks
+from train.models import MODELS, build_model, list_models
 from train.models.cifar_resnet import CifarResNet
+from train.models.transformer import patch_size
 
 
-def parameters(model: nn.Module) -> int:
-    """Count them."""
+def parameters(name: str, channels: int = 3, classes: int = 10, **options: int) -> int:
+    """Count them, without building any."""
+    with torch.device("meta"):
+        model = build_model(name, channels, classes, options.pop("width", None), **options)
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize("size", [8, 28, 32])
 @pytest.mark.parametrize("name", MODELS)
 def test_takes_small_images(name: str, size: int) -> None:
-    """Every model takes a batch of 8x8 digits and of 32x32 colour images, and learns from it."""
-    if name.startswith("tv_"):
+    """Every model takes a batch of 8x8 and 28x28 grey and of 32x32 colour images, and learns from it."""
+    width = 8 if "width" in MODELS[name].options else None
+    if width is None:
         pytest.importorskip("torchvision")
-    channels = 1 if size == 8 else 3
-    model = build_model(name, channels, 10, None)
+        if size == 28 and name != "tv_resnet18":
+            pytest.skip("takes long, and is torchvision's")
+    channels = 3 if size == 32 else 1
+    model = build_model(name, channels, 10, width, image_size=size, **SMALLEST.get(name, {}))
     logits = model(torch.randn(2, channels, size, size))
     assert logits.shape == (2, 10)
     logits.square().sum().backward()
@@ -33,34 +41,168 @@ def test_takes_small_images(name: str, size: int) -> None:
 
 def test_sizes_are_the_papers() -> None:
     """resnet20 has the 0.27 million parameters of the paper's table 6, resnet18 the known 11.17 million."""
-    assert round(parameters(build_model("resnet20", 3, 10, None)) / 1e6, 2) == 0.27
-    assert parameters(build_model("resnet18", 3, 10, None)) == 11_173_962
+    assert round(parameters("resnet20") / 1e6, 2) == 0.27
+    assert parameters("resnet18") == 11_173_962
     convolutions = [m for m in build_model("resnet8", 1, 10, None).modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 7
     with pytest.raises(ValueError, match="6n"):
         CifarResNet(10, 3, 10, 16)
 
 
-def test_resnet18_is_named_like_torchvisions() -> None:
-    """Its 122 tensors have the names, order and, but for the stem, the shapes of torchvision's resnet18."""
+@pytest.mark.parametrize(
+    ("name", "depth", "alpha", "millions"),
+    [
+        ("pyramidnet", 110, 48, 1.7),
+        ("pyramidnet", 110, 84, 3.8),
+        ("pyramidnet", 110, 270, 28.3),
+        ("pyramidnet_bottleneck", 164, 270, 27.0),
+        ("pyramidnet_bottleneck", 200, 240, 26.6),
+        ("pyramidnet_bottleneck", 236, 220, 26.8),
+        ("pyramidnet_bottleneck", 272, 200, 26.0),
+    ],
+)
+def test_pyramidnets_have_the_parameters_of_their_paper(name: str, depth: int, alpha: int, millions: float) -> None:
+    """All seven of the paper's tables are met within 1 %, those without alpha 270 to the digit, cut off as there."""
+    count = parameters(name, depth=depth, alpha=alpha)
+    if alpha == 270:
+        assert count == pytest.approx(millions * 1e6, rel=0.01)
+    else:
+        assert int(count / 1e5) / 10 == millions
+
+
+def test_pyramidnets_have_the_parameters_that_others_count() -> None:
+    """Where no channel comes out as a fraction they are exactly those of another implementation.
+
+    https://github.com/osmr/imgclsmob: pyramidnet110_a270_cifar10 and pyramidnet164_a270_bn_cifar10.
+    """
+    assert parameters("pyramidnet", depth=110, alpha=270) == 28_485_477
+    assert parameters("pyramidnet_bottleneck", depth=164, alpha=270) == 27_216_021
+
+
+def test_a_pyramid_grows_in_every_block() -> None:
+    """The channels rise by alpha over all blocks, evenly; a block's shortcut is its input with zeros behind."""
+    model = build_model("pyramidnet", 3, 10, None, depth=20, alpha=36)
+    convolutions = [m.out_channels for n, m in model.named_modules() if n.endswith("conv2")]
+    assert convolutions == [20, 24, 28, 32, 36, 40, 44, 48, 52]
+    block = model.get_submodule("layer1.1").eval()
+    nn.init.zeros_(block.bn3.weight)
+    x = torch.randn(2, 20, 4, 4)
+    assert torch.equal(block(x), torch.cat([x, torch.zeros(2, 4, 4, 4)], 1))
+    half = model.get_submodule("layer2.0").eval()
+    nn.init.zeros_(half.bn3.weight)
+    y = half(torch.ones(2, 28, 5, 5))  # an odd edge is rounded up, as by the convolution
+    assert y.shape == (2, 32, 3, 3)
+    assert torch.equal(y[:, :28], torch.ones(2, 28, 3, 3))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
+def test_resnets_are_named_like_torchvisions(name: str) -> None:
+    """Their tensors have the names, order and, but for the stem, the shapes of torchvision's."""
     pytest.importorskip("torchvision")
-    ours = build_model("resnet18", 3, 10, None).state_dict()
-    theirs = build_model("tv_resnet18", 3, 10, None).state_dict()
+    with torch.device("meta"):
+        ours, theirs = (build_model(n, 3, 10, None).state_dict() for n in (name, f"tv_{name}"))
     assert list(ours) == list(theirs)
-    assert len(ours) == 122
-    assert [name for name in ours if ours[name].shape != theirs[name].shape] == ["conv1.weight"]
+    assert len(ours) == {"resnet18": 122, "resnet34": 218, "resnet50": 320}[name]
+    assert [n for n in ours if ours[n].shape != theirs[n].shape] == ["conv1.weight"]
+
+
+def test_resnet50_computes_what_torchvisions_does() -> None:
+    """With the same weights and behind the same stem, the stages give the same features bit by bit."""
+    pytest.importorskip("torchvision")
+    ours, theirs = (build_model(name, 3, 10, None).eval() for name in ("resnet50", "tv_resnet50"))
+    weights = theirs.state_dict()
+    ours.load_state_dict(weights | {"conv1.weight": ours.state_dict()["conv1.weight"]})
+    x = torch.randn(2, 64, 8, 8)
+    with torch.no_grad():
+        for stage in ("layer1", "layer2", "layer3", "layer4"):
+            mine = ours.get_submodule(stage)(x)
+            assert torch.equal(mine, theirs.get_submodule(stage)(x))
+            x = mine
+
+
+def test_mnist_convnet_is_that_of_the_example() -> None:
+    """On 28x28 it has the example's shapes and 1,199,882 parameters, and it says what image is too small."""
+    assert parameters("mnist_convnet", 1, image_size=28) == 1_199_882
+    with torch.device("meta"):
+        shapes = [list(p.shape) for p in build_model("mnist_convnet", 1, 10, None, image_size=28).parameters()]
+    assert shapes == [[32, 1, 3, 3], [32], [64, 32, 3, 3], [64], [128, 9216], [128], [10, 128], [10]]
+    with pytest.raises(UserError, match="needs images of 6x6 or more, and these are 5x5"):
+        build_model("mnist_convnet", 1, 10, None, image_size=5)
+
+
+@pytest.mark.parametrize(("size", "patch"), [(8, 2), (28, 4), (32, 4), (29, 29), (1, 1), (224, 28)])
+def test_patches_fill_the_image(size: int, patch: int) -> None:
+    """A transformer's patches are the smallest that are not too many; a prime number of pixels leaves one patch."""
+    assert patch_size(size) == patch
+
+
+def test_a_transformer_sees_where_a_patch_is() -> None:
+    """Patches in another order give other logits, for their places are learned too; each sample stands alone."""
+    model = build_model("transformer", 1, 10, 8, image_size=8, depth=2).eval()
+    x = torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        logits = model(x)
+        assert not torch.allclose(logits, model(x.roll(2, 3)), atol=1e-3)
+        assert torch.allclose(logits[:1], model(x[:1]), atol=1e-6)
+    assert len(model.get_submodule("layers")) == 2
 
 
 def test_width_is_a_knob() -> None:
     """A narrower model is smaller; torchvision's cannot be made so; the convnet has no BatchNorm."""
-    for name in ("resnet8", "resnet18", "convnet"):
-        assert parameters(build_model(name, 1, 10, 4)) < parameters(build_model(name, 1, 10, 8))
+    for name in ("resnet8", "resnet18", "convnet", "resnet50", "transformer", "mnist_convnet"):
+        assert parameters(name, width=4) < parameters(name, width=8)
     with pytest.raises(UserError, match="--width 4: tv_resnet50 has a fixed width"):
         build_model("tv_resnet50", 3, 10, 4)
     assert not any(isinstance(m, _BatchNorm) for m in build_model("convnet", 1, 10, None).modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("resnet8", {"depth": 20}, "--depth 20: resnet8 has a fixed depth; those with the option are pyramidnet, "),
+        ("transformer", {"alpha": 48}, "--alpha 48: transformer has a fixed alpha"),
+        ("pyramidnet", {"depth": 109}, r"--depth 109: --model pyramidnet needs 8, 14, 20, ... \(6n\+2\)"),
+        ("pyramidnet_bottleneck", {"depth": 2}, r"--depth 2: .* needs 11, 20, 29"),
+        ("pyramidnet", {"depth": 2**20 * 6 + 2}, "up to 2000"),
+        ("pyramidnet", {"alpha": 2**20}, "--alpha 1048576: needs 10000 or less"),
+        ("transformer", {"depth": 2**20}, "--depth 1048576: needs 2000 or less"),
+        ("transformer", {"width": 10}, "--width 10: --model transformer has 4 heads and needs a multiple of 4"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, int], says: str) -> None:
+    """An option that a model has not, or a number that it cannot take, is one line; nothing is allocated."""
+    with pytest.raises(UserError, match=says):
+        build_model(name, 3, 10, options.pop("width", None), **options)
 
 
 def test_unknown_name_lists_the_known() -> None:
     """A name that is not in the table is answered with those that are."""
     with pytest.raises(UserError, match="--model vgg: unknown; there are resnet8, "):
         build_model("vgg", 1, 10, None)
+
+
+def test_the_list_has_every_model() -> None:
+    """--list-models has a line for each, with its parameters, what it normalizes by and where it comes from."""
+    pytest.importorskip("torchvision")
+    head, *lines = list_models().splitlines()
+    assert head.split() == ["name", "parameters", "norm", "source"]
+    table = {line.split()[0]: line.split()[1:] for line in lines}
+    assert list(table) == list(MODELS)
+    assert table["resnet18"][:3] == ["11,173,962", "BatchNorm", "https://arxiv.org/abs/1512.03385,"]
+    assert (table["convnet"][1], table["transformer"][1]) == ("none", "LayerNorm")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fsdp_finds_the_blocks(name: str) -> None:
+    """Stages are what --method fsdp divides one by one: most of the parameters of a deep model are in its blocks."""
+    if name.startswith("tv_"):
+        pytest.importorskip("torchvision")
+    with torch.device("meta"):
+        model = build_model(name, 3, 10, None)
+    found = list(blocks(model))
+    if name in ("convnet", "mnist_convnet"):
+        assert found == []
+        return
+    inside = sum(p.numel() for block in found for p in block.parameters())
+    assert len(found) >= 3
+    assert inside > 0.8 * sum(p.numel() for p in model.parameters())

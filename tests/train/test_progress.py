@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from train.launch import RankContext
 from train.metrics import Meter, Score
 from train.progress import Bar, Lines, Silent, make_progress
-from train.recorders.base import EpochRecord, Plan, Start
+from train.recorders.base import EpochRecord, Pace, Plan, Start, StepRecord
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -65,4 +66,34 @@ def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monk
     first, second = capsys.readouterr().out.rstrip().splitlines()
     assert first.startswith("ddp-syncbn ")
     assert first.rstrip().endswith("epoch 10/10  step 440/440")
+    assert max(len(first.rstrip()), len(second.rstrip())) <= 80
     assert second.strip() == "loss 0.5000  train 100.0%  test 98.9%  12345 samples/s"
+
+
+def test_lines_of_steps_are_there_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """--log-interval prints a line with the learning rate; an epoch that is not evaluated has no test accuracy."""
+    pace = Pace(0.1, 0.2, 1)
+    score = Score(0.5, 0.75, 44)
+    for interval in (None, 22):
+        with make_progress("plain", is_main=True) as progress:
+            progress.start(replace(START, settings=Settings(log_interval=interval)))
+            progress.log(StepRecord(22, 1, 0.05, score, score, pace, pace, pace, 1234.5))
+            progress.epoch(epoch(44, 1, score, None, 1234.5))
+    of_epoch = "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  1234 samples/s"
+    of_step = "ddp-syncbn: epoch  1/10  step 22/440  loss 0.5000  train 75.0%  lr 0.05  1234 samples/s"
+    assert capsys.readouterr().out.splitlines() == [of_epoch, of_step, of_epoch]
+
+
+def test_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the pace since its first step, a resumed run's too; the longest numbers fit 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    seconds = iter((0.0, 100.0))
+    monkeypatch.setattr("train.progress.time.monotonic", lambda: next(seconds, 100.0))
+    plan = Plan("ddp-syncbn", epochs=300, steps=117300, steps_per_epoch=391)
+    with make_progress("bar", is_main=True) as progress:
+        progress.start(replace(START, plan=plan, resumed_at=110000))
+        progress.step(110001, 282, Meter(torch.device("cpu")), 12345.0)
+        progress.step(110100, 282, Meter(torch.device("cpu")), 12345.0)
+    first, second = capsys.readouterr().out.rstrip().splitlines()
+    assert first.rstrip().endswith("epoch 282/300  step 110100/117300  2:01:13 left")
+    assert max(len(first.rstrip()), len(second.rstrip())) <= 80

@@ -8,8 +8,9 @@ from train.data.augment import AUGMENTATIONS
 from train.data.dataset import Data, DataOptions
 from train.data.digits import load_digits
 from train.data.download import fetch
+from train.data.own_shares import OwnSharesSampler
 from train.data.sampler import DistributedBatchSampler, smallest_share
-from train.data.synthetic import load_synthetic
+from train.data.synthetic import MOST_SAMPLES, load_synthetic
 from train.data.vision import SOURCES
 from train.errors import UserError
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "AUGMENTATIONS",
     "DATASETS",
+    "MOST_SAMPLES",
     "Data",
     "DataOptions",
     "DistributedBatchSampler",
+    "OwnSharesSampler",
     "download",
     "load_data",
     "smallest_share",

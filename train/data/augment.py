@@ -61,24 +61,18 @@ class Basic:
 
     def moved(self, pixels: Tensor, indices: Tensor, epoch: int) -> Tensor:
         """Shift and mirror: uint8 [N, channels, H, W] of the same."""
-        count, channels, height, width = pixels.shape
+        count, _, height, width = pixels.shape
         pad = max(1, height // 8)
         keys = mixed_each(mixed(self.seed, epoch), indices.numpy())
-        # The remainder of 64 random bits: how uneven it is, does not show in 2**50 images.
-        top, left, mirror = (torch.from_numpy(drawn(keys, n, size)) for n, size in enumerate((2 * pad + 1,) * 2 + (2,)))
-        rows = top[:, None] + torch.arange(height)  # [N, H] of the padded image
-        columns = torch.arange(width).expand(count, width)
-        if self.flip:
-            columns = torch.where(mirror[:, None] == 1, width - 1 - columns, columns)
-        columns = left[:, None] + columns  # [N, W]
+        # Remainders of 64 random bits: they are uneven by less than one in 2**50.
+        sizes = (2 * pad + 1, 2 * pad + 1, 2)
+        top, left, mirror = (torch.from_numpy(drawn(keys, number, size)) for number, size in enumerate(sizes))
         padded = F.pad(pixels, (pad, pad, pad, pad))
-        # One gather for flips and crops of all images.
-        return padded[
-            torch.arange(count)[:, None, None, None],
-            torch.arange(channels)[None, :, None, None],
-            rows[:, None, :, None],
-            columns[:, None, None, :],
-        ]
+        if self.flip:
+            padded = torch.where(mirror.view(-1, 1, 1, 1) == 1, padded.flip(3), padded)
+        # A view of all windows, [N, channels, 2 * pad + 1, 2 * pad + 1, H, W], of which one for each image is copied.
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+        return windows[torch.arange(count), :, top, left]
 
 
 def drawn(keys: NDArray[np.uint64], which: int, size: int) -> NDArray[np.int64]:

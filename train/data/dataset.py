@@ -95,7 +95,8 @@ class Images(Dataset[tuple[Tensor, ...]]):
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Give the images and labels at these places, int64 [N], as they are stored."""
-        return self.images[rows], self.labels[rows]
+        # Not self.images[rows], which takes twenty times as long for bytes.
+        return self.images.index_select(0, rows), self.labels.index_select(0, rows)
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[Tensor, ...]:
         if isinstance(index, slice):

@@ -33,7 +33,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     Samples that do not fill a last global batch are dropped, other ones each epoch, so that every step has the
     same weight; with `keep_last` they are a batch of their own. Either way every rank makes the same number of
-    steps. sizes: samples of each global batch, over all ranks.
+    steps. sizes: samples of each global batch, over all ranks. longest: how many there are.
 
     Call `set_epoch` before each epoch: without it every epoch has the same order.
     """
@@ -57,6 +57,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.sizes = [batch_size] * full
         if keep_last and rest:
             self.sizes.append(rest)
+        self.longest = len(self.sizes)
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose the order of the next pass, the same on all ranks. skip: global batches to leave out at its start."""

@@ -21,7 +21,8 @@ SEED = 0  # of the data, not of the run: all runs train on the same images
 POOL = 2**24  # bytes of noise
 PATCHES = 4  # along each edge
 MOST_PIXELS = 2**24  # of one image, all channels: larger than any in use, and what a pool can hold
-MOST_CLASSES = 2**20
+MOST_CLASSES = 65_536
+MOST_SAMPLES = 2**24  # ten times ImageNet's; their order alone is a list of that length
 # Half of an even distribution over 0 to 255 plus half of another: mean 1/2, variance 2 (1/2)^2 / 12.
 MEAN, STD = 0.5, 24**-0.5
 
@@ -44,8 +45,10 @@ class Synthetic(Images):
         pool = np.frombuffer(bytearray(random.bytes(POOL + self.pixels)), np.uint8)
         patterns = random.randint(0, 128, (classes, shape[0], PATCHES, PATCHES), np.uint8)
         self.pool = torch.from_numpy(pool) // 2
-        self.patterns = torch.from_numpy(patterns)
         self.shape, self.classes, self.offset = shape, classes, first
+        self.patterns, self.enlarged = torch.from_numpy(patterns), classes * self.pixels <= POOL
+        if self.enlarged:
+            self.patterns = self.enlarge(self.patterns)
         super().__init__(torch.empty(0, *shape), torch.empty(0), Normalize((MEAN,), (STD,)), augment)
         self.samples = samples
 
@@ -55,11 +58,15 @@ class Synthetic(Images):
         starts = mixed_each(SEED, (rows + self.offset).numpy()) % np.uint64(POOL)
         # Every piece of the pool is a row of this view; a gather copies the rows that are asked for.
         pieces = self.pool.as_strided((POOL, self.pixels), (1, 1))
-        noise = pieces[torch.from_numpy(starts.astype(np.int64))].view(-1, *self.shape)
-        size = self.shape[1:]
-        # Nearest neighbour by index: interpolation of bytes would be done in floating point.
-        y, x = (torch.arange(edge) * PATCHES // edge for edge in size)
-        return noise + self.patterns[labels][:, :, y[:, None], x], labels
+        noise = pieces.index_select(0, torch.from_numpy(starts.astype(np.int64))).view(-1, *self.shape)
+        patterns = self.patterns.index_select(0, labels)
+        return noise.add_(patterns if self.enlarged else self.enlarge(patterns)), labels
+
+    def enlarge(self, patterns: Tensor) -> Tensor:
+        """Make patches as large as an image needs: [N, channels, 4, 4] to [N, channels, H, W]."""
+        # By index: interpolation of bytes would be done in floating point.
+        y, x = (torch.arange(edge) * PATCHES // edge for edge in self.shape[1:])
+        return patterns[:, :, y[:, None], x]
 
 
 def load_synthetic(folder: Path | None, options: DataOptions) -> Data:
@@ -70,10 +77,10 @@ def load_synthetic(folder: Path | None, options: DataOptions) -> Data:
     classes, samples = options.classes or CLASSES, options.train_samples or TRAIN_SAMPLES
     if channels * size**2 > MOST_PIXELS:
         raise UserError(f"--image-size {size} --channels {channels}: an image of more than {MOST_PIXELS} bytes")
-    if classes > MOST_CLASSES or classes * channels * PATCHES**2 > 2**28:
-        raise UserError(f"--classes {classes}: more than {MOST_CLASSES}, or of too many channels")
-    if samples >= 2**48:
-        raise UserError(f"--train-samples {samples}: needs fewer than 2**48")
+    if classes > MOST_CLASSES or classes * channels > MOST_PIXELS:
+        raise UserError(f"--classes {classes}: needs {MOST_CLASSES} or fewer, and fewer with many channels")
+    if samples > MOST_SAMPLES:
+        raise UserError(f"--train-samples {samples}: needs {MOST_SAMPLES} or fewer")
     shape = (channels, size, size)
     train = Synthetic(shape, classes, samples, 0, augmentation(options, channels, flip=True))
     test = Synthetic(shape, classes, max(1, samples // 10), samples)

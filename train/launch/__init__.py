@@ -11,18 +11,19 @@ from train.launch.choose import LAUNCHERS, from_environment, launched, launcher_
 from train.launch.context import RankContext
 from train.launch.devices import idle_gpus
 from train.launch.group import PeerLost, process_group
-from train.launch.leaving import INTERRUPTED, Ending, end_after_interrupt, leave, say, speaks
+from train.launch.leaving import INTERRUPTED, Ending, leave, say, speaks
 from train.launch.options import LaunchOptions, add_options
+from train.launch.signals import SIGNALS
 
 __all__ = [
     "INTERRUPTED",
     "LAUNCHERS",
+    "SIGNALS",
     "Ending",
     "LaunchOptions",
     "PeerLost",
     "RankContext",
     "add_options",
-    "end_after_interrupt",
     "from_environment",
     "idle_gpus",
     "launched",

@@ -51,6 +51,12 @@ class RankContext:
             dist.all_reduce(values)
         return values
 
+    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Take the largest of each element over all ranks, in place; every rank gets them."""
+        if self.backend is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Give every rank all ranks' numbers, a row for each rank; one small collective."""
         row = torch.tensor(numbers, dtype=torch.float64, device=self.device)

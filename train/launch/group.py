@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch.distributed has no __all__
 
-from train.errors import RankError, UserError
+from train.errors import RankError, Stopped, UserError
 from train.launch.file_store import open_file_store, path_of, remove_when_done
 from train.launch.meeting import Meeting, announce
+from train.launch.roll_call import who_is_missing
 from train.launch.tcp_store import address_of, open_tcp_store
 
 if TYPE_CHECKING:
@@ -48,29 +50,29 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     if ctx.backend is None:
         yield
         return
-    store = join(ctx, timeout)
+    meeting = join(ctx, timeout)
     try:
         yield
-    except UserError:
-        close(ctx, store, timeout)
+    except (UserError, Stopped):
+        close(ctx, meeting.store, timeout)
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in LOST):
-            raise PeerLost(f"rank {ctx.rank} lost another rank: {_first_line(error)}") from error
+            raise PeerLost(lost(ctx, meeting, error)) from error
         raise
     # After any other exception the group is left alone: the peers may be inside a collective, and closing it
     # could wait for them. The process is about to end anyway.
-    close(ctx, store, timeout)
+    close(ctx, meeting.store, timeout)
 
 
-def join(ctx: RankContext, timeout: float) -> Store:
-    """Meet the other ranks and let torch connect them; returns the store they met in."""
+def join(ctx: RankContext, timeout: float) -> Meeting:
+    """Meet the other ranks and let torch connect them; returns the meeting, which outlives it."""
     who = f"rank {ctx.rank} of {ctx.world_size}"
-    store, where = meet(ctx, who, timeout)
+    meeting = meet(ctx, who, timeout)
     try:
         dist.init_process_group(
             ctx.backend,
-            store=PrefixStore("group", store),
+            store=PrefixStore("group", meeting.store),
             rank=ctx.rank,
             world_size=ctx.world_size,
             timeout=timedelta(seconds=timeout),
@@ -79,13 +81,13 @@ def join(ctx: RankContext, timeout: float) -> Store:
     except (RuntimeError, ValueError) as error:
         hint = "on several machines, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network to use"
         raise RankError(
-            f"{who} has met the others at {where} but cannot connect: {_first_line(error)}; {hint}"
+            f"{who} has met the others at {meeting.where} but cannot connect: {_first_line(error)}; {hint}"
         ) from error
-    return store
+    return meeting
 
 
-def meet(ctx: RankContext, who: str, timeout: float) -> tuple[Store, str]:
-    """Meet the other ranks; returns the store, and where it is. Raises UserError or RankError."""
+def meet(ctx: RankContext, who: str, timeout: float) -> Meeting:
+    """Meet the other ranks; returns the meeting, with the store. Raises UserError or RankError."""
     in_file = ctx.init_method.startswith("file:")
     if in_file:
         path = path_of(ctx.init_method)
@@ -107,7 +109,14 @@ def meet(ctx: RankContext, who: str, timeout: float) -> tuple[Store, str]:
         # The store has gone: with rank 0, which serves it, or because somebody removed the file.
         lost = f"cannot read {where}" if in_file else f"lost rank 0 at {where}: see its own message"
         raise RankError(f"{who} {lost} ({_first_line(error)})") from error
-    return store, where
+    return meeting
+
+
+def lost(ctx: RankContext, meeting: Meeting, error: BaseException) -> str:
+    """Say which rank this one has lost, as far as that can be known."""
+    reason = _first_line(error)
+    missing = who_is_missing(meeting)
+    return f"rank {ctx.rank} lost {missing} ({reason})" if missing else f"rank {ctx.rank} lost another rank: {reason}"
 
 
 def close(ctx: RankContext, store: Store, timeout: float) -> None:
@@ -118,5 +127,6 @@ def close(ctx: RankContext, store: Store, timeout: float) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    # gloo adds advice to its first line.
-    return str(error).strip().partition("\n")[0].partition(" This is typically")[0]
+    # gloo adds advice to its first line, and begins it with the place in its sources.
+    line = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
+    return re.sub(r"^\[[^\]]*\.(?:cc|h|cpp):\d+\] ", "", line)

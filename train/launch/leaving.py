@@ -1,14 +1,12 @@
-"""How a process ends: with one message, not before the others can be heard, and soon after Ctrl-C."""
+"""How a process ends: with one message, and not before the others can be heard."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,12 +15,11 @@ from train.launch.options import LaunchOptions
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from types import FrameType
 
 LINGER = 10.0  # seconds that the other ranks give rank 0 to print the error; torchrun ends them sooner
 LINGER_SLURM = 3.0  # srun ends them sooner with --kill-on-bad-exit only
-INTERRUPT = 2.0  # seconds after Ctrl-C in which a process may end in order
 
 
 @dataclass(frozen=True)
@@ -39,56 +36,6 @@ class Ending:
 
 
 INTERRUPTED = Ending(128 + signal.SIGINT, "interrupted", alike=True)
-
-
-@contextmanager
-def signals_as_bytes(*numbers: int) -> Iterator[socket.socket]:
-    """Let these signals interrupt nothing during the block: each writes its number to the socket, as a byte."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    # One that is ignored stays so: nohup and shells that start jobs in the background ignore some on purpose.
-    before = {number: signal.getsignal(number) for number in numbers}
-    heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
-    with reader, writer:
-        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in heard:
-            signal.signal(number, lambda *_: None)
-        try:
-            yield reader
-        finally:
-            for number in heard:
-                signal.signal(number, before[number])
-            signal.set_wakeup_fd(descriptor)
-
-
-def end_after_interrupt() -> None:
-    """See to it that Ctrl-C ends this process, even one that waits inside torch for another rank.
-
-    Python raises KeyboardInterrupt only when torch returns to it, which can take as long as --timeout. The
-    number of the signal is written to a socket at once, though, and a thread reads it there.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return
-    heard = threading.Event()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        heard.set()
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-
-    def watch() -> None:
-        with writer:  # held open for as long as the thread runs
-            while signal.SIGINT not in reader.recv(1) or heard.wait(INTERRUPT):
-                heard.clear()  # Python has raised KeyboardInterrupt, which may also lead back to a debugger's prompt
-            if speaks(os.environ):
-                say(INTERRUPTED)
-            os._exit(INTERRUPTED.code)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def speaks(environment: Mapping[str, str], args: argparse.Namespace | None = None) -> bool:
@@ -110,8 +57,10 @@ def say(ending: Ending) -> None:
             sys.stderr.flush()
 
 
-def leave(code: int, *, alike: bool = False) -> NoReturn:
-    """End this process, rank 0 first where something went wrong. alike: rank 0 speaks for all ranks.
+def leave(code: int, *, alike: bool = False, told: bool = False) -> NoReturn:
+    """End this process, rank 0 first where something went wrong.
+
+    alike: rank 0 speaks for all ranks. told: the launcher has asked all ranks to end already.
 
     torchrun ends all ranks as soon as one has failed: were rank 1 faster, rank 0 would be killed before it
     has printed what is wrong. So the others wait to be told, and then leave with the same code.
@@ -126,12 +75,12 @@ def leave(code: int, *, alike: bool = False) -> NoReturn:
         patience = LINGER
     elif "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
         patience = LINGER_SLURM
-    if patience and (code == 2 or (code == 1 and alike)):
+    if patience and not told and (code == 2 or (code == 1 and alike)):
 
-        def told(_signal: int, _frame: FrameType | None) -> None:
+        def go(_signal: int, _frame: FrameType | None) -> None:
             os._exit(code)
 
-        signal.signal(signal.SIGTERM, told)
+        signal.signal(signal.SIGTERM, go)
         time.sleep(patience)
     with suppress(OSError):  # whoever reads may have gone
         sys.stdout.flush()

@@ -60,6 +60,13 @@ def has_ended(other: Rank) -> bool:
     return bool(other.machine) and other.machine == _machine() and _started(other.pid) != other.started
 
 
+def is_stopped(other: Rank) -> bool:
+    """Tell whether a process is known to be stopped, by SIGSTOP or a debugger; False where nobody here can tell."""
+    if not other.machine or other.machine != _machine() or _started(other.pid) != other.started:
+        return False
+    return _fields(other.pid)[:1] in (["T"], ["t"])
+
+
 def _machine() -> str:
     try:
         # A container may have the host's boot id and name, but process ids of its own.
@@ -69,12 +76,17 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
+    fields = _fields(pid)
+    # A zombie has ended, only its parent has not asked yet.
+    return "" if not fields or fields[0] == "Z" else fields[19]
+
+
+def _fields(pid: int) -> list[str]:
+    """Read fields 3 (the state) to the last of proc_pid_stat(5), of which 22 is the start; none of no process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
-        return ""
-    # Fields 3 and 22 of proc_pid_stat(5); a zombie has ended, only its parent has not asked yet.
-    return "" if fields[0] == "Z" else fields[19]
+        return []
 
 
 class Meeting:
@@ -82,6 +94,7 @@ class Meeting:
 
     def __init__(self, store: Store, me: Rank, where: str, mend: str) -> None:
         self.store, self.me, self.where, self.mend = store, me, where, mend
+        self.zero: Rank | None = None  # known also when the store, which it may serve, is gone
         self.in_vain = False  # whether ranks were missing to the end: nobody can have met here then
 
     def meet(self, timeout: float) -> None:
@@ -97,6 +110,7 @@ class Meeting:
                     time.sleep(GRACE)  # it may be the one that serves the store to the others
                 raise UserError(reason)
             if self._count() if self.me.rank == 0 else self._listed():
+                self.zero = self.read(0)
                 return
             time.sleep(POLL * (1 + self.me.world_size // 64))  # a thousand ranks ask one store
         missing = [r for r in range(self.me.world_size) if not self.store.check([_key(r)])]
@@ -111,14 +125,14 @@ class Meeting:
     def _enter(self) -> None:
         """Announce this rank, unless others have met here before."""
         if self.store.check([LIST]):
-            raise RankError(self._foreign(self._read(0)))
+            raise RankError(self._foreign(self.read(0)))
         if self.store.check([REFUSED]):
             reason = self.store.get(REFUSED).decode()
             raise RankError(f"{self._who()} comes too late at {self.where}: {reason}; to start again, {self.mend}")
         if self.store.add(f"came/{self.me.rank}", 1) > 1:
             with suppress(RuntimeError):  # the other may have been stopped between the two keys
                 self.store.wait([_key(self.me.rank)], timedelta(seconds=GRACE))
-            self._reject(self._read(self.me.rank))
+            self._reject(self.read(self.me.rank))
         self.store.set(_key(self.me.rank), json.dumps(asdict(self.me)))
 
     def _count(self) -> bool:
@@ -126,7 +140,7 @@ class Meeting:
         keys = [_key(rank) for rank in range(self.me.world_size)]
         if not self.store.check(keys):
             return False
-        ranks = [self._read(rank) for rank in range(self.me.world_size)]
+        ranks = [self.read(rank) for rank in range(self.me.world_size)]
         for other in ranks:
             self._examine(other)
         self.store.set(LIST, " ".join(other.token for other in ranks if other))
@@ -136,10 +150,10 @@ class Meeting:
         """Any other rank: look whether rank 0 has answered."""
         if self.store.check([LIST]):
             if self.me.token not in self.store.get(LIST).decode().split():
-                raise RankError(self._foreign(self._read(0)))
+                raise RankError(self._foreign(self.read(0)))
             return True
         if self.store.check([_key(0)]):
-            self._examine(self._read(0))
+            self._examine(self.read(0))
         return False
 
     def _examine(self, other: Rank | None) -> None:
@@ -181,7 +195,7 @@ class Meeting:
         # The ranks that wait get the same text, and of those with one terminal only rank 0 prints it.
         raise UserError(reason) if self.me.rank == 0 else RankError(reason)
 
-    def _read(self, rank: int) -> Rank | None:
+    def read(self, rank: int) -> Rank | None:
         """Read what a rank has announced, if it has."""
         if not self.store.check([_key(rank)]):
             return None

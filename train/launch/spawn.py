@@ -25,7 +25,8 @@ from torch.multiprocessing.spawn import spawn
 
 from train.errors import UserError
 from train.launch import slurm, torchrun
-from train.launch.leaving import Ending, leave, signals_as_bytes
+from train.launch.leaving import Ending, leave
+from train.launch.signals import GRACE, REPEAT, SIGNALS, name, overdue, signals_as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
     is left then, nor if a signal ends this process.
     """
     # Signals are noted rather than raised: a second Ctrl-C must not interrupt the cleaning up after the first.
-    with signals_as_bytes(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+    with signals_as_bytes(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) as signals:
         folder = Path(tempfile.mkdtemp(prefix="train-"))
         processes: Sequence[BaseProcess] = []
         try:
@@ -81,9 +82,8 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
                 context = spawn(_run, (work, args, folder), args.spawn, join=False)  # type: ignore[no-untyped-call]
             processes = context.processes
             number = wait(processes, signals)
-            if number:
-                return Ending(128 + number, f"ended by {signal.Signals(number).name}")
-            return verdict([process.exitcode for process in processes], endings(len(processes), folder))
+            codes, notes = [process.exitcode for process in processes], endings(len(processes), folder)
+            return after_signal(number, codes, notes) if number else verdict(codes, notes)
         finally:
             end(processes)
             shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +96,7 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
 def _blocked(number: int) -> Iterator[None]:
     """Hold a signal back, here until the end of the block, and for good in the processes that start in it.
 
-    Ctrl-C reaches every process of a terminal. This one hears it and ends the others.
+    Ctrl-C reaches every process of a terminal. This one hears it and tells the others.
     """
     resource_tracker.ensure_running()  # spawn would start this helper, and it lets the signal through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
@@ -109,6 +109,7 @@ def _blocked(number: int) -> Iterator[None]:
 def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
     """Be one rank: leave the ending in a file, for the parent to judge and to print."""
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    SIGNALS.listen(speaks=False)
     try:
         ending = work(options_of_rank(args, rank, folder))
         note = folder / f"writing.{rank}"
@@ -131,17 +132,50 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def wait(processes: Sequence[BaseProcess], signals: socket) -> int:
-    """Wait until all have ended, or some time after one has failed, or for a signal; returns its number, or 0."""
+    """Wait until all have ended, or some time after one has failed; returns the number of a signal, or 0.
+
+    The first signal is passed on, and they get the time to come to an agreed step; a second one ends the wait.
+    """
     running = list(processes)
-    deadline = float("inf")
+    number, since, deadline = 0, float("inf"), float("inf")
     while running and time.monotonic() < deadline:
         patience = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
         if signals in connection.wait([signals, *(process.sentinel for process in running)], patience):
-            return signals.recv(1)[0]
+            another = signals.recv(1)[0]
+            if another == signal.SIGHUP or time.monotonic() - since > REPEAT:
+                return number or another
+            number = number or another
+            if since == float("inf"):
+                _tell(running, another)
+            if another != signal.SIGUSR1 and since == float("inf"):
+                since = time.monotonic()
+                deadline = min(deadline, since + GRACE + KILL)
         running = [process for process in running if process.exitcode is None]
         if deadline == float("inf") and any(process.exitcode for process in processes):
             deadline = time.monotonic() + LINGER
-    return 0
+    return number
+
+
+def _tell(processes: Sequence[BaseProcess], number: int) -> None:
+    """Pass a signal on; Ctrl-C as SIGTERM, for they hold the other back."""
+    for process in processes:
+        if process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
+
+
+def after_signal(number: int, codes: Sequence[int | None], notes: Sequence[Ending | None]) -> Ending:
+    """Choose the ending of a run that a signal was to end: what the ranks say, if they came to an agreed step."""
+    if not any(codes) and None not in codes:
+        return Ending()  # they were through
+    for note in notes:
+        if note is not None and note.code > 128:
+            # They know the signal by which they were told.
+            told = name(note.code - 128)
+            return Ending(128 + number, note.message.replace(told, name(number), 1), alike=True)
+    if 128 + signal.SIGTERM in codes:  # in time to be asked, but not to agree
+        return overdue(number)
+    return Ending(128 + number, f"ended by {name(number)}")
 
 
 def endings(number: int, folder: Path) -> list[Ending | None]:
@@ -169,7 +203,7 @@ def verdict(codes: Sequence[int | None], notes: Sequence[Ending | None]) -> Endi
     failed = [note for note in notes if note is not None and note.code != 0]
     # 2 is the user's mistake, 1 another rank's end; all ranks' word counts more than one's.
     ending = min(failed, key=lambda note: (-note.code, not note.alike), default=Ending())
-    if ending.code == 1 and None in codes:
+    if ending.code == 1 and None in codes and f"rank {codes.index(None)} " not in ending.message:
         return Ending(1, f"rank {codes.index(None)} stood still: {ending.message}")
     return ending
 

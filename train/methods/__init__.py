@@ -39,6 +39,8 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--accumulate": lambda s: s.accumulate > 1,
     "--grad-clip": lambda s: s.grad_clip is not None,
     "--find-unused": lambda s: s.find_unused,
+    "--join": lambda s: s.join,
+    "--compile": lambda s: s.compile,
     "--channels-last": lambda s: s.channels_last,
     "--comm-hook": lambda s: s.comm_hook != "none",
     "--ema": lambda s: s.ema is not None,

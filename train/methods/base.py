@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -75,6 +76,10 @@ class Method(Protocol):
         """Give each replica that this process holds; as many as `replicas`, on every call."""
         ...
 
+    def joined(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let ranks run out of batches one before the other within this block; a collective. Only with --join."""
+        ...
+
     def extra_state(self) -> dict[str, Any]:
         """Give what --resume must restore beside model and optimizer: plain values and tensors, by name."""
         ...
@@ -85,9 +90,13 @@ class Method(Protocol):
 
 
 class NoExtraState:
-    """What most methods say of --resume: all that they hold is in the model and the optimizer."""
+    """What most methods say of --resume: all that they hold is in the model and the optimizer; and of --join."""
 
     rebuilds_buckets: ClassVar[bool] = False
+
+    def joined(self, optimizer: Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002 - for ddp
+        """Do nothing: this method refuses it."""
+        return nullcontext()
 
     def extra_state(self) -> dict[str, Any]:
         """Nothing."""

@@ -17,9 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
+    from train.launch import RankContext
     from train.settings import Settings
 
 # Steps without compression. Two is the least: in the first two torch's DDP may still change its buckets.
@@ -58,27 +61,32 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     return future
 
 
-def memory_of(state: PowerSGDState) -> dict[str, Any]:
+def memory_of(state: PowerSGDState, ctx: RankContext) -> dict[str, Any]:
     """Collect what PowerSGD carries from step to step, as tensors and numbers; not copied.
 
-    error, p, q: flat float tensors by the number of their bucket; `error` is this rank's own. rng: of the first Q's.
+    error_dict, p, q: flat float tensors by the number of their bucket. The errors are this rank's own, and keep torch's
+    name, by which syncheck knows them. rng: of the first Q's.
     """
     rng = state.rng.get_state(legacy=False)["state"]
     return {
+        "ranks": ctx.world_size,
         "iter": state.iter,
-        "error": dict(state.error_dict),
+        "error_dict": dict(state.error_dict),
         "p": dict(state.p_memory_dict),
         "q": dict(state.q_memory_dict),
         "rng": {"key": torch.tensor(rng["key"].astype("int64")), "pos": rng["pos"]},
     }
 
 
-def remember(state: PowerSGDState, memory: dict[str, Any], device: torch.device) -> None:
-    """Put back what `memory_of` has collected, on this rank and for the same buckets. device: where it computes."""
+def remember(state: PowerSGDState, memory: Mapping[str, Any], ctx: RankContext) -> None:
+    """Put back what `memory_of` has collected, for the same buckets. Other ranks than those begin without an error."""
+
+    def placed(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {bucket: tensor.to(ctx.device) for bucket, tensor in tensors.items()}
+
     state.iter = memory["iter"]
-    state.error_dict = {bucket: t.to(device) for bucket, t in memory["error"].items()}
-    state.p_memory_dict = {bucket: t.to(device) for bucket, t in memory["p"].items()}
-    state.q_memory_dict = {bucket: t.to(device) for bucket, t in memory["q"].items()}
+    state.error_dict = placed(memory["error_dict"]) if memory["ranks"] == ctx.world_size else {}
+    state.p_memory_dict, state.q_memory_dict = placed(memory["p"]), placed(memory["q"])
     rng = memory["rng"]
     key = rng["key"].cpu().numpy().astype("uint32")
     state.rng.set_state({"bit_generator": "MT19937", "state": {"key": key, "pos": rng["pos"]}})

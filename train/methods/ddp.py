@@ -7,8 +7,11 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from train.methods.base import NoExtraState, Replica
@@ -16,7 +19,7 @@ from train.methods.comm_hooks import memory_of, register_hook, remember
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -66,14 +69,12 @@ class Ddp(NoExtraState):
         self.wrapper = DistributedDataParallel(
             self.module,
             device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
-            find_unused_parameters=self.settings.find_unused or self.settings.comm_hook == "powersgd",
+            find_unused_parameters=self.settings.find_unused,
             **buffer_arguments(self.settings.buffer_sync),
         )
         # 1c. Train through the wrapper, or no gradient is averaged; evaluate through the module: a forward of the
         #     wrapper copies rank 0's buffers over the others, and hides that they differ.
-        # 1d. What is sent of a gradient, if not all of it. PowerSGD remembers something for each bucket. After its
-        #     first step DDP sorts parameters into buckets anew, unless it looks for unused ones: so it is told to, and
-        #     what a resumed run remembers fits its buckets from the start.
+        # 1d. What is sent of a gradient, if not all of it.
         if self.settings.comm_hook != "none":
             self.compressor = register_hook(self.wrapper, self.settings)
         return self.wrapper
@@ -110,14 +111,39 @@ class Ddp(NoExtraState):
         # 5. Of the module, not of the wrapper, which would put "module." before every name.
         return [Replica(self.module.state_dict(), optimizer)]
 
+    @contextmanager
+    def joined(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let ranks run out of batches one before the other, and bring all to where the last one is."""
+        # 6. A rank that is done stays in the block until all are: there it answers the others' messages with zeros.
+        #    DDP goes on dividing by all ranks, so a sample weighs as much as before. In the end it sends all ranks the
+        #    parameters and buffers of one that was among the last.
+        with self.wrapper.join():
+            yield
+        # 6a. But not its optimizer, of which DDP knows nothing: the momentum of a rank that was done earlier lacks the
+        #     others' last steps, and ranks would part with the first step of the next epoch. Rank 0 is always one of
+        #     the last.
+        send_optimizer(optimizer, self.ctx.device)
+
     def extra_state(self) -> dict[str, Any]:
-        """Give what PowerSGD remembers of the steps so far."""
-        return {} if self.compressor is None else {"powersgd": memory_of(self.compressor)}
+        """Give what PowerSGD remembers, if that is the hook."""
+        # 5a. Of a bucket, which the resumed run fills alike: see `Step.rehearse`.
+        return {} if self.compressor is None else memory_of(self.compressor, self.ctx)
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
         if self.compressor is not None:
-            remember(self.compressor, state["powersgd"], self.ctx.device)
+            remember(self.compressor, state, self.ctx)
+
+
+def send_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+    """Replace the tensors of the optimizer's state by those of rank 0; a collective. All ranks have made a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    sent = value.to(device)  # Adam keeps its count on the CPU, which NCCL does not reach
+                    dist.broadcast(sent, 0)
+                    value.copy_(sent)
 
 
 def buffer_arguments(sync: bool) -> dict[str, Any]:

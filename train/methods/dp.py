@@ -42,6 +42,8 @@ class Dp(NoExtraState):
     refuses: ClassVar[Mapping[str, str]] = {
         "--sync-bn": "its replicas are threads of one process, and SyncBatchNorm needs a process each",
         "--no-buffer-sync": "each forward makes the replicas anew, with the buffers of the first",
+        "--join": "it is one process, with one set of batches",
+        "--compile": "each forward makes the replicas anew, and each would be compiled anew",
         "--comm-hook": "it adds gradients up within backward, and has no place for a hook",
         "--find-unused": "it reduces gradients within backward, which waits for none",
     }

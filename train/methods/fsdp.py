@@ -44,6 +44,7 @@ class Fsdp(NoExtraState):
     refuses: ClassVar[Mapping[str, str]] = {
         "--no-buffer-sync": "it never synchronizes buffers; --sync-bn makes the statistics equal",
         "--find-unused": "it waits for no gradient of a parameter that was not used",
+        "--join": "it has no join, and a rank that is done would not give its part of the parameters to the others",
         "--channels-last": "it divides contiguous parameters only",
         "--comm-hook": "it takes none; its MixedPrecisionPolicy(reduce_dtype) does what fp16 and bf16 do",
         "--ema": "torch's AveragedModel copies the whole model, and no rank has it",

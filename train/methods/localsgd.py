@@ -37,6 +37,7 @@ class LocalSgd(Ddp):
 
     refuses: ClassVar[Mapping[str, str]] = {
         "--amp fp16": "each rank would scale its loss on its own, and leave out other steps than the rest; use bf16",
+        "--join": "join does not answer its averages on a rank that is done",
         "--comm-hook": "it has a hook of its own, which after the first steps sends no gradient",
         "--ema": "each rank would average a model of its own, and nothing would bring the averages together",
     }

@@ -26,7 +26,8 @@ class Single(NoExtraState):
     refuses: ClassVar[Mapping[str, str]] = {
         "--sync-bn": "it has no other replica to share statistics with",
         "--no-buffer-sync": "it has no other replica to share statistics with",
-        "--comm-hook": "it sends no gradients",
+        "--join": "it waits for no other rank",
+        "--comm-hook": "it sends no gradients that could be fewer bytes",
         "--find-unused": "it reduces no gradients, so it waits for none",
     }
     replicas = 1

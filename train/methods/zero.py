@@ -7,12 +7,14 @@ https://docs.pytorch.org/docs/stable/distributed.optim.html
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.methods.base import Replica
 from train.methods.ddp import Ddp
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import Optimizer
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 class Zero(Ddp):
     """Every parameter belongs to one rank, which updates it and sends the others its new value."""
 
+    refuses: ClassVar[Mapping[str, str]] = {
+        "--join": "a rank that is done would leave its part of the parameters as it is",
+    }
     optimizer: ZeroRedundancyOptimizer
 
     @property

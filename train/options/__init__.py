@@ -9,7 +9,7 @@ from typing import Any
 
 from train.launch import add_options, launched
 from train.options.method import add_faults, add_method, add_modifiers
-from train.options.output import add_monitor, add_output
+from train.options.output import add_monitor, add_output, add_records
 from train.options.parser import Parser
 from train.options.task import add_optimization, add_task
 from train.settings import LEARNING_RATES, Settings
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_optimization(parser.add_argument_group("optimization"))
     add_monitor(parser.add_argument_group("checks while it trains"))
     add_output(parser.add_argument_group("output"))
+    add_records(parser.add_argument_group("progress, logs and metrics"))
     return parser
 
 

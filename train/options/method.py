@@ -55,6 +55,14 @@ def add_modifiers(group: argparse._ArgumentGroup) -> None:
         "--find-unused", action="store_true", help="let DDP look for parameters that a step does not use"
     )
     group.add_argument(
+        "--join", action="store_true", help="each rank makes batches of its own; DDP's join waits for those with more"
+    )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="generate code with torch.compile; the first step takes seconds to minutes",
+    )
+    group.add_argument(
         "--channels-last", action="store_true", help="memory format of images and weights: NHWC, faster on many GPUs"
     )
     group.add_argument(

@@ -31,7 +31,7 @@ def add_monitor(group: argparse._ArgumentGroup) -> None:
 
 
 def add_output(group: argparse._ArgumentGroup) -> None:
-    """Add what is saved and shown."""
+    """Add what is saved."""
     group.add_argument(
         "--out",
         type=Path,
@@ -63,6 +63,10 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         help="go on from the newest state that --checkpoint-every has left in DIR; at step 0 where there is none",
     )
     group.add_argument("--save-format", choices=FORMATS, default=DEFAULT.save_format, help="(%(default)s)")
+
+
+def add_records(group: argparse._ArgumentGroup) -> None:
+    """Add what is measured, shown and logged while it trains."""
     group.add_argument(
         "--progress",
         choices=("auto", "bar", "plain", "none"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from train.errors import Stopped
+
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from train.metrics import Meter, Score
     from train.settings import Settings
 
-STOPS = (KeyboardInterrupt,)  # exceptions by which a run ends because somebody wanted it
+STOPS = (KeyboardInterrupt, Stopped)  # exceptions by which a run ends because somebody wanted it
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,11 @@ class MetricsFile(Recorder):
         for line in lines:
             try:
                 record = json.loads(line)
-                if record["event"] == "start" or record["step"] <= step:  # "end" has no step
-                    kept.append(line)
+                if record["event"] != "start" and record["step"] > step:  # "end" has no step
+                    continue
             except (ValueError, TypeError, KeyError):
                 continue
+            kept.append(line)
             if record["event"] == "epoch" and record["test_accuracy"] is not None:
                 self.test = record["test_accuracy"]
                 if record["best"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from train.checkpoint import check_writable
+from train.errors import UserError
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
 from train.resume.files import remove_states, state_path, states_folder, write
@@ -80,12 +81,17 @@ class Keeper:
     def after_step(self, position: Position, *, now: bool = False) -> None:
         """Save if it is due after this step, or if it must be done `now`; a collective then.
 
-        Raises UserError on all ranks where one of them cannot write; the states of earlier steps stay as they are.
+        Where a rank cannot write the states of earlier steps stay as they are. One that was due counts as an attempt
+        that has failed; `now` raises UserError, on all ranks.
         """
         every, step = self.settings.checkpoint_every, position.step
         due = every is not None and (step % every == 0 or step == self.plan.steps)
-        if (now or due) and step != self.saved_at:
+        if step == self.saved_at:
+            return
+        if now:
             self._save(position)
+        elif due:
+            self.saver.attempts.save(f"the state of step {step}", lambda: self._save(position))
 
     def restore_random(self) -> None:
         """Let random numbers go on where they were saved, once.
@@ -108,8 +114,12 @@ class Keeper:
             # rank writes, so that no mixture of both can look complete.
             self._remove()
             self.cleared = True
-        with self.ctx.together():
-            write(state_path(self.folder, position.step, self.ctx.rank), state)
+        try:
+            with self.ctx.together():
+                write(state_path(self.folder, position.step, self.ctx.rank), state)
+        except UserError:
+            self._remove()  # what other ranks have written of it
+            raise
         self.saved_at = position.step
         self.complete = [*sorted(self.complete), position.step][-COMPLETE:]
         self._remove()

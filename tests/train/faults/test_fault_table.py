@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from planted import QUIET
+from scenarios import SMALLEST
 from torch import nn
 
 from train import faults
@@ -130,9 +131,10 @@ def test_a_bit_that_cannot_be_flipped_is_refused_by_both(ctx: RankContext) -> No
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("tv_")])
 def test_the_other_model_has_the_same_shapes(name: str) -> None:
     """For every model of ours a second one can be built from another seed, and drawing it disturbs no other draw."""
-    settings = replace(DDP, fault="init-not-broadcast", model=name, width=4)
+    small = SMALLEST.get(name, {})
+    settings = replace(DDP, fault="init-not-broadcast", model=name, width=4, **small)
     torch.manual_seed(0)
-    model = build_model(name, 1, 10, 4)
+    model = build_model(name, 1, 10, 4, image_size=8, **small)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     state = torch.get_rng_state()
     other = InitNotBroadcast(settings, TWO, 10).other_model(model)

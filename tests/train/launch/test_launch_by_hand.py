@@ -166,24 +166,28 @@ def test_one_rank_twice(programs: Programs, free_port: int) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
-    """Ctrl-C in one shell ends that rank in one line; the other rank says that it lost it."""
+    """Ctrl-C in one shell stops all ranks after the same step, each with the same line, and the meeting's file goes."""
     zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(one.pid, signal.SIGINT)
-    run = programs.finish(one)
-    assert (run.returncode, run.stderr) == (130, "run.py: interrupted\n")
-    run = programs.finish(zero)
-    assert run.returncode == 1
-    assert run.stderr.startswith("run.py: error: rank 0 lost another rank: ")
-    assert run.stderr.count("\n") == 1
+    runs = [programs.finish(process) for process in (zero, one)]
+    assert [run.returncode for run in runs] == [130, 130]
+    lines = errors(runs)
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("stopped by SIGINT after step ")
+    assert not (tmp_path / "meeting").exists()
     assert not alive(zero)
+    assert not alive(one)
 
 
 @pytest.mark.slow
 def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
-    """Ctrl-C ends a rank within seconds even while it waits, inside torch, for one that stands still."""
+    """A second Ctrl-C ends a rank at once, even while it waits inside torch for one that stands still."""
     zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(one.pid, signal.SIGSTOP)
     time.sleep(1.0)
+    os.kill(zero.pid, signal.SIGINT)
+    time.sleep(1.5)
+    assert zero.poll() is None
     os.kill(zero.pid, signal.SIGINT)
     run = programs.finish(zero, timeout=10)
     assert (run.returncode, run.stderr) == (130, "run.py: interrupted\n")

@@ -103,8 +103,9 @@ def test_a_link_after_a_meeting_in_vain(tmp_path: Path) -> None:
 def test_the_file_goes_when_all_have_left(tmp_path: Path) -> None:
     """Rank 0 removes the file when every rank has left, and leaves it where one has not."""
     path = tmp_path / "file"
-    store, where = meet(rank_of(path, world_size=1), "rank 0 of 1", 5.0)
-    assert where == f"the file {path}"
+    meeting = meet(rank_of(path, world_size=1), "rank 0 of 1", 5.0)
+    store = meeting.store
+    assert meeting.where == f"the file {path}"
     remove_when_done(path, store, 0, 2, 0.1)
     assert path.exists()
     remove_when_done(path, store, 0, 2, 0.1)

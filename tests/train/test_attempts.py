@@ -1,0 +1,87 @@
+"""Saves on the way of a run that fail: said, counted, tried again, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from resumed import TINY, resume
+from scenarios import load
+
+from train import checkpoint
+from train.engine import train
+from train.progress import Silent
+from train.resume import state_path, states_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncheck.testing import Rank
+    from train.launch import RankContext
+
+
+class Disk:
+    """Is full between two steps: each write fails when its bytes are to reach the disk."""
+
+    def __init__(self, fsync: Callable[[int], None]) -> None:
+        self.fsync = fsync
+        self.full = False
+
+    def __call__(self, descriptor: int) -> None:
+        """Stand in for os.fsync."""
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.fsync(descriptor)
+
+
+class Fills(Silent):
+    """Fills the disk after one step and frees it after another."""
+
+    def __init__(self, disk: Disk, full: int, free: int) -> None:
+        self.disk, self.at = disk, {full: True, free: False}
+
+    def step(self, step: int, *_: object) -> None:
+        """Fill or free it."""
+        self.disk.full = self.at.get(step, self.disk.full)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_disk_full_for_a_while(
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank cannot save steps 3 and 4: all go on, no rank leaves a file of them, and later saves are whole."""
+    disk = Disk(os.fsync)
+    monkeypatch.setattr(checkpoint.os, "fsync", disk)
+    settings = replace(TINY, save_every=1, out=syncheck_rank.shared / "out")
+    result = train(settings, ctx, Fills(disk, 2, 4) if ctx.rank == 1 else Silent())
+    path = state_path(states_folder(settings.out, settings.run), 4, 1)
+    reason = f"the state of step 4 is not saved: rank 1: cannot write {path}: No space left on device"
+    assert result.failed == f"4 of 16 saves on the way failed, the last: {reason}"
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (4 if ctx.rank == 0 else 0)
+    syncheck_rank.barrier()
+    steps = sorted(path.name for path in (settings.out / "history" / "ddp").iterdir())
+    assert steps == [f"step_{step}" for step in (1, 2, 5, 6, 7, 8)]
+    for path in settings.out.glob("history/ddp/*/*"):
+        assert load(path)["step"] == int(path.parent.name.removeprefix("step_"))
+    assert not list(settings.out.rglob("*.tmp"))
+    assert len(list(settings.out.glob("ddp_rank?.pth"))) == 2
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that stays full costs no state that was complete, and the run can be resumed from it."""
+    disk = Disk(os.fsync)
+    monkeypatch.setattr(checkpoint.os, "fsync", disk)
+    settings = replace(TINY, save_per_rank=False, out=syncheck_rank.shared / "out")
+    result = train(settings, ctx, Fills(disk, 3, 8) if ctx.rank == 0 else Silent())
+    assert result.failed.startswith("5 of 8 saves on the way failed")
+    folder = states_folder(settings.out, settings.run)
+    syncheck_rank.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_3"]
+    assert load(state_path(folder, 3, ctx.rank))["step"] == 3
+    _, notes = resume(ctx, settings)
+    assert notes.steps == [4, 5, 6, 7, 8]

@@ -1,0 +1,101 @@
+"""Data made in memory: of any size, the same everywhere, and learnable."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from evaluated import scores
+from scenarios import SMALL, run
+
+from train.data import DataOptions, load_data
+from train.engine import train
+from train.launch import RankContext
+from train.progress import Silent
+from train.run import main
+from train.settings import Settings
+
+SMALL_DATA = Settings(data="synthetic", image_size=8, channels=1, classes=3, train_samples=256, width=4)
+
+
+def test_synthetic_data_is_of_any_size() -> None:
+    """By default it is of the size of CIFAR-10; each number can be chosen, and many large images take no memory."""
+    data = load_data("synthetic", None, None)
+    assert (len(data.train), len(data.test), data.channels, data.classes, data.image_size) == (50_000, 5_000, 3, 10, 32)
+    x, y = data.train[[0, 49_999, 12]]
+    assert (x.dtype, x.shape, y.tolist()) == (torch.float32, (3, 3, 32, 32), [0, 9, 2])
+    data = load_data("synthetic", None, None, DataOptions(500, 4, 1000, 2_000_000))
+    assert data.train[[1_999_999]][0].shape == (1, 4, 500, 500)
+    assert not data.train.enlarged  # a pattern for each of the classes would take a gigabyte
+    assert (len(data.train), len(data.test), data.classes) == (2_000_000, 200_000, 1000)
+
+
+def test_synthetic_data_is_the_same_everywhere() -> None:
+    """Its bytes are these, on any machine, whatever torch's and NumPy's generators stand at."""
+    torch.manual_seed(hash(Path.cwd()))
+    data = load_data("synthetic", None, None, DataOptions(seed=7))
+    pixels, labels = data.train.take(torch.tensor([0, 1, 49_999]))
+    assert pixels.dtype == torch.uint8
+    digest = hashlib.sha256(pixels.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
+    assert digest.startswith("3667e797ad81bbe0")
+
+
+def test_synthetic_images_differ_and_are_normalized() -> None:
+    """No two images are equal, of training or test; over many the mean is 0 and the deviation 1."""
+    data = load_data("synthetic", None, None)
+    x, y = data.train[:2000]
+    test, labels = data.test[:500]
+    assert len({image.numpy().tobytes() for image in torch.cat([x, test])}) == 2500
+    assert x.mean().item() == pytest.approx(0, abs=0.1)
+    assert x.std().item() == pytest.approx(1, abs=0.1)
+    assert torch.bincount(y).tolist() == [200] * 10
+    assert torch.bincount(labels).tolist() == [50] * 10
+    limited = load_data("synthetic", None, 30).train
+    assert torch.equal(limited[:][0], x[:30])
+
+
+def test_synthetic_data_can_be_learned() -> None:
+    """A small network gets nearly all test images right after a few steps, which share no noise with the training."""
+    result = train(replace(SMALL_DATA, epochs=4), RankContext(), Silent())
+    assert result.test.accuracy > 0.9
+    assert result.test.samples == 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--image-size", 8], "--image-size 8: digits is as it is; only --data synthetic can be of any size"),
+        (["--train-samples", 8], "--train-samples 8: digits is as it is"),
+        (["--data", "synthetic", "--classes", 0], "--classes 0: needs 1 or more"),
+        (["--data", "synthetic", "--data-dir", "."], "--data-dir .: --data synthetic is made in memory; leave it out"),
+        (["--data", "synthetic", "--image-size", 5000], "--image-size 5000 --channels 3: an image of more than"),
+        (["--data", "synthetic", "--train-samples", 2**24 + 1], "--train-samples 16777217: needs 16777216 or fewer"),
+        (["--data", "synthetic", "--classes", 2**17], "--classes 131072: needs 65536 or fewer"),
+        (["--data", "synthetic", "--download"], "--download: there is nothing to download for --data synthetic"),
+        (["--data", "synthetic", "--channels", 2, "--augment", "strong"], "--augment strong: needs grey or RGB images"),
+        (["--data", "nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(arguments: list[object], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes for data that has its own, and sizes beyond all use, end the program with one line and exit code 2."""
+    assert main([*map(str, arguments), "--progress", "none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_run_on_synthetic_data_can_be_evaluated(ctx: RankContext, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The metadata says of what size the data and the model were, so train.evaluate makes the same ones again."""
+    (out,) = set(ctx.gather(str(tmp_path_factory.mktemp("out")) if ctx.is_main else "")) - {""}
+    settings = replace(
+        SMALL, **{name: getattr(SMALL_DATA, name) for name in ("data", "image_size", "channels", "classes")},
+        train_samples=256, model="pyramidnet", depth=8, alpha=6, sync_bn=True, out=Path(out),
+    )  # fmt: skip
+    result = run(ctx, settings)
+    found = scores(Path(out))
+    assert [rank.own.samples for rank in found.ranks] == [25, 25]
+    assert [rank.own.accuracy for rank in found.ranks] == [result.test.accuracy] * 2
+    assert found.replicas.task.alpha == 6

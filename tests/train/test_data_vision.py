@@ -1,0 +1,303 @@
+"""MNIST and CIFAR from files: read as torchvision reads them, and each way in which they may be missing or damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import shutil
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
+
+from train.data import DataOptions, download, load_data
+from train.engine import train
+from train.errors import UserError
+from train.evaluate import main as evaluate
+from train.job import load
+from train.launch import RankContext
+from train.models import build_model
+from train.progress import Silent
+from train.run import main
+from train.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+pytest.importorskip("torchvision")
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """Serve a folder on this machine; gives its address."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}/"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def test_mnist_is_read_and_normalized(tmp_path: Path) -> None:
+    """Images are [1, 28, 28], normalized by the published mean and deviation, kept as bytes, labels beside them."""
+    mnist(tmp_path)
+    data = load_data("mnist", tmp_path, None)
+    assert (len(data.train), len(data.test), data.channels, data.classes, data.image_size) == (200, 40, 1, 10, 28)
+    pixels, labels = digits(200, test=False, size=28)
+    x, y = data.train[:]
+    assert (x.dtype, x.shape, y.dtype) == (torch.float32, (200, 1, 28, 28), torch.int64)
+    assert np.allclose(x[:, 0].numpy(), (pixels / 255 - 0.1307) / 0.3081, atol=1e-5)
+    assert np.array_equal(y.numpy(), labels)
+    assert data.train.images.dtype == torch.uint8
+    assert np.array_equal(data.test[:][1].numpy(), digits(40, test=True, size=28)[1])
+
+
+@pytest.mark.parametrize(("name", "kind", "classes"), [("cifar10", "CIFAR10", 10), ("cifar100", "CIFAR100", 100)])
+def test_cifar_is_read_and_normalized(
+    name: str, kind: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All training batches one after the other, colours first, each channel normalized with its own numbers."""
+    folder = cifar(tmp_path, kind, monkeypatch)
+    data = load_data(name, tmp_path, None)
+    batches = sorted(path for path in folder.iterdir() if "batch_" in path.name or path.name == "train")
+    contents = [pickle.loads(path.read_bytes()) for path in batches]
+    pixels = np.concatenate([content["data"] for content in contents]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([content.get("labels", content.get("fine_labels")) for content in contents])
+    assert (len(data.train), len(data.test), data.channels, data.classes) == (len(pixels), 20, 3, classes)
+    assert data.train.images.dtype == torch.uint8
+    x, y = data.train[:]
+    assert np.array_equal(y.numpy(), labels)
+    mean, std = (np.array(n).reshape(3, 1, 1) for n in (data.train.normalize.mean, data.train.normalize.std))
+    assert np.allclose(x.numpy(), (pixels / 255 - mean) / std, atol=1e-5)
+    assert len({*mean.flat}) == 3
+
+
+def test_a_missing_folder_is_asked_for() -> None:
+    """Without --data-dir the message says which folder is wanted; a data set without files has nothing to download."""
+    with pytest.raises(UserError, match="--data mnist: needs --data-dir, the folder that holds MNIST/raw"):
+        load_data("mnist", None, None)
+    with pytest.raises(UserError, match="--data cifar10: needs --data-dir"):
+        download("cifar10", None)
+    for name in ("digits", "synthetic"):
+        with pytest.raises(UserError, match=f"--download: there is nothing to download for --data {name}"):
+            download(name, None)
+    with pytest.raises(UserError, match="--channels 3: mnist is as it is; only --data synthetic can be of any size"):
+        load_data("mnist", None, None, DataOptions(channels=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mnist", "no MNIST/raw/train-images-idx3-ubyte in .* \\(4 of 4 files are missing\\); add --download, or put"),
+        ("cifar10", "no cifar-10-batches-py/data_batch_1 in .* \\(7 of 7 files are missing\\)"),
+        ("cifar100", "no cifar-100-python/train in .* \\(3 of 3 files are missing\\).*cifar-100-python.tar.gz$"),
+    ],
+)
+def test_missing_files_are_one_line(name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without the files ends the program with exit code 2 and a line: what was looked for, and where it is."""
+    assert main(["--data", name, "--data-dir", str(tmp_path / "none"), "--progress", "none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    with pytest.raises(UserError, match=says) as info:
+        load_data(name, tmp_path / "none", None)
+    assert line == f"run.py: error: {info.value}"
+
+
+def damage_mnist(name: str, raw: Path) -> None:
+    """Damage the files in one of several ways."""
+    images, labels = raw / "train-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"
+    content = images.read_bytes()
+    if name == "cut":
+        images.write_bytes(content[:-1])
+    elif name == "empty":
+        images.write_bytes(b"")
+    elif name == "no idx":
+        images.write_bytes(b"<html>404</html>")
+    elif name == "other type":
+        images.write_bytes(content[:2] + b"\x0d" + content[3:])
+    elif name == "fewer labels":
+        labels.write_bytes(idx(np.zeros(7, np.uint8)))
+    elif name == "a label too high":
+        labels.write_bytes(idx(np.full(200, 10, np.uint8)))
+    elif name == "larger images":
+        images.write_bytes(idx(np.zeros((200, 32, 32), np.uint8)))
+    elif name == "no images":
+        images.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
+        labels.write_bytes(idx(np.zeros(0, np.uint8)))
+    elif name == "still packed":
+        images.write_bytes(gzip.compress(content))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cut",
+        "empty",
+        "no idx",
+        "other type",
+        "fewer labels",
+        "a label too high",
+        "larger images",
+        "no images",
+        "still packed",
+    ],
+)
+def test_damaged_mnist_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is wrong with a file, the line names the folder and which part, and there is no traceback."""
+    mnist(tmp_path)
+    damage_mnist(name, tmp_path / "MNIST" / "raw")
+    assert main(["--data", "mnist", "--data-dir", str(tmp_path), "--progress", "none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"run.py: error: --data mnist: the training files in {tmp_path} ")
+
+
+class Bomb:
+    """What a hostile pickle holds: it runs a command when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (__import__("os").mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize("file", ["data_batch_3", "test_batch", "batches.meta"])
+def test_a_pickle_with_another_md5_is_never_read(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CIFAR file that is not the published one is named with exit code 2, and what it would run does not run."""
+    folder = cifar(tmp_path, "CIFAR10", monkeypatch)
+    (folder / file).write_bytes(pickle.dumps(Bomb(tmp_path / "ran"), protocol=2))
+    assert main(["--data", "cifar10", "--data-dir", str(tmp_path), "--progress", "none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"run.py: error: {folder / file} is not the published file, whose MD5 is ")
+    assert line.endswith("; --download replaces it")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02not a pickle", pickle.dumps({"labels": [1]}), pickle.dumps(3)])
+def test_a_batch_that_is_none_is_one_line(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the MD5 fits: no pickle, a pickle without images, of something else."""
+    cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(data_batch_2=content))
+    with pytest.raises(UserError, match=f"^--data cifar10: the training files in {tmp_path} are damaged: ") as info:
+        load_data("cifar10", tmp_path, None)
+    assert "\n" not in str(info.value)
+
+
+def test_other_labels_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label beyond the classes is refused before it could become an index on a GPU."""
+    batch = cifar_batch(np.zeros((20, 3, 32, 32), np.uint8), [10] * 20, "labels")
+    cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(test_batch=batch))
+    with pytest.raises(UserError, match=r"the test files .* needs uint8 .*, N labels below 10"):
+        load_data("cifar10", tmp_path, None)
+
+
+def test_mnist_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--download brings the four files and nothing else; the second time nobody is asked."""
+    (tmp_path / "there").mkdir()
+    files = mnist(tmp_path / "made", packed=True)
+    for name, content in files.items():
+        (tmp_path / "there" / name).write_bytes(content)
+    with server(tmp_path / "there") as address:
+        publish_mnist(monkeypatch, files, address)
+        settings = Settings(data="mnist", data_dir=tmp_path / "here" / "data", download=True)
+        assert len(load(settings, RankContext()).train) == 200
+    found = sorted(path.name for path in (tmp_path / "here").rglob("*"))
+    assert found == sorted(["data", "MNIST", "raw", *(name.removesuffix(".gz") for name in files)])
+    assert len(load(settings, RankContext()).test) == 40  # there is no server any more
+
+
+def test_packed_files_that_are_there_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archives that someone has put there serve --download without a network, and stay; damaged files are replaced."""
+    publish_mnist(monkeypatch, mnist(tmp_path, packed=True), "http://127.0.0.1:9/")
+    raw = tmp_path / "MNIST" / "raw"
+    (raw / "train-images-idx3-ubyte").write_bytes(b"half of it, from an earlier run that was killed")
+    download("mnist", tmp_path)
+    assert len(load_data("mnist", tmp_path, None).train) == 200
+    assert len(list(raw.glob("*.gz"))) == 4
+    assert not any(path.is_symlink() for path in raw.iterdir())
+
+
+def test_cifar_is_downloaded_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--download replaces a damaged batch; an archive with another MD5 is refused, and nothing of it is left."""
+    from torchvision.datasets import CIFAR10
+
+    folder = cifar(tmp_path / "there", "CIFAR10", monkeypatch)
+    here = tmp_path / "here"
+    shutil.copytree(folder, here / folder.name)
+    (here / folder.name / "data_batch_1").write_bytes(b"damaged")
+    with server(tmp_path / "there") as address:
+        monkeypatch.setattr(CIFAR10, "url", f"{address}cifar-10-python.tar.gz")
+        with monkeypatch.context() as patch:
+            patch.setattr(CIFAR10, "tgz_md5", "0" * 32)
+            with pytest.raises(UserError, match=r"--download: cifar10 did not come to .* corrupted") as info:
+                download("cifar10", here)
+            assert "\n" not in str(info.value)
+        assert [path.name for path in here.iterdir()] == ["cifar-10-batches-py"]
+        assert (here / folder.name / "data_batch_1").read_bytes() == b"damaged"
+        download("cifar10", here)
+    assert len(load_data("cifar10", here, None).train) == 100
+
+
+def test_no_network_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody answers, the program ends with exit code 2 and a line with the reason and another way."""
+    files = mnist(tmp_path / "made")
+    publish_mnist(monkeypatch, files, "http://127.0.0.1:9/")  # the port of "discard"
+    here = tmp_path / "here"
+    assert main(["--data", "mnist", "--data-dir", str(here), "--download", "--progress", "none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"run.py: error: --download: mnist did not come to {here}: Error downloading train-images")
+    assert "refused" in line
+    assert line.endswith("put into the folder MNIST/raw with the unpacked files of "
+                         "https://ossci-datasets.s3.amazonaws.com/mnist/")  # fmt: skip
+    assert list(here.iterdir()) == []
+
+
+def test_checkpoints_are_evaluated_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train.evaluate --data-dir` scores a run on MNIST's test files; without the folder it says which is needed."""
+    mnist(tmp_path)
+    model = build_model("mnist_convnet", 1, 10, 4, image_size=28)
+    config = {"model": "mnist_convnet", "width": 4, "data": "mnist"}
+    for rank in range(2):
+        block = {"schema": 1, "run": "made", "run_id": "1", "rank": rank, "world_size": 2, "step": 1, "config": config}
+        torch.save({"model": model.state_dict(), "syncheck": block}, tmp_path / f"made_rank{rank}.pth")
+    files = [str(tmp_path / f"made_rank{rank}.pth") for rank in range(2)]
+    assert evaluate([*files, "--data-dir", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [rank["own"]["samples"] for rank in found["ranks"]] == [40, 40]
+    assert evaluate(files) == 2
+    assert capsys.readouterr().err.startswith("evaluate.py: --data mnist: needs --data-dir, the folder that holds")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """Where the folder's name is that of a file, the line says so."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--download: mnist did not come to .*: .*(exists|[Nn]ot a directory)"):
+        download("mnist", tmp_path / "file")
+
+
+def test_mnist_convnet_learns_mnist_files(tmp_path: Path) -> None:
+    """The network of PyTorch's example, with its dropout, learns real digits from files in MNIST's format."""
+    mnist(tmp_path, parts=(("train", 600), ("t10k", 200)))
+    settings = Settings(
+        model="mnist_convnet", width=8, data="mnist", data_dir=tmp_path, epochs=2, batch_size=20, lr=0.003,
+        optimizer="adamw",
+    )  # fmt: skip
+    assert train(settings, RankContext(), Silent()).test.accuracy > 0.5

@@ -1,0 +1,108 @@
+"""--compile: generated code trains alike, on all ranks the same, and says what it lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from scenarios import NEEDS_FSDP, SMALL, load, run, widest_gap
+from test_matrix import BASE, table, verdict
+
+from train.job import prepare
+from train.launch import RankContext
+from train.methods import METHODS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from programs import Run
+
+    from syncheck.testing import Rank
+
+TINY = ("--model", "convnet", "--width", 2, "--max-steps", 3, "--save-per-rank", "--progress", "none")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Trace as torch.compile does, and run what was traced without generating code, in seconds; counts its graphs."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        "single",
+        "dp",
+        pytest.param("ddp", marks=pytest.mark.syncheck(ranks=2)),
+        pytest.param("zero", marks=pytest.mark.syncheck(ranks=2)),
+        pytest.param("localsgd", marks=pytest.mark.syncheck(ranks=2)),
+        pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=2)]),
+        pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=4)]),
+    ],
+)
+def test_the_tables_row(method: str, request: pytest.FixtureRequest, tmp_path: Path, traced: list[int]) -> None:
+    """What syncheck says of compiled runs is what the page says, and what it says of others."""
+    grouped = METHODS[method].grouped
+    ctx: RankContext = request.getfixturevalue("ctx") if grouped else RankContext()
+    out = request.getfixturevalue("syncheck_rank").shared if grouped else tmp_path
+    found = verdict(ctx, replace(BASE, method=method, compile=True, out=out))
+    assert found == table()[method]["--compile"]
+    assert found in ("refused", table()[method]["alone"])
+    assert bool(traced) is (found != "refused")
+
+
+@pytest.mark.slow
+@pytest.mark.syncheck(ranks=2)
+def test_sync_bn_is_left_out_of_it(ctx: RankContext, syncheck_rank: Rank, traced: list[int]) -> None:
+    """Around SyncBatchNorm the rest is compiled: the result is that of the usual run, bit by bit, on both ranks."""
+    settings = replace(SMALL, sync_bn=True, out=syncheck_rank.shared)
+    usual = run(ctx, settings).saved
+    assert not traced
+    saved = run(ctx, replace(settings, compile=True)).saved
+    assert len(traced) > 2
+    assert widest_gap(usual[0], saved[0]) == 0
+    assert widest_gap(*saved) == 0
+    job = prepare(replace(settings, compile=True), ctx)
+    assert job.step.forward is not job.method.module  # what is saved and evaluated stays as it was
+    assert list(job.method.module.state_dict()) == list(load(usual[0])["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_code(script: Callable[..., Run], tmp_path: Path) -> None:
+    """Generated code, on one process and under ddp on two with a cold cache, ends within rounding of the usual run."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    files = {}
+    for name, options in {"single": (), "ddp": ("--spawn", 2, "--timeout", 300)}.items():
+        for compiled in ((), ("--compile",)):
+            done = script(*TINY, *options, *compiled, timeout=400, **environment)
+            assert done.returncode == 0, done.stderr
+        files[name] = [tmp_path / "ckpts" / f"{name}{part}_rank0.pth" for part in ("", "-compile")]
+        assert widest_gap(*files[name]) < 5e-6
+    assert widest_gap(files["ddp"][1], tmp_path / "ckpts" / "ddp-compile_rank1.pth") == 0
+    assert list(load(files["ddp"][1])["model"]) == list(load(files["ddp"][0])["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_missing_compiler_is_said(script: Callable[..., Run], tmp_path: Path) -> None:
+    """Without a C++ compiler both ranks end with one line that says so, and exit code 2."""
+    done = script(*TINY, "--spawn", 2, "--compile", timeout=100, CXX="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run.py: ")]
+    assert line.startswith(f"run.py: error: --compile: torch {torch.__version__} cannot compile for cpu here: ")
+    assert "/nowhere" in line
+    assert "Traceback" not in done.stderr

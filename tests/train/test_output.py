@@ -1,0 +1,103 @@
+"""The console: what it shows out of the ordinary, and that its loss does not end a run."""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import TRAIN
+
+from train.launch import RankContext
+from train.output import Output
+from train.progress import clock, make_progress, remarks
+from train.recorders.base import Plan, Start
+from train.settings import Settings
+
+if TYPE_CHECKING:
+    from programs import Programs
+
+PLAN = Plan("ddp", epochs=10, steps=440, steps_per_epoch=44)
+
+
+def begin(shares: tuple[int, ...], settings: Settings | None = None, peak: float = 0.1) -> Start:
+    """Make the record of a start."""
+    return Start(PLAN, settings or Settings(), RankContext(), shares, 1234, 1437, peak)
+
+
+class Full(StringIO):
+    """A file on a full disk."""
+
+    def flush(self) -> None:
+        """Fail as the system does."""
+        raise OSError(28, "No space left on device")
+
+
+def test_a_lost_console_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first failure nothing more is tried, and the reason is there for the end; a closed pipe is raised."""
+    output = Output()
+    monkeypatch.setattr(sys, "stdout", Full())
+    for _ in range(2):
+        assert output.write("text\n") == 5
+    assert output.lost is not None
+    assert output.lost.strerror == "No space left on device"
+    assert sys.stdout.getvalue() == "text\n"  # type: ignore[attr-defined]
+
+    class Closed(StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        Output().write("text\n")
+
+
+def test_bar_draws_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rich puts a stand-in in stdout's place, the bar and what is printed beside it still reach the terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with make_progress("bar", is_main=True) as progress:
+        progress.start(begin((11, 11, 10)))
+        assert progress.console is not None
+        assert progress.console.is_terminal
+        sys.stdout.write("beside\n")
+    out = capsys.readouterr().out
+    assert "beside" in out
+    assert "32 samples a step over 3 ranks: 11, 11, 10" in out
+
+
+def test_uneven_shares_are_said() -> None:
+    """Shares that differ are listed, of many ranks counted; equal ones are not worth a line."""
+    assert remarks(begin((16, 16))) == []
+    assert remarks(begin((11, 11, 10))) == ["32 samples a step over 3 ranks: 11, 11, 10"]
+    text = "32 samples a step over 10 ranks: 4 on each of the first 2, 3 on each of the others"
+    assert remarks(begin((4,) * 2 + (3,) * 8)) == [text]
+    scaled = begin((16, 16), Settings(lr_scale="linear"), 0.2)
+    assert remarks(scaled) == ["learning rate 0.2: 0.1 scaled (linear) for several processes"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(6.7, "0:07"), (754, "12:34"), (3723, "1:02:03"), (3599.9, "1:00:00")])
+def test_times_are_read_as_clocks(seconds: float, text: str) -> None:
+    """Seconds become minutes and hours where there are so many."""
+    assert clock(seconds) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(), ("--spawn", 2)], ids=["single", "spawn"])
+def test_a_full_stdout_costs_the_console_and_not_the_run(programs: Programs, ranks: tuple[object, ...]) -> None:
+    """With stdout on a full disk the run saves what it should, then ends with one line and exit code 2."""
+    full = ("bash", "-c", '"$@" > /dev/full', "bash")
+    run = programs.run(*full, *TRAIN, *ranks, "--width", 4, "--max-steps", 3, "--save-per-rank")
+    assert run.returncode == 2
+    reason = "cannot write to stdout: No space left on device; the training itself has come to its end"
+    assert run.stderr == f"run.py: error: {reason}\n"
+    assert len(list((programs.folder / "ckpts").glob("*.pth"))) == (2 if ranks else 1)
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_the_run(programs: Programs) -> None:
+    """`| head -1` gets its line, and the run ends as a shell expects, without a word."""
+    piped = ("bash", "-c", '"$@" | head -1; exit ${PIPESTATUS[0]}', "bash")
+    run = programs.run(*piped, *TRAIN, "--width", 4, "--log-interval", 1, "--epochs", 1000)
+    assert (run.returncode, run.stderr) == (141, "")
+    assert run.stdout.startswith("single: epoch    1/1000  step 1/44000  loss ")

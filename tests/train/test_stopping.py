@@ -1,0 +1,146 @@
+"""Ranks agree on the step after which a signal stops them."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from resumed import TINY, differences, resume, state_of, whole
+
+from train.engine import train
+from train.errors import Stopped
+from train.launch import RankContext
+from train.progress import Silent
+from train.resume import state_path, states_folder
+from train.stopping import Stopping, steps_until
+
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+    from train.metrics import Meter
+
+
+class Told:
+    """Signals as a test sends them."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.deferred = False
+
+    def defer(self) -> None:
+        """Take note."""
+        self.deferred = True
+
+
+class Tells(Silent):
+    """Sends a signal to this rank after a step."""
+
+    def __init__(self, told: Told, step: int, number: int) -> None:
+        self.told, self.at, self.number = told, step, number
+
+    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
+        """Send it at the step."""
+        if step == self.at:
+            self.told.number = self.number
+
+
+def test_steps_until_the_next_agreement() -> None:
+    """Half a second of steps, whatever a step takes, and one at least."""
+    assert [steps_until(10, seconds) for seconds in (0.1, 1.0, 100.0)] == [50, 5, 1]
+    assert steps_until(1, 0.0) == 500_000
+
+
+def test_one_process_needs_no_agreement() -> None:
+    """A process without a group is stopped by its own signal at the next step."""
+    told = Told()
+    stopping = Stopping(RankContext(), told)
+    stopping.begin()
+    assert told.deferred
+    assert stopping.asked(1) == 0
+    told.number = signal.SIGINT
+    assert stopping.asked(2) == signal.SIGINT
+
+
+def test_nobody_listens() -> None:
+    """In a process whose signals are its owner's there is no agreement at all."""
+    ctx = RankContext(0, 2, 0, backend="gloo")  # there is no group: a collective would raise
+    stopping = Stopping(ctx)
+    stopping.begin()
+    assert [stopping.asked(step, now=True) for step in (1, 2)] == [0, 0]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_agreements_are_rare(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree at the same steps, every half second by the slower one's clock, not at every step."""
+    now = [100.0]
+    monkeypatch.setattr("train.stopping.time.monotonic", lambda: now[0])
+    stopping, told = Stopping(ctx, Told()), Told()
+    stopping.heard = told
+    agreed: list[int] = []
+    for step in range(1, 101):
+        now[0] += 0.01 * (1 + ctx.rank)  # 0.02 s a step on the slower rank
+        before = stopping.last
+        assert stopping.asked(step) == 0
+        agreed += [step] if stopping.last != before else []
+    assert agreed == [1, 2, 27, 52, 77]
+    told.number = signal.SIGTERM if ctx.rank == 1 else 0
+    assert [stopping.asked(step) for step in (101, 102)] == [0, signal.SIGTERM]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_between_epochs_only(ctx: RankContext) -> None:
+    """Ranks that take different numbers of steps agree where they are together again."""
+    stopping = Stopping(ctx, Told(signal.SIGTERM), between=False)
+    assert [stopping.asked(step) for step in range(1, 4 + ctx.rank)] == [0] * (3 + ctx.rank)
+    assert stopping.asked(9, now=True) == signal.SIGTERM
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """One rank hears; both stop after the same step, saved; resumed, the run ends with the bits of one left alone."""
+    settings = replace(TINY, checkpoint_every=1000, save_per_rank=False, out=syncheck_rank.shared / "stopped")
+    told = Told()
+    with pytest.raises(Stopped) as caught:
+        train(settings, ctx, Tells(told, 2, signal.SIGUSR1) if ctx.rank == 1 else Silent(), told)
+    assert caught.value.number == signal.SIGUSR1
+    steps = ctx.gather(caught.value.step)
+    assert steps == [steps[0]] * 2
+    assert str(caught.value) == f"stopped by SIGUSR1 after step {steps[0]}; its state is saved: add --resume to go on"
+    assert state_of(ctx, settings, steps[0])["step"] == steps[0]
+    result, notes = resume(ctx, settings)
+    assert notes.steps == list(range(steps[0] + 1, result.steps + 1))
+    once = replace(settings, out=syncheck_rank.shared / "once")
+    whole(ctx, once)
+    mine, reference = (state_of(ctx, s, result.steps) for s in (settings, once))
+    assert differences(mine, reference) == []
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_without_states(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A run that keeps no states says that nothing is saved and which option does; a signal after the end is late."""
+    settings = replace(TINY, checkpoint_every=None, save_per_rank=False, out=syncheck_rank.shared / "out")
+    with pytest.raises(Stopped, match=r"step 1; nothing was saved: --checkpoint-every N keeps what --resume needs$"):
+        train(settings, ctx, Silent(), Told(signal.SIGTERM))
+    assert not list(settings.out.glob("**/*.pth"))
+    told = Told()
+    assert train(settings, ctx, Tells(told, 8, signal.SIGTERM), told).steps == 8
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_save_that_fails(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """When the state cannot be saved at the signal, all ranks stop all the same, and say why it is not."""
+    settings = replace(TINY, checkpoint_every=1000, save_per_rank=False, out=syncheck_rank.shared / "out")
+    told = Told()
+
+    class Breaks(Silent):
+        def step(self, *_: Any) -> None:
+            """Put a file where the folder was to be."""
+            if ctx.rank == 1:
+                settings.out.mkdir(exist_ok=True)
+                states_folder(settings.out, settings.run).parent.write_text("in the way")
+            told.number = signal.SIGTERM
+
+    with pytest.raises(Stopped, match=r"after step 1; its state is not saved: .*cannot write .*: (Not a dir|File ex)"):
+        train(settings, ctx, Breaks(), told)
+    assert not state_path(states_folder(settings.out, settings.run), 1, 0).exists()
