@@ -117,15 +117,13 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
             if not join:
                 check_and_save(job, position, logbook)
             logbook.after_step(position, lr, samples)
-            if not join:
-                stop_if_asked(job, position)
+            stop_if_asked(job, position)
     if join:
         # On a rank that was done earlier the others' last steps count too.
         position.step += left
         position.in_epoch += left
         set_learning_rate(optimizer, job.rate.at(position.step - 1))
         check_and_save(job, position, logbook)
-        stop_if_asked(job, position)
 
 
 def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:

@@ -113,7 +113,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         saver=saver,
         best=best,
         keeper=keeper,
-        stopping=Stopping(ctx, heard),
+        stopping=Stopping(ctx, heard, between=not settings.join),
     )
 
 

@@ -122,8 +122,8 @@ class Source:
 
 # The mean and deviation of all pixels of the training images: those of MNIST as in PyTorch's example
 # (https://github.com/pytorch/examples/blob/main/mnist/main.py), those of CIFAR as computed in
-# https://github.com/Armour/pytorch-nn-practice/blob/master/utils/meanstd.py. The 0.2023, 0.1994 and 0.2010 that are often
-# given for CIFAR-10 are no deviations of its pixels: https://github.com/kuangliu/pytorch-cifar/issues/16.
+# https://github.com/Armour/pytorch-nn-practice/blob/master/utils/meanstd.py. The 0.2023, 0.1994 and 0.2010 that are
+# often given for CIFAR-10 are no deviations of its pixels: https://github.com/kuangliu/pytorch-cifar/issues/16.
 SOURCES = (
     Source(
         name="mnist",
