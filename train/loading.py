@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, forkserver, parent_process
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
+
+from train.launch.signals import held_back
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -37,6 +39,10 @@ def training_batches(samples: Images, sampler: Sampler[list[int]], ctx: RankCont
         context = multiprocessing.get_context(START)
         if START == "forkserver":
             context.set_forkserver_preload(["torch", "numpy"])
+            # Where a signal goes to all processes at once, as from a terminal, SLURM or systemd, the rank goes on to an
+            # agreed step, and needs its workers for it; they end with the rank.
+            with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                forkserver.ensure_running()
         loader = {"num_workers": workers, "multiprocessing_context": context, "worker_init_fn": end_with_rank}
     return DataLoader(
         samples,

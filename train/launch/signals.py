@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
 from train.launch.leaving import INTERRUPTED, Ending, say, speaks
@@ -49,6 +50,18 @@ def signals_as_bytes(*numbers: int) -> Iterator[socket.socket]:
             for number in heard:
                 signal.signal(number, before[number])
             signal.set_wakeup_fd(descriptor)
+
+
+@contextmanager
+def held_back(*numbers: int) -> Iterator[None]:
+    """Hold signals back, here until the end of the block, and for good in the processes that start in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        resource_tracker.ensure_running()  # multiprocessing starts it when it likes, and lets the signals through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Signals:

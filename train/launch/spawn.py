@@ -15,9 +15,9 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing import connection, parent_process, resource_tracker
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,10 @@ from torch.multiprocessing.spawn import spawn
 from train.errors import UserError
 from train.launch import slurm, torchrun
 from train.launch.leaving import Ending, leave
-from train.launch.signals import GRACE, REPEAT, SIGNALS, name, overdue, signals_as_bytes
+from train.launch.signals import GRACE, REPEAT, SIGNALS, held_back, name, overdue, signals_as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.process import BaseProcess
     from socket import socket
 
@@ -78,7 +78,8 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
         folder = Path(tempfile.mkdtemp(prefix="train-"))
         processes: Sequence[BaseProcess] = []
         try:
-            with _blocked(signal.SIGINT):
+            # Ctrl-C reaches every process of a terminal. This one hears it and tells the others.
+            with held_back(signal.SIGINT):
                 context = spawn(_run, (work, args, folder), args.spawn, join=False)  # type: ignore[no-untyped-call]
             processes = context.processes
             number = wait(processes, signals)
@@ -90,20 +91,6 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
             if processes and sys.stdout.isatty():
                 sys.stdout.write("\x1b[?25h")  # rank 0 may have been ended within its bar, which hides the cursor
                 sys.stdout.flush()
-
-
-@contextmanager
-def _blocked(number: int) -> Iterator[None]:
-    """Hold a signal back, here until the end of the block, and for good in the processes that start in it.
-
-    Ctrl-C reaches every process of a terminal. This one hears it and tells the others.
-    """
-    resource_tracker.ensure_running()  # spawn would start this helper, and it lets the signal through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:

@@ -72,10 +72,11 @@ def stopped_at(folder: Path, stderr: str, name: str) -> int:
         ((*TRAIN, "--spawn", 2), signal.SIGTERM, False, 143),
         ((*TRAIN, "--spawn", 2), signal.SIGUSR1, False, 138),
         ((*TRAIN, "--method", "single"), signal.SIGINT, True, 130),
+        ((*TRAIN, "--method", "single", "--workers", 1), signal.SIGTERM, True, 143),
         (TORCHRUN, signal.SIGTERM, False, 1),
         (TORCHRUN, signal.SIGINT, True, 1),
     ],
-    ids=["spawn", "notice", "single", "torchrun", "ctrl-c"],
+    ids=["spawn", "notice", "single", "workers", "torchrun", "ctrl-c"],
 )
 def test_stops_and_goes_on(
     programs: Programs, tmp_path: Path, launcher: tuple[Any, ...], number: int, group: bool, code: int
