@@ -119,8 +119,8 @@ def test_nobody_elses_random_numbers_are_drawn(kind: str) -> None:
 @pytest.mark.parametrize("flip", [False, True])
 def test_basic_is_a_window_of_the_padded_image(flip: bool) -> None:
     """Each image is one of the 81 windows of itself with 4 black pixels around, mirrored or not where that is on."""
-    images = colours(300)
-    moved = Basic(0, flip=flip).moved(images.images, torch.arange(300), 0)
+    images = colours(150)
+    moved = Basic(0, flip=flip).moved(images.images, torch.arange(150), 0)
     padded = torch.nn.functional.pad(images.images, (4, 4, 4, 4))
     places, mirrored = set(), 0
     for before, after in zip(padded, moved, strict=True):
@@ -134,8 +134,8 @@ def test_basic_is_a_window_of_the_padded_image(flip: bool) -> None:
         ((top, left, mirror),) = found
         places.add((top, left))
         mirrored += mirror
-    assert len(places) > 70  # of 81
-    assert 120 < mirrored < 180 if flip else mirrored == 0
+    assert len(places) > 60  # of 81
+    assert 50 < mirrored < 100 if flip else mirrored == 0
 
 
 def test_small_images_are_shifted_less() -> None:
@@ -259,7 +259,7 @@ def test_what_lies_outside_has_the_mean_colour() -> None:
 
 def test_augmented_runs_are_reproducible() -> None:
     """Two runs with one seed end with the same bits, and not with those of a run without."""
-    settings = replace(SMALL, method="single", augment="basic", save_per_rank=False, max_steps=50)
+    settings = replace(SMALL, method="single", augment="basic", save_per_rank=False, max_steps=10)
     first, again = (trained(RankContext(), settings).method.module.state_dict() for _ in range(2))
     plain = trained(RankContext(), replace(settings, augment="none")).method.module.state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)

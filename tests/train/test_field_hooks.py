@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import syncheck
+from train.comm_hooks import memory_of, remember
 from train.errors import UserError
 from train.launch import RankContext
-from train.methods.comm_hooks import memory_of, remember
 from train.methods.ddp import Ddp
 from train.resume import state_path, states_folder
 from train.settings import check

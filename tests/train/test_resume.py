@@ -38,6 +38,8 @@ MORE: dict[str, tuple[dict[str, Any], list[int]]] = {
     "ddp, each step": ({"save_every": 3}, [1, 2, 3, 4, 5, 6, 7, 8]),
     "ddp, sync_bn, ema": ({"sync_bn": True, "ema": 0.9, "grad_clip": 0.5}, [3]),
     "ddp, own statistics": ({"buffer_sync": False, "amp": "bf16", **UNEVEN}, [6]),
+    "ddp, powersgd": ({"comm_hook": "powersgd", "model": "convnet", "width": None}, [5]),
+    "ddp, bf16 hook": ({"comm_hook": "bf16", **ADAMW}, [3]),
     "ddp, find_unused": ({"find_unused": True, "accumulate": 2}, [5]),
     "zero, sgd": ({"method": "zero", "ema": 0.9, "amp": "bf16", **UNEVEN}, [5]),
     "zero, fp16": ({"method": "zero", "amp": "fp16", "sync_bn": True, **ADAMW}, [4]),

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from train.comm_hooks import memory_of, register_hook, remember
 from train.methods.base import NoExtraState, Replica
-from train.methods.comm_hooks import memory_of, register_hook, remember
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:

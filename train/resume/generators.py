@@ -7,14 +7,17 @@ from torch's when an epoch begins. Restored, a run draws what it would have draw
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def generator_states(device: torch.device) -> dict[str, Any]:
-    """Collect them as tensors and numbers, which torch.load(weights_only=True) accepts. device: of this rank."""
+
+def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Collect them as tensors and numbers, which torch.load(weights_only=True) accepts. devices: of this rank."""
     version, words, python_gauss = random.getstate()
     kind, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     states = {
@@ -24,12 +27,11 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         "numpy": torch.from_numpy(np.asarray(numpy_words).astype(np.int64)),
         "numpy_rest": [str(kind), int(position), int(has_gauss), float(numpy_gauss)],
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    states["cuda"] = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
     return states
 
 
-def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+def restore_generators(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
     """Go on drawing where these states were collected."""
     torch.set_rng_state(states["torch"])
     version, python_gauss = states["python_rest"]
@@ -37,8 +39,9 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     kind, position, has_gauss, numpy_gauss = states["numpy_rest"]
     words = states["numpy"].numpy().astype(np.uint32)
     np.random.set_state((kind, words, position, has_gauss, numpy_gauss))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    for device, state in zip(devices, states["cuda"], strict=False):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:

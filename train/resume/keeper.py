@@ -100,7 +100,7 @@ class Keeper:
         the run drew before it was interrupted.
         """
         if self.generators is not None:
-            restore_generators(self.generators, self.ctx.device)
+            restore_generators(self.generators, self.ctx.devices or (self.ctx.device,))
             self.generators = None
 
     def _save(self, position: Position) -> None:

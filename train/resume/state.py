@@ -66,7 +66,7 @@ def collect(settings: Settings, ctx: RankContext, plan: Plan, trainer: Step, pos
         "scaler": trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
         "ema": None if trainer.average is None else average_of(trainer),
         "method": method.extra_state(),
-        "rng": generator_states(ctx.device),
+        "rng": generator_states(ctx.devices or (ctx.device,)),
         "syncheck": block,
     }
 

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from train.errors import RankError, UserError
-from train.launch import LAUNCHERS, LaunchOptions, from_environment, launched, slurm, spawn, speaks, torchrun
+from train.launch import (
+    LAUNCHERS,
+    LaunchOptions,
+    from_environment,
+    launched,
+    launcher_name,
+    slurm,
+    spawn,
+    speaks,
+    torchrun,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -291,3 +301,18 @@ def test_launcher_must_fit_the_method() -> None:
 def test_who_speaks_for_all(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
     """Rank 0 says what all ranks have to say, unless each rank was started in a shell of its own."""
     assert speaks(environment, Namespace(**args)) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "name"),
+    [
+        (TORCHRUN, {}, "torchrun"),
+        (STEP, {}, "slurm"),
+        ({}, BY_HAND, "by_hand"),
+        ({}, {**BY_HAND, "local_world_size": 2}, "spawn"),
+        ({}, {}, "alone"),
+    ],
+)
+def test_launchers_have_names(environment: dict[str, str], options: dict[str, Any], name: str) -> None:
+    """What a log says of how the processes were started is what started them."""
+    assert launcher_name(environment, LaunchOptions(**options)) == name
