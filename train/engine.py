@@ -105,7 +105,6 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + left)
     batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
-    job.keeper.restore_random()
     with job.method.joined(optimizer) if join else nullcontext():
         for samples, (x, y) in batches:
             lr = job.rate.at(position.step)

@@ -33,8 +33,10 @@ def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
     mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
     largest_share = math.ceil(len(samples) / ctx.world_size)
     parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
-    # batch_size=None: as in training, whole batches are asked for, here the parts.
-    return DataLoader(samples, sampler=[part.tolist() for part in parts], batch_size=None)
+    # batch_size=None: as in training, whole batches are asked for, here the parts. A generator of its own, as in
+    # training: a run that is resumed at the end of an epoch evaluates once more, and dropout must not hear of it.
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(samples, sampler=[part.tolist() for part in parts], batch_size=None, generator=generator)
 
 
 def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
@@ -66,8 +68,11 @@ class Best:
         self.step: int | None = None
 
     def take(self, test: Score, epoch: int, step: int) -> bool:
-        """Take one evaluation in; returns whether it is the best so far. Equal on all ranks, for the score is."""
-        if self.accuracy is not None and not test.accuracy > self.accuracy:
+        """Take one evaluation in; returns whether it is the best so far. Equal on all ranks, for the score is.
+
+        A run that is resumed at the end of an epoch may evaluate again what is the best already, and it stays so.
+        """
+        if self.accuracy is not None and step != self.step and not test.accuracy > self.accuracy:
             return False
         self.accuracy, self.epoch, self.step = test.accuracy, epoch, step
         return True

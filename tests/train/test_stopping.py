@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from resumed import TINY, differences, resume, state_of, whole
+from scenarios import load
 
 from train.engine import train
 from train.errors import Stopped
 from train.launch import RankContext
 from train.progress import Silent
+from train.recorders.make import make_recorder
+from train.recorders.several import Several
 from train.resume import state_path, states_folder
 from train.stopping import Stopping, steps_until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from syncheck.testing import Rank
     from train.metrics import Meter
+    from train.recorders.base import EpochRecord
 
 
 class Told:
@@ -114,6 +121,44 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     whole(ctx, once)
     mine, reference = (state_of(ctx, s, result.steps) for s in (settings, once))
     assert differences(mine, reference) == []
+
+
+class TellsAfterEpoch(Silent):
+    """Sends SIGTERM while the model is scored after the first epoch."""
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Send it."""
+        if record.epoch == 1:
+            self.told.number = signal.SIGTERM
+
+
+def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
+    """A run that is resumed scores that epoch again: same dropout, same files, and one record of each epoch."""
+    settings = replace(TINY, method="single", model="mnist_convnet", width=None, checkpoint_every=1000, save_best=True)
+    runs = {name: replace(settings, out=tmp_path / name, log_dir=tmp_path / name) for name in ("once", "parts")}
+    with make_recorder(runs["once"], RankContext(), "none") as recorder:
+        train(runs["once"], RankContext(), recorder)
+    told = Told()
+    both = Several([make_recorder(runs["parts"], RankContext(), "none"), TellsAfterEpoch(told)])
+    with pytest.raises(Stopped, match="after step 4; its state is saved"), both:
+        train(runs["parts"], RankContext(), both, told)
+    with make_recorder(runs["parts"], RankContext(), "none") as recorder:
+        train(replace(runs["parts"], resume=True), RankContext(), recorder)
+    mine, reference = (state_of(RankContext(), run, 8) for run in runs.values())
+    assert differences(mine["model"], reference["model"]) == []
+    assert mine["rng"]["torch"].equal(reference["rng"]["torch"])
+    lines = {
+        name: [json.loads(line) for line in (tmp_path / name / "single" / "metrics.jsonl").read_text().splitlines()]
+        for name in runs
+    }
+    kept = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
+    scores = {name: [[r.get(key) for key in kept] for r in lines[name] if r["event"] != "start"] for name in runs}
+    assert scores["parts"] == scores["once"]
+    best = [load(tmp_path / name / "best" / "single" / "rank_0.pth") for name in runs]
+    assert differences(*best) == []
 
 
 @pytest.mark.syncheck(ranks=2)

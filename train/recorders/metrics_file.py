@@ -37,7 +37,8 @@ class MetricsFile(Recorder):
     def resume_at(self, step: int) -> None:
         """Cut off what an earlier run has recorded after this optimizer step, and how it ended; the rest stays.
 
-        What a crash has left of a last line goes too. Raises UserError where the file cannot be read or written.
+        An epoch that ends with the step is evaluated again, and recorded again. What a crash has left of a last line
+        goes too. Raises UserError where the file cannot be read or written.
         """
         kept = []
         try:
@@ -49,7 +50,8 @@ class MetricsFile(Recorder):
         for line in lines:
             try:
                 record = json.loads(line)
-                if record["event"] != "start" and record["step"] > step:  # "end" has no step
+                # "end" has no step
+                if record["event"] != "start" and record["step"] + (record["event"] == "epoch") > step:
                     continue
             except (ValueError, TypeError, KeyError):
                 continue

@@ -67,7 +67,6 @@ class Keeper:
         self.complete: list[int] = []  # steps whose states are to stay
         self.saved_at: int | None = None
         self.cleared = False  # of states of an earlier run
-        self.generators: dict[str, Any] | None = None  # to be restored before the first step
         if settings.checkpoint_every is not None:
             with ctx.together():
                 check_writable(settings.out)
@@ -92,16 +91,6 @@ class Keeper:
             self._save(position)
         elif due:
             self.saver.attempts.save(f"the state of step {step}", lambda: self._save(position))
-
-    def restore_random(self) -> None:
-        """Let random numbers go on where they were saved, once.
-
-        To be called when the batches of the first epoch have been asked for: a DataLoader draws a number then, which
-        the run drew before it was interrupted.
-        """
-        if self.generators is not None:
-            restore_generators(self.generators, self.ctx.devices or (self.ctx.device,))
-            self.generators = None
 
     def _save(self, position: Position) -> None:
         """Save a state, and when it is complete remove older ones."""
@@ -146,9 +135,12 @@ class Keeper:
         for name, part in self.also.items():
             if name in state["also"]:
                 part.restore(state["also"][name])
+        trainer.fault.resumed(found.step, trainer.method, trainer.optimizer)
         self.position, self.resumed = restored_position(state, ctx), True
         if same:
-            self.generators = state["rng"]
+            # Last, for the rehearsal has drawn. From here to the first step nobody does: each DataLoader, which takes a
+            # number when a pass over it begins, has a generator of its own.
+            restore_generators(state["rng"], ctx.devices or (ctx.device,))
         else:
             reseed(settings.seed, found.step, ctx.rank)
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
@@ -157,6 +149,8 @@ class Keeper:
         tell(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
         for text in consequences(state, settings, ctx, trainer):
             tell(ctx, f"resumed: {text}")
+        if settings.checkpoint_every is None and found.step < self.plan.steps:
+            tell(ctx, "resumed: no more states are saved, for --checkpoint-every N is not given")
         if found.step == self.plan.steps:
             tell(ctx, "resumed: the run had already ended, there is nothing left to train")
             self.saver.finish(found.step)
