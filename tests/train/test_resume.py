@@ -41,6 +41,8 @@ MORE: dict[str, tuple[dict[str, Any], list[int]]] = {
     "ddp, powersgd": ({"comm_hook": "powersgd", "model": "convnet", "width": None}, [5]),
     "ddp, bf16 hook": ({"comm_hook": "bf16", **ADAMW}, [3]),
     "ddp, find_unused": ({"find_unused": True, "accumulate": 2}, [5]),
+    "ddp, a fault at the next step": ({"fault": "stale-rank", "fault_step": 4, **ADAMW}, [3]),
+    "ddp, frozen parameters": ({"fault": "frozen-not-broadcast", **ADAMW}, [3]),
     "zero, sgd": ({"method": "zero", "ema": 0.9, "amp": "bf16", **UNEVEN}, [5]),
     "zero, fp16": ({"method": "zero", "amp": "fp16", "sync_bn": True, **ADAMW}, [4]),
     "localsgd, in the warm-up": ({"method": "localsgd", "average_every": 3, "accumulate": 2}, [2]),

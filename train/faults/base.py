@@ -64,6 +64,9 @@ class Fault:
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:
         """Act when the parameters have been updated, before anything is saved."""
 
+    def resumed(self, step: int, method: Method, optimizer: Optimizer) -> None:
+        """Act when a resumed run is again as it was after this step."""
+
     def saving(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:  # noqa: ARG002 - for those that override it
         """Act before this rank's file is written. final: not one of the history. Returns what to write, or None."""
         return snapshot

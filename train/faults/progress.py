@@ -109,6 +109,11 @@ class StaleRank(Fault):
             self.refuse("before step 1 there is no step to be left at; use --fault-step 2 or more")
         self.held: tuple[list[Tensor], dict[str, Any]]
 
+    def resumed(self, step: int, method: Method, optimizer: Optimizer) -> None:
+        """Remember what is remembered of this step, which no state holds."""
+        if step < self.at:
+            self.after_step(step, method, optimizer)
+
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:
         """Remember one step, and undo the next."""
         if not self.bad:

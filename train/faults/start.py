@@ -76,10 +76,12 @@ class FrozenNotBroadcast(InitNotBroadcast):
         return forward
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Take what is frozen out of the optimizer, as a user does who hands it the trainable ones only."""
-        if step == 1:
-            for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        """Take what is frozen out of the optimizer, as a user does who hands it the trainable ones only.
+
+        At the first step of the run, and at the first after a resume.
+        """
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
 
 def first_convolution(module: nn.Module) -> nn.Conv2d:

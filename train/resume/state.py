@@ -108,8 +108,11 @@ def check_fits(state: Mapping[str, Any], trainer: Step, where: str) -> None:
             found, needed = (_shape(tensors[name]) if name in tensors else "no" for tensors in (theirs, mine))
             if found != needed:
                 raise UserError(f"--resume: {where}: {part}: {found} tensor {name}, and this program has {needed}")
-    names = parameter_names(trainer.method.module, held(trainer))
-    lacking = [name for name in names if name not in state["optimizer_names"]]
+    optimizer = held(trainer)
+    names, known = parameter_names(trainer.method.module, optimizer), state["optimizer_names"]
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # What is frozen has no state.
+    lacking = [n for n, parameter in zip(names, ordered, strict=True) if n not in known and parameter.requires_grad]
     if lacking:
         raise UserError(f"--resume: {where}: the optimizer's state has no parameter {lacking[0]}")
 
@@ -122,7 +125,7 @@ def restore(state: Mapping[str, Any], trainer: Step) -> None:
     """Give the model, optimizer, scaler, average and method what they held; under fsdp a collective.
 
     Tensors of the state are parts as this rank holds them, or whole where they were put together from the files of
-    another number of ranks: see `train.resume.shards`. Random states come last: see `Keeper.restore_random`.
+    another number of ranks: see `train.resume.shards`. Random states come after it: see `Keeper`.
     """
     method, optimizer = trainer.method, held(trainer)
     module, saved = method.module, state["model"]
