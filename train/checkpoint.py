@@ -9,6 +9,7 @@ are not.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -144,6 +145,8 @@ def beside(path: Path) -> Path:
 
 def write_beside(path: Path, payload: bytes) -> None:
     """Write the hidden file, to the disk itself; `path` stays as it is. Raises UserError with the system's reason."""
+    if path.is_dir():  # found now, before any rank's file takes its name
+        raise UserError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside(path).open("wb") as file:
@@ -200,6 +203,8 @@ def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
     removed = 0
     try:
         for path in set(_files_of(out, run)) - set(keep):
+            if path.is_dir():  # somebody else's
+                continue
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
         history, best = out / "history" / run, out / "best" / run

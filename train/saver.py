@@ -96,10 +96,14 @@ class Saver:
         self.saved = [path for path in paths if same_ranks or path.parent != self.settings.out]
 
     def finish(self, step: int) -> None:
-        """Write the final files of a run that had ended when it was resumed, if it has none; a collective then."""
+        """Write the final files of a run that had ended when it was resumed, if one is not there; a collective."""
         s = self.settings
         paths = [final_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
-        if s.save_per_rank and not set(paths) <= set(self.saved):
+        if not s.save_per_rank:
+            return
+        # Somebody may have removed or moved them since.
+        there = set(paths) <= set(self.saved) and all(paths[index].exists() for index in self._own)
+        if not all(self.ctx.gather(there)):
             self._save(paths, step, final=True)
 
     def _save(self, paths: list[Path], step: int, *, final: bool) -> list[Path]:
@@ -107,18 +111,15 @@ class Saver:
 
         Returns the paths of this process. Raises UserError on all ranks; files that were there before stay then.
         """
-        method = self.trainer.method
-        first = self.ctx.rank * method.replicas
-        mine = paths[first : first + method.replicas]
         written: list[Path] = []
         try:
-            replicas = method.state(self.trainer.optimizer)
+            replicas = self.trainer.method.state(self.trainer.optimizer)
             with self.ctx.together():
-                for index, (path, replica) in enumerate(zip(mine, replicas, strict=True), first):
+                for index, replica in zip(self._own, replicas, strict=True):
                     payload = self._encoded(replica, index, step, final=final)
                     if payload is not None:
-                        written.append(path)
-                        write_beside(path, payload)
+                        written.append(paths[index])
+                        write_beside(paths[index], payload)
             if not self.cleared:
                 self._clear(paths)
             with self.ctx.together():
@@ -128,8 +129,20 @@ class Saver:
         finally:
             for path in written:
                 remove_beside(path)
+        # Of other ranks or another format, before the run was resumed: a mixture of old and new would say that ranks
+        # differ.
+        old = [path for path in self.saved if path.parent == paths[0].parent and path not in paths]
+        self.saved = [path for path in self.saved if path not in old]
         self.saved += [path for path in paths if path not in self.saved]
-        return mine
+        if old:
+            self._clear(paths)
+        return [paths[index] for index in self._own]
+
+    @property
+    def _own(self) -> range:
+        """Number the replicas that this process holds."""
+        replicas = self.trainer.method.replicas
+        return range(self.ctx.rank * replicas, (self.ctx.rank + 1) * replicas)
 
     def _encoded(self, replica: Replica, index: int, step: int, *, final: bool) -> bytes | None:
         """Make the bytes of one file, or what a planted fault makes of it; None for no file. index: of the replica."""

@@ -85,3 +85,13 @@ def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, mon
     assert load(state_path(folder, 3, ctx.rank))["step"] == 3
     _, notes = resume(ctx, settings)
     assert notes.steps == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_folder_in_the_way(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Where a folder has the name of rank 1's file, rank 0's file of that step does not appear either."""
+    settings = replace(TINY, checkpoint_every=None, save_every=3, out=syncheck_rank.shared)
+    step = syncheck_rank.shared / "history" / "ddp" / "step_3"
+    (step / "rank_1.pth").mkdir(parents=True, exist_ok=True)
+    assert "rank_1.pth: Is a directory" in train(settings, ctx, Silent()).failed
+    assert [path.name for path in step.iterdir()] == ["rank_1.pth"]

@@ -173,8 +173,37 @@ def test_a_run_that_had_ended_is_evaluated(tmp_path: Path, capsys: pytest.Captur
     assert (again.steps, again.test) == (result.steps, result.test)
     assert [path.name for path in again.saved] == ["single_rank0.pth"]
     assert "the run had already ended, there is nothing left to train" in capsys.readouterr().err
-    ended = torch.load(tmp_path / "single_rank0.pth", weights_only=True)["model"]
+    final = tmp_path / "single_rank0.pth"
+    ended = torch.load(final, weights_only=True)["model"]
     assert all(tensor.equal(ended[name]) for name, tensor in state_of(ME, settings, 8)["model"].items())
+
+
+def test_a_final_file_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    """The summary of a run that had ended names no file that is not there."""
+    settings = replace(ALONE, save_per_rank=True, out=tmp_path)
+    whole(ME, settings)
+    (tmp_path / "single_rank0.pth").unlink()
+    assert [path.exists() for path in resume(ME, settings)[0].saved] == [True]
+
+
+def test_best_of_another_format_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the best epoch that the new ones do not overwrite go with them: no mixture of two epochs is left."""
+    monkeypatch.setattr("train.scoring.Best.take", lambda *_: True)
+    settings = replace(ALONE, save_best=True, save_per_rank=True, out=tmp_path)
+    interrupt(ME, settings, 5)
+    best = tmp_path / "best" / "single"
+    assert [path.name for path in best.iterdir()] == ["rank_0.pth"]
+    result, _ = resume(ME, replace(settings, save_format="safetensors"))
+    assert [path.name for path in best.iterdir()] == ["rank_0.safetensors"]
+    assert sorted(path.relative_to(tmp_path) for path in result.saved) == sorted(
+        path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors")
+    )
+
+
+def test_states_that_are_not_saved_are_told(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is resumed without --checkpoint-every says that it saves no more states."""
+    resume(ME, replace(ALONE, out=stopped.parents[1], checkpoint_every=None))
+    assert "resumed: no more states are saved, for --checkpoint-every N is not given" in capsys.readouterr().err
 
 
 def test_other_tensors_are_refused(stopped: Path) -> None:

@@ -129,7 +129,7 @@ def wait(processes: Sequence[BaseProcess], signals: socket) -> int:
         patience = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
         if signals in connection.wait([signals, *(process.sentinel for process in running)], patience):
             another = signals.recv(1)[0]
-            if another == signal.SIGHUP or time.monotonic() - since > REPEAT:
+            if another == signal.SIGHUP or (another != signal.SIGUSR1 and time.monotonic() - since > REPEAT):
                 return number or another
             number = number or another
             if since == float("inf"):
