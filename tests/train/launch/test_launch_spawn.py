@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +16,9 @@ import pytest
 from programs import SHORT, TRAIN, alive, assert_trained, children, command, imports_torch, wait_for
 
 from train.launch import Ending
-from train.launch.spawn import verdict
+from train.launch.spawn import verdict, wait
 
 if TYPE_CHECKING:
-    import subprocess
-
     from programs import Programs, Run
 
 LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
@@ -203,3 +204,34 @@ def test_no_rank_outlives_its_parent_while_starting(programs: Programs) -> None:
     os.kill(process.pid, signal.SIGKILL)
     run = finished(programs, process)
     assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGKILL, "", "")
+
+
+class Shell:
+    """A process as multiprocessing shows it, which is told to end and takes a second for it."""
+
+    def __init__(self) -> None:
+        script = "trap '' TERM USR1; echo; sleep 1"
+        self.process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+        self.pid, self.sentinel = self.process.pid, os.pidfd_open(self.process.pid)
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self.process.poll()
+
+
+def test_a_notice_is_no_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGUSR1 some time after SIGTERM does not cut short what the ranks save."""
+    monkeypatch.setattr("train.launch.spawn.REPEAT", 0.1)
+    rank: Any = Shell()
+    reader, writer = socket.socketpair()
+    with reader, writer, rank.process:
+        writer.send(bytes([signal.SIGTERM]))
+        notice = threading.Timer(0.4, writer.send, [bytes([signal.SIGUSR1])])
+        notice.start()
+        assert wait([rank], reader) == signal.SIGTERM
+        assert rank.exitcode == 0
+        notice.join()
+    os.close(rank.sentinel)
