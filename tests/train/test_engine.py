@@ -145,3 +145,10 @@ def test_optimizer_takes_all_parameters_in_order() -> None:
         assert isinstance(optimizer, kind)
         (group,) = optimizer.param_groups
         assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+
+
+def test_dropout_does_not_hear_of_evaluations() -> None:
+    """How often the model is scored decides nothing of what is trained, with random numbers in the model too."""
+    settings = Settings(model="mnist_convnet", limit_train=32, epochs=2)
+    results = [train(replace(settings, eval_every=every), RankContext(), Silent()) for every in (1, 2)]
+    assert results[0].trained == results[1].trained
