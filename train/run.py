@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     try:
         check_modifiers(settings)
     except UserError as error:
-        if args.method is None and settings.method == "single":
+        if args.method is None and settings.method == "single" and fits(replace(settings, method="ddp")):
             raise UserError(f"{error}; add --spawn 2, or start with torchrun") from error
         raise
     grouped = METHODS[settings.method].grouped
@@ -93,6 +94,15 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     if not 0 < args.timeout <= LONGEST:
         raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
     return settings, ctx
+
+
+def fits(settings: Settings) -> bool:
+    """Tell whether the method takes all the options given."""
+    try:
+        check_modifiers(settings)
+    except UserError:
+        return False
+    return True
 
 
 def work(args: argparse.Namespace) -> Ending:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,7 +36,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Hand over to the place where all mistakes are reported."""
-        raise UserError(message)
+        raise UserError(message + self._meant(message))
+
+    def _meant(self, message: str) -> str:
+        """Name the option or choice that is spelt most like what was typed, if any is; Python does from 3.14 on."""
+        if "maybe you meant" in message:
+            return ""
+        typed, known = "", []
+        if found := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
+            typed, known = found[1], re.findall(r"[\w-]+", found[2])
+        elif found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            typed, known = found[1], list(self._option_string_actions)
+        near = difflib.get_close_matches(typed, known, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print the help once, whatever the number of processes."""
