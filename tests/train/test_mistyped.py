@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from train.run import main
@@ -64,3 +67,13 @@ def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monke
     fail("something else")
     with pytest.raises(RuntimeError, match="something else"):
         main(["--limit-train", "64"])
+
+
+def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that cannot be printed is one line and exit code 2."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - to close it fails, too
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(["--list-faults"]) == 2
+    assert capsys.readouterr().err == "run.py: error: cannot write to stdout: No space left on device\n"
+    with suppress(OSError):
+        full.close()
