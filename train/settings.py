@@ -204,11 +204,7 @@ def check(settings: Settings, world_size: int) -> None:
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
     check_hook(s)
-    check_join(s)
-    if s.join and s.batch_size % world_size:
-        raise UserError(
-            f"--join --batch-size {s.batch_size}: every rank's batches are of one size; use a multiple of {world_size}"
-        )
+    check_join(s, world_size)
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:
@@ -247,7 +243,7 @@ def check_hook(settings: Settings) -> None:
         )
 
 
-def check_join(settings: Settings) -> None:
+def check_join(settings: Settings, world_size: int) -> None:
     """Refuse what would wait for ranks that have no batch left, or what their last steps would be missing in.
 
     Raises UserError.
@@ -267,3 +263,7 @@ def check_join(settings: Settings) -> None:
     ):
         if used:
             raise UserError(f"--join: not with {option}: {reason}")
+    if s.batch_size % world_size:
+        raise UserError(
+            f"--join --batch-size {s.batch_size}: every rank's batches are of one size; use a multiple of {world_size}"
+        )

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,8 +31,9 @@ class Print(argparse.Action):
             try:
                 sys.stdout.write(self.const())
                 sys.stdout.flush()
-            except BrokenPipeError:
-                raise
+            except BrokenPipeError:  # as `| head` leaves; what is still to be flushed goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                parser.exit(128 + signal.SIGPIPE)
             except OSError as error:
                 raise UserError(f"cannot write to stdout: {error.strerror}") from error
         parser.exit()
