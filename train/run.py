@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if __name__ == "__main__":
     # Python put train/ here. The root of this clone takes its place, before anything of ours is imported, so
     # that `train` and `syncheck` are the ones beside this file whatever else is installed.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if find_spec("torch") is None:
+        sys.stderr.write("run.py: error: torch is not installed; in this clone: pip install -e '.[train]'\n")
+        sys.exit(2)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports, which take seconds, needs no traceback of theirs.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from programs import RUN
 
 from train.run import main
+
+if TYPE_CHECKING:
+    from programs import Programs
 
 
 @pytest.mark.parametrize(
@@ -77,3 +83,10 @@ def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert capsys.readouterr().err == "run.py: error: cannot write to stdout: No space left on device\n"
     with suppress(OSError):
         full.close()
+
+
+def test_without_torch_it_says_what_to_install(programs: Programs) -> None:
+    """Where only syncheck was installed the trainer is one line, not the end of an import."""
+    done = programs.run(sys.executable, "-S", RUN)  # -S: without site-packages
+    message = "run.py: error: torch is not installed; in this clone: pip install -e '.[train]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -33,7 +33,7 @@ MODELS = {
     "pyramidnet": Network(pyramidnet, PYRAMIDNET, ("width", "depth", "alpha")),
     "pyramidnet_bottleneck": Network(pyramidnet_bottleneck, PYRAMIDNET, ("width", "depth", "alpha")),
     "convnet": Network(convnet, "three convolutions"),
-    "mnist_convnet": Network(mnist_convnet, "https://github.com/pytorch/examples mnist, with dropout"),
+    "mnist_convnet": Network(mnist_convnet, "github.com/pytorch/examples mnist, with dropout"),
     "transformer": Network(transformer, "https://arxiv.org/abs/2010.11929, small", ("width", "depth")),
 }
 
