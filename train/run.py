@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,9 @@ if __name__ == "__main__":
     # Python put train/ here. The root of this clone takes its place, before anything of ours is imported, so
     # that `train` and `syncheck` are the ones beside this file whatever else is installed.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if find_spec("torch") is None:
+        sys.stderr.write("run.py: error: torch is not installed; in this clone: pip install -e '.[train]'\n")
+        sys.exit(2)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports, which take seconds, needs no traceback of theirs.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -84,7 +89,7 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     try:
         check_modifiers(settings)
     except UserError as error:
-        if args.method is None and settings.method == "single":
+        if args.method is None and settings.method == "single" and fits(replace(settings, method="ddp")):
             raise UserError(f"{error}; add --spawn 2, or start with torchrun") from error
         raise
     grouped = METHODS[settings.method].grouped
@@ -93,6 +98,15 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     if not 0 < args.timeout <= LONGEST:
         raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
     return settings, ctx
+
+
+def fits(settings: Settings) -> bool:
+    """Tell whether the method takes all the options given."""
+    try:
+        check_modifiers(settings)
+    except UserError:
+        return False
+    return True
 
 
 def work(args: argparse.Namespace) -> Ending:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.settings import LARGEST
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,19 +26,21 @@ class LearningRate:
     """The learning rate of each step: a linear rise to the peak, then the rest of the schedule.
 
     shares: how many the global batch is split into, one for each rank, or each replica of dp. Raises UserError where
-    the warm-up is longer than the run.
+    the warm-up is longer than the run, or the rate is no float32.
     """
 
     def __init__(self, settings: Settings, plan: Plan, shares: int) -> None:
         self.plan, self.kind = plan, settings.schedule
         self.peak = settings.lr * SCALES[settings.lr_scale](shares)
-        self.rise: int | None = None
-        if settings.warmup_steps is not None:
-            self.rise = settings.warmup_steps
+        if self.peak > LARGEST:
+            raise UserError(f"--lr {settings.lr:g}: the learning rate would be {self.peak:g}, more than float32 holds")
+        rise: float | None = settings.warmup_steps
         if settings.warmup_epochs is not None:
-            self.rise = round(settings.warmup_epochs * plan.steps_per_epoch)
-        if self.rise is not None and self.rise > plan.steps:
-            raise UserError(f"the warm-up takes {self.rise} steps and the run has {plan.steps}: shorten it")
+            rise = settings.warmup_epochs * plan.steps_per_epoch
+        if rise is not None and (math.isinf(rise) or round(rise) > plan.steps):
+            option = "--warmup-steps" if settings.warmup_epochs is None else "--warmup-epochs"
+            raise UserError(f"{option}: the warm-up takes {rise:g} steps and the run has {plan.steps}: shorten it")
+        self.rise = None if rise is None else round(rise)
 
     def at(self, step: int) -> float:
         """Give the learning rate of a step, counted from 0."""

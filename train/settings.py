@@ -11,6 +11,8 @@ from train.errors import UserError
 
 # Used where --lr is not given. Found on digits with resnet8 at a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
+LARGEST = 3.4e38  # of float32, to which torch's optimizers convert rates
+MOST_WORKERS = 1024  # per rank; each takes memory, so more is a slip of the finger that stops the machine
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
 APART = frozenset(
     {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
@@ -190,8 +192,8 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--ema {s.ema}: needs a number between 0 and 1, like 0.999")
     if not 0 <= s.momentum < 1:
         raise UserError(f"--momentum {s.momentum}: needs a number from 0 to below 1")
-    if not (math.isfinite(s.weight_decay) and s.weight_decay >= 0):
-        raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number")
+    if not 0 <= s.weight_decay <= LARGEST:
+        raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number up to {LARGEST}")
     if not 0 <= s.seed < 2**63:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
     _check_running(s)
@@ -202,11 +204,13 @@ def check(settings: Settings, world_size: int) -> None:
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
     check_hook(s)
-    check_join(s)
+    check_join(s, world_size)
     if s.fault_step is not None and s.fault is None:
         raise UserError("--fault-step: needs --fault; --list-faults names them")
     if s.batch_size < world_size * s.accumulate:
-        parts = f"{world_size} ranks" + (f" x {s.accumulate} micro-batches" if s.accumulate > 1 else "")
+        parts = f"{world_size} rank{'s' * (world_size > 1)}" + (
+            f" x {s.accumulate} micro-batches" if s.accumulate > 1 else ""
+        )
         least = world_size * s.accumulate
         raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
 
@@ -218,8 +222,8 @@ def _check_running(s: Settings) -> None:
         raise UserError(f"--warmup-steps {s.warmup_steps}: needs 0 or more")
     if s.warmup_epochs is not None and not (math.isfinite(s.warmup_epochs) and s.warmup_epochs >= 0):
         raise UserError(f"--warmup-epochs {s.warmup_epochs}: needs 0 or a positive number")
-    if s.workers < 0:
-        raise UserError(f"--workers {s.workers}: needs 0 or more")
+    if not 0 <= s.workers <= MOST_WORKERS:
+        raise UserError(f"--workers {s.workers}: needs 0 to {MOST_WORKERS}")
     if s.tensorboard and s.log_dir is None:
         raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
 
@@ -239,7 +243,7 @@ def check_hook(settings: Settings) -> None:
         )
 
 
-def check_join(settings: Settings) -> None:
+def check_join(settings: Settings, world_size: int) -> None:
     """Refuse what would wait for ranks that have no batch left, or what their last steps would be missing in.
 
     Raises UserError.
@@ -259,3 +263,7 @@ def check_join(settings: Settings) -> None:
     ):
         if used:
             raise UserError(f"--join: not with {option}: {reason}")
+    if s.batch_size % world_size:
+        raise UserError(
+            f"--join --batch-size {s.batch_size}: every rank's batches are of one size; use a multiple of {world_size}"
+        )

@@ -53,7 +53,7 @@ warms up and is left out.
 exit codes:
   0  all was measured, or refused by the method itself, which is told
   1  a case failed
-  2  a mistake in the options
+  2  a mistake in the options, or every case was refused
 """
 
 
@@ -116,7 +116,9 @@ def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         path.write_text(FORMATS[path.suffix](rows, found))
     if interrupted:
         return 128 + signal.SIGINT
-    return 1 if any(row.problem and not row.refused for row in rows) else 0
+    if any(row.problem and not row.refused for row in rows):
+        return 1
+    return 2 if all(row.problem for row in rows) else 0
 
 
 def take_turns(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:
@@ -159,16 +161,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = words.index("--") if "--" in words else len(words)
     options = words[cut + 1 :] or list(WORKLOAD)
     try:
-        arguments = build_parser().parse_args(words[:cut])
-        check(arguments)
+        arguments, unknown = build_parser().parse_known_args(words[:cut])
+        if unknown:
+            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; options of run.py stand behind --")
+        check(arguments, options)
         return look_closer(arguments, options) if arguments.parts or arguments.overhead else compare(arguments, options)
     except UserError as error:
         sys.stderr.write(f"train.bench: error: {error}\n")
         return 2
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace, options: Sequence[str]) -> None:
     """Refuse what cannot be measured or written, before an hour goes into it. Raises UserError."""
+    from train.options import build_parser as trainer  # here: it imports torch, for which --help need not wait
+
     for name, least in (("processes", 2), ("rounds", 1), ("threads", 1)):
         if getattr(arguments, name) < least:
             raise UserError(f"--{name} {getattr(arguments, name)}: needs {least} or more")
@@ -177,7 +183,15 @@ def check(arguments: argparse.Namespace) -> None:
             raise UserError(f"-o {path}: the ending names the format; there are {', '.join(FORMATS)}")
         if not path.absolute().parent.is_dir():
             raise UserError(f"-o {path}: there is no folder {path.parent}")
+        try:
+            new = not path.exists()
+            path.open("a").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
     chosen([] if arguments.cases == ["all"] else arguments.cases)
+    trainer().parse_args(list(options))
 
 
 if __name__ == "__main__":

@@ -106,23 +106,23 @@ class Ddp(NoExtraState):
         scaler.update()
         optimizer.zero_grad()
 
+    @contextmanager
+    def joined(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let ranks run out of batches one before the other, and bring all to where the last one is."""
+        # 4a. A rank that is done stays in the block until all are: there it answers the others' messages with zeros.
+        #     DDP goes on dividing by all ranks, so a sample weighs as much as before. In the end it sends all ranks the
+        #     parameters and buffers of one that was among the last.
+        with self.wrapper.join():
+            yield
+        # 4b. But not its optimizer, of which DDP knows nothing: the momentum of a rank that was done earlier lacks the
+        #     others' last steps, and ranks would part with the first step of the next epoch. Rank 0 is always one of
+        #     the last.
+        send_optimizer(optimizer, self.ctx.device)
+
     def state(self, optimizer: Optimizer) -> list[Replica]:
         """Give this rank's replica."""
         # 5. Of the module, not of the wrapper, which would put "module." before every name.
         return [Replica(self.module.state_dict(), optimizer)]
-
-    @contextmanager
-    def joined(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ranks run out of batches one before the other, and bring all to where the last one is."""
-        # 6. A rank that is done stays in the block until all are: there it answers the others' messages with zeros.
-        #    DDP goes on dividing by all ranks, so a sample weighs as much as before. In the end it sends all ranks the
-        #    parameters and buffers of one that was among the last.
-        with self.wrapper.join():
-            yield
-        # 6a. But not its optimizer, of which DDP knows nothing: the momentum of a rank that was done earlier lacks the
-        #     others' last steps, and ranks would part with the first step of the next epoch. Rank 0 is always one of
-        #     the last.
-        send_optimizer(optimizer, self.ctx.device)
 
     def extra_state(self) -> dict[str, Any]:
         """Give what PowerSGD remembers, if that is the hook."""

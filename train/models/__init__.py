@@ -19,6 +19,7 @@ from train.models.transformer import transformer
 
 __all__ = ["MODELS", "build_model", "list_models"]
 
+LARGEST = 65_536  # of width, depth and alpha: what is above is a slip of the finger, and overflows in torch
 RESNET, PYRAMIDNET = "https://arxiv.org/abs/1512.03385", "https://arxiv.org/abs/1610.02915"
 MODELS = {
     "resnet8": Network(resnet8, f"{RESNET} 4.2"),
@@ -32,7 +33,7 @@ MODELS = {
     "pyramidnet": Network(pyramidnet, PYRAMIDNET, ("width", "depth", "alpha")),
     "pyramidnet_bottleneck": Network(pyramidnet_bottleneck, PYRAMIDNET, ("width", "depth", "alpha")),
     "convnet": Network(convnet, "three convolutions"),
-    "mnist_convnet": Network(mnist_convnet, "https://github.com/pytorch/examples mnist, with dropout"),
+    "mnist_convnet": Network(mnist_convnet, "github.com/pytorch/examples mnist, with dropout"),
     "transformer": Network(transformer, "https://arxiv.org/abs/2010.11929, small", ("width", "depth")),
 }
 
@@ -58,7 +59,14 @@ def build_model(
         if number is not None and option not in network.options:
             others = ", ".join(other for other in MODELS if option in MODELS[other].options)
             raise UserError(f"--{option} {number}: {name} has a fixed {option}; those with the option are {others}")
-    return network.build(Shape(channels, classes, image_size, width, depth, alpha))
+        if number is not None and number > LARGEST:
+            raise UserError(f"--{option} {number}: needs {LARGEST} or less")
+    try:
+        return network.build(Shape(channels, classes, image_size, width, depth, alpha))
+    except RuntimeError as error:  # torch has no class of its own for the CPU's memory
+        if "allocate memory" not in str(error):
+            raise
+        raise UserError(f"--model {name}: not enough memory on this machine") from error
 
 
 def list_models() -> str:
