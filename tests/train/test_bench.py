@@ -164,17 +164,18 @@ def test_a_case_that_does_not_end_is_ended(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_what_was_measured(programs: Programs) -> None:
-    """The table so far, exit code 130, and nothing is left running."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
+def test_a_signal_prints_what_was_measured(programs: Programs, number: signal.Signals, code: int) -> None:
+    """Ctrl-C and kill give the table so far and their exit code, and nothing is left running."""
     process = programs.start(*BENCH, "ddp", "--rounds", 99, *TINY, cwd=ROOT)
     wait_for(lambda: children(process.pid), 30)
     (first,) = children(process.pid)
     wait_for(lambda: children(process.pid) not in ([], [first]), 60)  # `single` was measured, `ddp` is running
     time.sleep(1)
     running = children(process.pid)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     done = programs.finish(process, 30)
-    assert done.returncode == 130
+    assert done.returncode == code
     assert "interrupted" in done.stderr
     assert re.search(r"^single +python +1 ", done.stdout, re.MULTILINE)
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
