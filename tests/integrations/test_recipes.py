@@ -72,6 +72,7 @@ def test_a_loop_with_ddp() -> None:
 
 @SHARDS
 @pytest.mark.syncheck(ranks=2)
+@pytest.mark.slow
 def test_a_loop_with_fsdp() -> None:
     """Shards of which there is one copy cannot be compared: undecided, with the finding that says why."""
     (code,) = blocks()["FSDP2"]
@@ -107,6 +108,7 @@ def out_of_sync(namespace: dict[str, Any]) -> Any:
 
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("block", [0, 1], ids=["mesh", "group"])
+@pytest.mark.slow
 def test_a_loop_with_parts(syncheck_rank: Any, block: int) -> None:
     """Parts of a layer that differ by design are in sync; one copy that goes astray is found."""
     namespace = run(blocks()["Tensor, pipeline and expert parallelism"][block], averaged)

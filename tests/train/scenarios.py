@@ -38,6 +38,11 @@ def fsdp(*values: Any) -> Any:
     return pytest.param(*values, marks=NEEDS_FSDP)
 
 
+def slow_fsdp(*values: Any) -> Any:
+    """Mark the parameters of such a test that takes long too."""
+    return pytest.param(*values, marks=[NEEDS_FSDP, pytest.mark.slow])
+
+
 def run(ctx: RankContext, settings: Settings) -> Result:
     """Train. It ends with a collective, so all ranks' files are there when it returns on any of them."""
     return train(settings, ctx, Silent())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, SMALL, fsdp, run, trained, whole_state
+from scenarios import NEEDS_FSDP, SMALL, fsdp, run, slow_fsdp, trained, whole_state
 from torch.nn.utils import clip_grad_norm_
 
 from train.launch import RankContext
@@ -69,6 +69,7 @@ def test_hsdp_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> N
 
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
+@pytest.mark.slow
 def test_hsdp_with_sync_bn_trains_like_single(ctx: RankContext) -> None:
     """With BatchNorm over all four ranks too, running statistics included."""
     settings = replace(SMALL, method="hsdp", sync_bn=True, shuffle=False, max_steps=5, save_per_rank=False)
@@ -76,7 +77,7 @@ def test_hsdp_with_sync_bn_trains_like_single(ctx: RankContext) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
+@pytest.mark.parametrize("method", ["ddp", slow_fsdp("fsdp"), pytest.param("zero", marks=pytest.mark.slow)])
 def test_clipping_sees_gradients_without_their_scale(ctx: RankContext, method: str) -> None:
     """With fp16 the norm is that of the gradient itself: clipped before it is unscaled, nothing would be left of it."""
     settings = replace(NO_BN, method=method, amp="fp16", grad_clip=CLIP, max_steps=6)  # CPUs are slow at float16

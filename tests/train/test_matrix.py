@@ -86,7 +86,7 @@ def test_page_lists_every_fault() -> None:
         pytest.param("ddp", marks=pytest.mark.syncheck(ranks=2)),
         pytest.param("zero", marks=[pytest.mark.slow, pytest.mark.syncheck(ranks=2)]),
         pytest.param("localsgd", marks=[pytest.mark.slow, pytest.mark.syncheck(ranks=2)]),
-        pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=2)]),
+        pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.slow, pytest.mark.syncheck(ranks=2)]),
         pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.slow, pytest.mark.syncheck(ranks=4)]),
     ],
 )

@@ -47,6 +47,7 @@ def test_halves_stand_for_nodes(ctx: RankContext, syncheck_rank: Rank, accumulat
 
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
+@pytest.mark.slow
 def test_real_nodes_are_taken_as_they_are(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Where the ranks know their nodes, those are the groups, in whatever order, and the host is the machine's own."""
     settings = replace(QUIET, max_steps=2, fault=FAULT, out=syncheck_rank.shared)

@@ -95,6 +95,7 @@ def test_stops_and_goes_on(
         assert f"run.py: resumed ddp at step {step}/{step + 3}, " in run.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_to_a_step(programs: Programs) -> None:
     """SIGTERM is noted, and ends the process with the reason when its grace is over."""
     process = holds(programs)
