@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 # What the bare loop does not do, so that the two would not do the same work.
-UNLIKE = ("amp", "accumulate", "grad_clip", "ema", "keep_last", "join", "compile", "channels_last", "fault", "workers")
-UNLIKE += ("monitor", "save_every", "checkpoint_every", "resume")
+UNLIKE = (
+    *("amp", "accumulate", "grad_clip", "ema", "keep_last", "join", "compile", "channels_last"),
+    *("fault", "workers", "monitor", "save_every", "checkpoint_every", "resume"),
+)
 
 
 def check(settings: Settings, ctx: RankContext) -> None:
