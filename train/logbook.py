@@ -53,9 +53,8 @@ class Logbook:
         self.gathers = settings.log_dir is not None or settings.log_interval is not None
         self.every = settings.log_interval or INTERVAL
         self.since_record, self.of_epoch = Stretch(), Stretch()
-        # The meter counts by epochs, records by steps: what it had counted at the last record, and what it counted
-        # between that record and the end of the epoch.
-        self.counted, self.carried = position.meter.sums.clone(), torch.zeros_like(position.meter.sums)
+        # The meter counts by epochs, records by steps: what it counted between the last record and the epoch's end.
+        self.carried = torch.zeros_like(position.meter.sums)
         self.utilization: list[float] = []
 
     def start(self, resumed_at: int | None = None) -> None:
@@ -103,7 +102,7 @@ class Logbook:
             self.recorder.log(self._record(position, lr))
 
     def _record(self, position: Position, lr: float) -> StepRecord:
-        sums = (self.carried + position.meter.sums - self.counted).tolist()  # waits for the device
+        sums = (self.carried + position.meter.take()).tolist()  # waits for the device
         self._read_clock()
         own = self.since_record.pace(self.ctx.device)
         rows = self._gather(sums, own)
@@ -125,14 +124,13 @@ class Logbook:
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
         )
         self.since_record = Stretch()
-        self.counted, self.carried = position.meter.sums.clone(), torch.zeros_like(self.carried)
+        self.carried.zero_()
         return record
 
     def end_epoch(self, position: Position) -> None:
         """Stop the clock, after the sums of the epoch have been read."""
         self._read_clock()
-        self.carried += position.meter.sums - self.counted
-        self.counted = torch.zeros_like(self.counted)
+        self.carried += position.meter.take()
 
     def warned(self, text: str) -> None:
         """Take note of what somebody should know; empty for nothing."""
@@ -156,6 +154,8 @@ class Logbook:
             utilization = sum(known) / len(known) if known else None
             elapsed = slowest.batch_time_s * self.of_epoch.steps
         self.utilization.clear()
+        # Under --join the last steps of an epoch are smaller, and an epoch is never resumed in the middle.
+        samples = trained.samples if self.job.settings.join else self.of_epoch.samples
         self.recorder.epoch(
             EpochRecord(
                 step=position.step,
@@ -163,7 +163,7 @@ class Logbook:
                 trained=trained,
                 test=test,
                 # Of what this process has seen: a run that was resumed within the epoch has counted more.
-                samples_per_second=self.of_epoch.samples / elapsed if self.of_epoch.steps else 0.0,
+                samples_per_second=samples / elapsed if self.of_epoch.steps else 0.0,
                 train_time_s=self.of_epoch.seconds,
                 test_time_s=test_time,
                 best=best,

@@ -31,17 +31,25 @@ class Meter:
     """Adds up sums, never means: ranks and batches of different size then weigh what they should.
 
     The sums stay on the device, so that adding does not wait for it, and in float64, where counts are exact.
+    sums: [3] loss, right answers, samples. recent: [3] the same since the last `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, right answers, samples
+        self.both = torch.zeros(3, 2, dtype=torch.float64, device=device)
+        self.sums, self.recent = self.both.unbind(1)  # views
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Count one batch. loss_sum: [] the sum over its samples. logits: [N, classes]. labels: [N] int64."""
         right = (logits.detach().argmax(1) == labels).sum()
-        self.sums[0] += loss_sum.detach()
-        self.sums[1] += right
-        self.sums[2] += len(labels)
+        self.both[0] += loss_sum.detach()
+        self.both[1] += right
+        self.both[2] += len(labels)
+
+    def take(self) -> Tensor:
+        """Give the sums since the last call, [3]: not as a difference of sums, which one infinite loss would spoil."""
+        taken = self.recent.clone()
+        self.recent.zero_()
+        return taken
 
     def local(self) -> Score:
         """Score what this rank has seen."""

@@ -8,15 +8,15 @@ import re
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from bench_rows import MACHINE, epoch, record, row
 from programs import ROOT, alive, children, wait_for
 
 from train.bench.__main__ import main
 from train.bench.cases import CASES, chosen
-from train.bench.parts import explain
-from train.bench.runs import Row, Timing, timing
+from train.bench.runs import Timing, timing
 from train.bench.table import as_json, as_markdown, as_text, speed_up
 from train.errors import UserError
 from train.options import build_parser
@@ -28,32 +28,6 @@ if TYPE_CHECKING:
 
 BENCH = (sys.executable, "-m", "train.bench")
 TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit-train", "128", "--epochs", "2")
-MACHINE: dict[str, Any] = {
-    "cpu": "A processor",
-    "cores": 2,
-    "gpus": [],
-    "python": "3.11",
-    "torch": "2.15",
-    "threads": 1,
-    "rounds": 2,
-    "options": ["--model", "resnet8"],
-}
-
-
-def row(name: str, *epochs: float, problem: str = "") -> Row:
-    """A case with a run for each epoch time: 10 steps, 320 samples."""
-    return Row(CASES[name], 2, [Timing(3.0, (t,), 10, 320, 0.5, 10**8) for t in epochs], problem=problem)
-
-
-def record(event: str, **values: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
-    return {"event": event, "time": 1000.0, "run": "ddp", **values}
-
-
-def epoch(number: int, seconds: float, accuracy: float = 0.1, memory: int = 1) -> dict[str, Any]:
-    """An epoch's line: 10 steps, 320 samples."""
-    values = {"epoch_time_s": seconds, "samples": 320, "test_accuracy": accuracy, "peak_memory_bytes": memory}
-    return record("epoch", epoch=number, step=10 * number, **values)
 
 
 def test_the_first_epoch_is_left_out() -> None:
@@ -67,6 +41,15 @@ def test_the_first_epoch_is_left_out() -> None:
 def test_a_single_epoch_counts_itself() -> None:
     """Where there is no other, the first epoch is better than nothing."""
     assert timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
+
+
+def test_an_epoch_that_was_cut_short_does_not_count() -> None:
+    """Of epochs of 10, 10 and 5 steps the second counts; where the short one is alone, its own steps do."""
+    short = {**epoch(3, 2.0), "step": 25, "samples": 160}
+    found = timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
+    assert (found.epochs, found.steps, found.samples) == ((4.0,), 10, 320)
+    found = timing([record("start"), epoch(1, 99.0), {**short, "epoch": 2, "step": 15}], began=990.0)
+    assert (found.epochs, found.steps, found.samples) == ((2.0,), 5, 160)
 
 
 def test_speed_up_is_over_single() -> None:
@@ -139,15 +122,6 @@ def test_mistakes_are_told_before_anything_runs(
     assert line.startswith(f"train.bench: error: {says}")
 
 
-def test_the_parts_say_what_is_lost_where() -> None:
-    """Each part is set against one process with the global batch, and what waits for messages is told."""
-    found = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1, "gradient_bytes": 44_700_000}
-    lines = explain(found, 2).splitlines()
-    assert [line.split(" ms a step ")[1].split()[0] for line in lines[:4]] == ["1.00", "2.00", "1.67", "1.25"]
-    assert "25.0 % of the step waits for the all-reduce" in lines[3]
-    assert lines[4].startswith("an all-reduce of 44.7 MB")
-
-
 @pytest.mark.slow
 def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
     """One process, --spawn, torchrun and torch.distributed.launch are run, and recorded as JSON and markdown."""
@@ -193,17 +167,18 @@ def test_a_case_that_does_not_end_is_ended(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_what_was_measured(programs: Programs) -> None:
-    """The table so far, exit code 130, and nothing is left running."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
+def test_a_signal_prints_what_was_measured(programs: Programs, number: signal.Signals, code: int) -> None:
+    """Ctrl-C and kill give the table so far and their exit code, and nothing is left running."""
     process = programs.start(*BENCH, "ddp", "--rounds", 99, *TINY, cwd=ROOT)
     wait_for(lambda: children(process.pid), 30)
     (first,) = children(process.pid)
     wait_for(lambda: children(process.pid) not in ([], [first]), 60)  # `single` was measured, `ddp` is running
     time.sleep(1)
     running = children(process.pid)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     done = programs.finish(process, 30)
-    assert done.returncode == 130
+    assert done.returncode == code
     assert "interrupted" in done.stderr
     assert re.search(r"^single +python +1 ", done.stdout, re.MULTILINE)
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)

@@ -14,9 +14,11 @@ from torch import nn
 
 import syncheck
 from train.data import OwnSharesSampler, load_data
+from train.engine import train
 from train.errors import UserError
 from train.job import prepare
 from train.models import build_model
+from train.recorders.base import EpochRecord, Recorder
 from train.schedule import schedule, set_learning_rate
 from train.settings import check
 
@@ -42,6 +44,20 @@ def test_all_agree_in_the_end(ctx: RankContext, syncheck_rank: Rank, optimizer: 
     (group,) = syncheck.compare(*saved).groups
     assert (group.verdict, group.counts.not_compared) == ("in_sync", 0)
     assert load(saved[1])["step"] == 10
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_speed_counts_real_samples(ctx: RankContext) -> None:
+    """The last steps of an epoch, which not all ranks make, are no whole batches: 71 samples, not 5 times 16."""
+    epochs: list[EpochRecord] = []
+
+    class Kept(Recorder):
+        def epoch(self, record: EpochRecord) -> None:
+            epochs.append(record)
+
+    train(replace(UNEVEN, save_per_rank=False), ctx, Kept())
+    if ctx.is_main:
+        assert [record.samples_per_second * record.train_time_s for record in epochs] == [pytest.approx(71)] * 2
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -36,6 +36,16 @@ def test_meter_weighs_by_samples() -> None:
     assert meter.local() == meter.over_ranks(RankContext()) == Score(loss=1.0, accuracy=0.75, samples=4)
 
 
+def test_an_infinite_loss_leaves_the_next_records() -> None:
+    """One batch whose loss is no number spoils its own record, and the mean of the epoch, but not what comes after."""
+    meter = Meter(torch.device("cpu"))
+    for loss in (math.inf, 2.0):
+        meter.add(torch.tensor(loss), torch.eye(2), torch.tensor([0, 0]))
+        assert meter.take().tolist() == [loss, 1, 2]
+    assert meter.local() == Score(loss=math.inf, accuracy=0.5, samples=4)
+    assert meter.take().tolist() == [0, 0, 0]
+
+
 def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal each epoch is one line with its numbers and no escape codes."""
     with make_progress("auto", is_main=True) as progress:

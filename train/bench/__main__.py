@@ -52,7 +52,7 @@ warms up and is left out.
 
 exit codes:
   0  all was measured, or refused by the method itself, which is told
-  1  a case failed
+  1  a case failed, or a file of -o could not be written
   2  a mistake in the options, or every case was refused
 """
 
@@ -104,21 +104,40 @@ def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Run the cases in turns and print their table; returns the exit code."""
     names = list(CASES) if arguments.cases == ["all"] else arguments.cases or DEFAULT
     rows = [Row(case, case.processes(arguments.processes)) for case in chosen(names)]
-    interrupted = False
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         take_turns(rows, arguments, options)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; this is what was measured until then\n")
-        interrupted = True
     found = machine(arguments, options)
+    written = [write(path, FORMATS[path.suffix](rows, found)) for path in arguments.output]
     sys.stdout.write(as_text(rows, found))
-    for path in arguments.output:
-        path.write_text(FORMATS[path.suffix](rows, found))
-    if interrupted:
-        return 128 + signal.SIGINT
-    if any(row.problem and not row.refused for row in rows):
+    if received:
+        return 128 + received[0]
+    if any(row.problem and not row.refused for row in rows) or not all(written):
         return 1
     return 2 if all(row.problem for row in rows) else 0
+
+
+def write(path: Path, text: str) -> bool:
+    """Write one file; where it cannot be, say why and where its text is instead. Returns whether it was."""
+    from train.checkpoint import write_atomic  # imports torch, for which --help need not wait
+
+    try:
+        write_atomic(path, text.encode())
+    except UserError as error:
+        with tempfile.NamedTemporaryFile("w", prefix="bench-", suffix=path.suffix, delete=False) as other:
+            other.write(text)
+        sys.stderr.write(f"train.bench: {error}; it is in {other.name} instead\n")
+        return False
+    return True
 
 
 def take_turns(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:

@@ -69,6 +69,7 @@ class Case:
         return [*command, "--replicas", str(wanted)] if self.replicas else command
 
 
+# Without --join, which writes no metrics to read.
 _MODIFIERS = {
     "no-buffer-sync": ("--no-buffer-sync",),
     "sync-bn": ("--sync-bn",),
@@ -82,7 +83,6 @@ _MODIFIERS = {
     "comm-hook-fp16": ("--comm-hook", "fp16"),
     "comm-hook-bf16": ("--comm-hook", "bf16"),
     "comm-hook-powersgd": ("--comm-hook", "powersgd"),
-    "join": ("--join",),
     "workers-1": ("--workers", "1"),
     "monitor-10": ("--monitor", "10"),
 }

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from train.bench import bare
 from train.bench.ranks import seconds
 from train.engine import Position, train_epoch
+from train.errors import UserError
 from train.job import build_optimizer, load, make_model, prepare
 from train.logbook import Logbook
 from train.methods import METHODS
 from train.recorders.base import Recorder
+from train.settings import DEFAULT
 
 if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
+
+
+# What the bare loop does not do, so that the two would not do the same work.
+UNLIKE = (
+    *("amp", "accumulate", "grad_clip", "ema", "keep_last", "join", "compile", "channels_last"),
+    *("fault", "workers", "monitor", "save_every", "checkpoint_every", "resume"),
+)
+
+
+def check(settings: Settings, ctx: RankContext) -> None:
+    """Refuse what would not be the same work in both loops; equal on all ranks. Raises UserError."""
+    for name in UNLIKE:
+        if getattr(settings, name) != getattr(DEFAULT, name):
+            raise UserError(f"--overhead: not with --{name.replace('_', '-')}: the bare loop has none of it")
+    if settings.batch_size % ctx.world_size:
+        raise UserError(
+            f"--overhead: --batch-size {settings.batch_size} does not divide over {ctx.world_size} ranks, and the bare "
+            "loop needs equal shares"
+        )
 
 
 def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
@@ -25,6 +47,9 @@ def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any
     exact sums of loss and accuracy, the hooks of saving and checks. Returns the steps of an epoch, the ratios of the
     pairs, their median, and seconds a step of the slowest rank.
     """
+    check(settings, ctx)
+    # As many epochs as are timed: past the plan's last step the trainer has nothing to do, and takes no time for it.
+    settings = replace(settings, epochs=rounds + 1, max_steps=None)
     job = prepare(settings, ctx)
     data = load(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
@@ -32,7 +57,8 @@ def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any
     forward.train()
     optimizer = build_optimizer(settings, method)
     loader = bare.batches(data.train, settings.batch_size, ctx)
-    steps = job.plan.steps_per_epoch
+    # The bare loop fills up the last batch, where the trainer leaves it out: it may make one step more.
+    steps = {"trainer": job.plan.steps_per_epoch, "bare": len(loader)}
     position = Position(ctx.device)
     logbook = Logbook(job, Recorder(), position)
 
@@ -48,10 +74,10 @@ def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any
             ctx.gather(None)  # all ranks begin together
             slowest = max(ctx.gather(seconds(loops[name], ctx.device)))
             if turn:
-                times[name].append(slowest / steps)
+                times[name].append(slowest / steps[name])
     ratios = [mine / theirs for mine, theirs in zip(times["trainer"], times["bare"], strict=True)]
     return {
-        "steps": steps,
+        "steps": steps["trainer"],
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         **{f"{n}_s": t for n, t in times.items()},

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from train.launch import by_hand, slurm
@@ -82,6 +83,11 @@ def leave(code: int, *, alike: bool = False, told: bool = False) -> NoReturn:
 
         signal.signal(signal.SIGTERM, go)
         time.sleep(patience)
+    # Some torch, 2.6 for one, makes a temporary folder when it is imported, and relies on the interpreter to remove it.
+    folder = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
+    if isinstance(folder, TemporaryDirectory):
+        with suppress(OSError):
+            folder.cleanup()
     with suppress(OSError):  # whoever reads may have gone
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,0 +1,35 @@
+"""What the bench's tests take for measured: rows, and lines of metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.bench.cases import CASES
+from train.bench.runs import Row, Timing
+
+MACHINE: dict[str, Any] = {
+    "cpu": "A processor",
+    "cores": 2,
+    "gpus": [],
+    "python": "3.11",
+    "torch": "2.15",
+    "threads": 1,
+    "rounds": 2,
+    "options": ["--model", "resnet8"],
+}
+
+
+def row(name: str, *epochs: float, problem: str = "") -> Row:
+    """A case with a run for each epoch time: 10 steps, 320 samples."""
+    return Row(CASES[name], 2, [Timing(3.0, (t,), 10, 320, 0.5, 10**8) for t in epochs], problem=problem)
+
+
+def record(event: str, **values: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {"event": event, "time": 1000.0, "run": "ddp", **values}
+
+
+def epoch(number: int, seconds: float, accuracy: float = 0.1, memory: int = 1) -> dict[str, Any]:
+    """An epoch's line: 10 steps, 320 samples."""
+    values = {"epoch_time_s": seconds, "samples": 320, "test_accuracy": accuracy, "peak_memory_bytes": memory}
+    return record("epoch", epoch=number, step=10 * number, **values)
