@@ -19,7 +19,7 @@ from train.models.transformer import transformer
 
 __all__ = ["MODELS", "build_model", "list_models"]
 
-LARGEST = 65_536  # of width, depth and alpha: what is above is a slip of the finger, and overflows in torch
+MOST_WIDTH = 65_536  # what is above is a slip of the finger, and overflows in torch
 RESNET, PYRAMIDNET = "https://arxiv.org/abs/1512.03385", "https://arxiv.org/abs/1610.02915"
 MODELS = {
     "resnet8": Network(resnet8, f"{RESNET} 4.2"),
@@ -59,8 +59,8 @@ def build_model(
         if number is not None and option not in network.options:
             others = ", ".join(other for other in MODELS if option in MODELS[other].options)
             raise UserError(f"--{option} {number}: {name} has a fixed {option}; those with the option are {others}")
-        if number is not None and number > LARGEST:
-            raise UserError(f"--{option} {number}: needs {LARGEST} or less")
+    if width is not None and width > MOST_WIDTH:
+        raise UserError(f"--width {width}: needs {MOST_WIDTH} or less")
     try:
         return network.build(Shape(channels, classes, image_size, width, depth, alpha))
     except RuntimeError as error:  # torch has no class of its own for the CPU's memory
