@@ -15,7 +15,7 @@ from train.launch.meeting import Meeting, Rank, has_ended, in_words, is_stopped
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PATIENCE = 2.0  # seconds for the other ranks to notice too; torchrun ends all 30 s after the first
+PATIENCE = 5.0  # seconds for the other ranks to notice too; torchrun ends all 30 s after the first
 POLL = 0.05  # seconds
 
 
@@ -52,6 +52,13 @@ def _call(meeting: Meeting) -> str:
             if len(ended) + len(stopped) == len(waiting):
                 break
             time.sleep(POLL * (1 + me.world_size // 64))
+        store.set(_key(me.rank, "knows"), "")
+        others = {rank for rank in range(me.world_size) if rank != me.rank}
+        # The store goes with rank 0, which therefore leaves after those that still ask.
+        while me.rank == 0 and time.monotonic() < deadline:
+            if all(store.check([_key(rank, "knows")]) for rank in others.difference(waiting)):
+                break
+            time.sleep(POLL)
     except RuntimeError:  # rank 0 served the store, and has gone; first, or because it has lost another
         if meeting.zero is None or not has_ended(meeting.zero):
             return ""
@@ -78,5 +85,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {in_words(list(ranks))}"
 
 
-def _key(rank: int) -> str:
-    return f"lost/{rank}"
+def _key(rank: int, what: str = "lost") -> str:
+    return f"{what}/{rank}"
