@@ -185,6 +185,8 @@ def is_close(found: Numbers, of: Format, rtol: float | None, atol: float | None,
         near: bool | None = ulp is not None and step <= ulp
         if not near and rtol is not None and atol is not None:
             limit = Fraction(atol) + Fraction(rtol) * scale
-            near = None if abs(gap - limit) <= limit * Fraction(1, 10**14) else gap <= limit
+            # Relative to the limit, or by one step where float64 has no smaller numbers.
+            rounding = max(limit * Fraction(1, 10**14), Fraction(1, 2**1074))
+            near = None if abs(gap - limit) <= rounding else gap <= limit
         verdicts.append(near)
     return False if False in verdicts else None if None in verdicts else True
