@@ -21,13 +21,19 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
 from train.bench.cases import CASES, chosen
+from train.bench.overhead import overhead
+from train.bench.parts import explain, parts
+from train.bench.ranks import on_ranks
 from train.bench.runs import Row, measure
 from train.bench.table import as_json, as_markdown, as_text
+from train.checkpoint import write_atomic
 from train.errors import UserError
-from train.options.parser import Parser
+from train.options import Parser
+from train.options import build_parser as trainer_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,8 +88,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def machine(arguments: argparse.Namespace, options: Sequence[str]) -> dict[str, Any]:
     """Say what is measured with: processor, GPUs, versions, and the options of every run."""
-    import torch  # here: --help need not wait for it
-
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -128,8 +132,6 @@ def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 def write(path: Path, text: str) -> bool:
     """Write one file; where it cannot be, say why and where its text is instead. Returns whether it was."""
-    from train.checkpoint import write_atomic  # imports torch, for which --help need not wait
-
     try:
         write_atomic(path, text.encode())
     except UserError as error:
@@ -155,10 +157,6 @@ def take_turns(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequ
 
 def look_closer(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Measure the parts of a step, or the trainer's overhead, and print them."""
-    from train.bench.overhead import overhead
-    from train.bench.parts import explain, parts
-    from train.bench.ranks import on_ranks
-
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     ranks = ["--method", "ddp", "--spawn", str(arguments.processes)]
     if arguments.parts:
@@ -192,8 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(arguments: argparse.Namespace, options: Sequence[str]) -> None:
     """Refuse what cannot be measured or written, before an hour goes into it. Raises UserError."""
-    from train.options import build_parser as trainer  # here: it imports torch, for which --help need not wait
-
     for name, least in (("processes", 2), ("rounds", 1), ("threads", 1)):
         if getattr(arguments, name) < least:
             raise UserError(f"--{name} {getattr(arguments, name)}: needs {least} or more")
@@ -210,7 +206,7 @@ def check(arguments: argparse.Namespace, options: Sequence[str]) -> None:
         except OSError as error:
             raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
     chosen([] if arguments.cases == ["all"] else arguments.cases)
-    trainer().parse_args(list(options))
+    trainer_options().parse_args(list(options))
 
 
 if __name__ == "__main__":
