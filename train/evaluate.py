@@ -14,12 +14,16 @@ import math
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     # As in run.py: `train` and `syncheck` are the ones beside this file, also for `python train/evaluate.py`.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if find_spec("torch") is None:
+        sys.stderr.write("evaluate.py: torch is not installed; in this clone: pip install -e '.[train]'\n")
+        sys.exit(2)
 
 from syncheck import SyncheckError
 from train.errors import UserError

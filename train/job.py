@@ -22,7 +22,7 @@ from train.errors import UserError
 from train.faults import make_fault
 from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
-from train.models import build_model
+from train.models import build_chosen
 from train.recorders.base import Plan
 from train.resume import Keeper
 from train.saver import Saver
@@ -131,15 +131,7 @@ def load(settings: Settings, ctx: RankContext) -> Data:
 
 def make_model(settings: Settings, data: Data) -> nn.Module:
     """Build the network that the settings name, for this data. Raises UserError."""
-    model = build_model(
-        settings.model,
-        data.channels,
-        data.classes,
-        settings.width,
-        image_size=data.image_size,
-        depth=settings.depth,
-        alpha=settings.alpha,
-    )
+    model = build_chosen(settings, data.channels, data.classes, data.image_size)
     if settings.channels_last:
         # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
         # stay as they are.

@@ -27,7 +27,7 @@ class Silent(Recorder):
 
 
 def remarks(start: Start) -> list[str]:
-    """Say what a user may not expect: shares of unequal size, a learning rate that is not the one typed."""
+    """Say what a user may not expect: unequal shares, a learning rate that was not typed, a slow first step."""
     found, shares = [], start.shares
     if len(set(shares)) > 1:
         more = shares.count(shares[0])
@@ -36,8 +36,10 @@ def remarks(start: Start) -> list[str]:
             text = f"{shares[0]} on each of the first {more}, {shares[-1]} on each of the others"
         found.append(f"{sum(shares)} samples a step over {len(shares)} ranks: {text}")
     if start.peak_lr != start.settings.lr:
-        scale = start.settings.lr_scale
-        found.append(f"learning rate {start.peak_lr:g}: {start.settings.lr:g} scaled ({scale}) for several processes")
+        lr, scale = start.settings.lr, start.settings.lr_scale
+        found.append(f"learning rate {start.peak_lr:g}: {lr:g} x {start.peak_lr / lr:.3g}, {scale} in the processes")
+    if start.settings.compile:
+        found.append("--compile: the first step generates code, which may take a minute")
     return found
 
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from train.data import DataOptions, load_data
 from train.errors import UserError
 from train.launch import RankContext
-from train.models import build_model
+from train.models import build_chosen
 from train.replicas import load_weights
 from train.scoring import evaluate, evaluation_batches
 
@@ -157,15 +157,7 @@ def _build(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.Module
     # Without memory first: the width comes out of a file, and nothing is allocated for one that does not fit.
     try:
         with torch.device("meta"):
-            model = build_model(
-                task.model,
-                data.channels,
-                data.classes,
-                task.width,
-                image_size=data.image_size,
-                depth=task.depth,
-                alpha=task.alpha,
-            )
+            model = build_chosen(task, data.channels, data.classes, data.image_size)
     except UserError as error:
         raise UserError(f"{replicas.files[0].path}: {error}") from error
     needed = {name: _described(tensor) for name, tensor in model.state_dict().items()}

@@ -71,6 +71,7 @@ def assert_told(found: dict[str, str], place: str) -> None:
         assert ".cc" not in text  # no place in torch's sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ENDING)
 def test_the_others_of_a_rank_that_is_killed_raise(ended: Told, place: str) -> None:
     """Wherever in a check a rank is killed, both others raise RankFailed with one line, and none hangs."""

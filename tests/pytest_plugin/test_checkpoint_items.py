@@ -98,7 +98,15 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
     assert one.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
 
 
-@pytest.mark.parametrize("folder", ["plain", "a::b[c] d", "\udcff\x1b[31m"], ids=["plain", "brackets", "bytes"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("a::b[c] d", marks=pytest.mark.slow),
+        "\udcff\x1b[31m",
+    ],
+    ids=["plain", "brackets", "bytes"],
+)
 def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) -> None:
     """Control characters, brackets and `::` in the names of runs, files and tensors break neither ids nor XML."""
     place = tmp_path / folder

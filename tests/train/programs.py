@@ -97,6 +97,14 @@ def command(pid: int) -> str:
         return ""
 
 
+def environment(pid: int) -> str:
+    """Give the variables that a process was started with, each between two NULs; none where there is no process."""
+    try:
+        return "\0" + Path(f"/proc/{pid}/environ").read_text()
+    except OSError:
+        return ""
+
+
 def children(pid: int) -> list[int]:
     """List the processes that a process has started and that run."""
     found = []

@@ -61,7 +61,11 @@ def test_trains_like_single(ctx: RankContext, variant: str, batch_size: int) -> 
 
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3, "grad_clip": CLIP}], ids=["plain", "accumulate and clip"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"accumulate": 3, "grad_clip": CLIP}],
+    ids=["plain", "accumulate and clip"],
+)
 def test_hsdp_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
     """Two sharded copies on four ranks end where one process ends."""
     assert gap(ctx, replace(NO_BN, method="hsdp", **changes)) < ROUNDING

@@ -171,7 +171,9 @@ def test_a_model_without_batchnorm() -> None:
     assert result.sentence.endswith("weights agree, and there is no BatchNorm")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "50" in n else ()) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n.startswith("tv_") or "50" in n else ()) for n in MODELS]
+)
 def test_every_model_is_built(name: str, tmp_path: Path) -> None:
     """Each model of the trainer is built from the metadata, and scores what its state dict scores."""
     width = None if name.startswith("tv_") else 4  # torchvision's have one width only

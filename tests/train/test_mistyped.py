@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN
+from programs import ROOT, RUN
 
 from train.run import main
 
@@ -85,8 +85,16 @@ def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: 
         full.close()
 
 
-def test_without_torch_it_says_what_to_install(programs: Programs) -> None:
+@pytest.mark.parametrize(
+    ("program", "speaker"),
+    [
+        ((RUN,), "run.py: error"),
+        (("-m", "train.evaluate", "ckpts"), "evaluate.py"),
+        (("-m", "train.bench"), "train.bench: error"),
+    ],
+)
+def test_without_torch_it_says_what_to_install(programs: Programs, program: tuple[object, ...], speaker: str) -> None:
     """Where only syncheck was installed the trainer is one line, not the end of an import."""
-    done = programs.run(sys.executable, "-S", RUN)  # -S: without site-packages
-    message = "run.py: error: torch is not installed; in this clone: pip install -e '.[train]'\n"
+    done = programs.run(sys.executable, "-S", *program, PYTHONPATH=str(ROOT))  # -S: without site-packages
+    message = f"{speaker}: torch is not installed; in this clone: pip install -e '.[train]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -73,7 +73,8 @@ def test_uneven_shares_are_said() -> None:
     text = "32 samples a step over 10 ranks: 4 on each of the first 2, 3 on each of the others"
     assert remarks(begin((4,) * 2 + (3,) * 8)) == [text]
     scaled = begin((16, 16), Settings(lr_scale="linear"), 0.2)
-    assert remarks(scaled) == ["learning rate 0.2: 0.1 scaled (linear) for several processes"]
+    assert remarks(scaled) == ["learning rate 0.2: 0.1 x 2, linear in the processes"]
+    assert remarks(begin((16, 16), Settings(compile=True)))[0].startswith("--compile: the first step")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(6.7, "0:07"), (754, "12:34"), (3723, "1:02:03"), (3599.9, "1:00:00")])

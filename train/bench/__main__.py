@@ -18,8 +18,13 @@ import signal
 import sys
 import tempfile
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__" and find_spec("torch") is None:
+    sys.stderr.write("train.bench: error: torch is not installed; in this clone: pip install -e '.[train]'\n")
+    sys.exit(2)
 
 import torch
 from rich.console import Console

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.faults.base import Fault
-from train.models import build_model
+from train.models import build_chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,15 +42,8 @@ class InitNotBroadcast(Fault):
         By its own initialization: norm weights and zero biases come out equal, as in real life.
         """
         with self.seeded(self.settings.seed + 1):
-            return build_model(
-                self.settings.model,
-                first_convolution(module).in_channels,
-                classes(module),
-                self.settings.width,
-                image_size=getattr(module, "image_size", 0),  # of those that are built for one size
-                depth=self.settings.depth,
-                alpha=self.settings.alpha,
-            )
+            size = getattr(module, "image_size", 0)  # of those that are built for one
+            return build_chosen(self.settings, first_convolution(module).in_channels, classes(module), size)
 
 
 class FrozenNotBroadcast(InitNotBroadcast):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,7 +19,7 @@ from train.models.shape import Network, Shape
 from train.models.torchvision_resnet import tv_resnet18, tv_resnet34, tv_resnet50
 from train.models.transformer import transformer
 
-__all__ = ["MODELS", "build_model", "list_models"]
+__all__ = ["MODELS", "Choice", "build_chosen", "build_model", "list_models"]
 
 MOST_WIDTH = 65_536  # what is above is a slip of the finger, and overflows in torch
 RESNET, PYRAMIDNET = "https://arxiv.org/abs/1512.03385", "https://arxiv.org/abs/1610.02915"
@@ -67,6 +69,39 @@ def build_model(
         if "allocate memory" not in str(error):
             raise
         raise UserError(f"--model {name}: not enough memory on this machine") from error
+
+
+class Choice(Protocol):
+    """A network and its options, as settings and a run's metadata name them; None for the network's own."""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+
+    @property
+    def width(self) -> int | None:
+        """The channels of its first block."""
+
+    @property
+    def depth(self) -> int | None:
+        """Its layers."""
+
+    @property
+    def alpha(self) -> int | None:
+        """By how many channels a PyramidNet widens."""
+
+
+def build_chosen(choice: Choice, channels: int, classes: int, image_size: int) -> nn.Module:
+    """Build the network that is chosen, for these images, as `build_model` does. Raises UserError."""
+    return build_model(
+        choice.model,
+        channels,
+        classes,
+        choice.width,
+        image_size=image_size,
+        depth=choice.depth,
+        alpha=choice.alpha,
+    )
 
 
 def list_models() -> str:

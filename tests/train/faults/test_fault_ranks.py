@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 # On all ranks alike, or on every rank its own; differs-by-node needs four ranks.
 EVERY_RANK = {"buffers-never-synced", "forward-through-module", "late-head", "differs-by-node"}
+# One of each kind by default: at the start, in memory, in the reduction, in the files. The others are many.
+BY_DEFAULT = {"frozen-not-broadcast", "bit-flip-weight", "clip-on-one-rank", "stale-rank"}
+ODD = [
+    pytest.param(fault, marks=() if fault in BY_DEFAULT else pytest.mark.slow)
+    for fault in sorted(set(FAULTS) - EVERY_RANK)
+]
 
 
 @pytest.mark.syncheck(ranks=3, timeout=60)
-@pytest.mark.parametrize("fault", sorted(set(FAULTS) - EVERY_RANK))
+@pytest.mark.parametrize("fault", ODD)
 def test_the_last_of_three_ranks_is_the_odd_one(ctx: RankContext, syncheck_rank: Rank, fault: str) -> None:
     """Of three ranks the last is apart and the others agree; with the optimizer on one rank, rank 0 is apart."""
     settings = replace(QUIET, **NEEDS.get(fault, {}), fault=fault, max_steps=4, out=syncheck_rank.shared)

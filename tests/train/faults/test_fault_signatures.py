@@ -112,7 +112,7 @@ def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
     assert "fc.0.weight" in tensors(pair.good)
 
 
-@pytest.mark.parametrize("grad_clip", [None, 0.5])
+@pytest.mark.parametrize("grad_clip", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_clip_on_one_rank(ctx: RankContext, syncheck_rank: Rank, grad_clip: float | None) -> None:
     """All differs, and the last rank's first moments have the others' direction and a small share of their length."""
     pair = plant(ctx, syncheck_rank.shared, "clip-on-one-rank", grad_clip=grad_clip)
@@ -204,7 +204,7 @@ def test_bit_flip_weight(ctx: RankContext, syncheck_rank: Rank, seed: int) -> No
     assert wrong.abs().max() <= right.abs().max()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_bit_flip_stays_in_its_element(ctx: RankContext, syncheck_rank: Rank, optimizer: str) -> None:
     """Half a run later it is still that element; with SGD the weight decay has taken it to the same of the momentum."""
     pair = plant(ctx, syncheck_rank.shared, "bit-flip-weight", save_every=1, optimizer=optimizer)

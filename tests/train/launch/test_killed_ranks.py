@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, TRAIN, alive, children, command, errors, wait_for
+from programs import RUN, TRAIN, alive, children, command, environment, errors, wait_for
 from scenarios import differing, load
 
 if TYPE_CHECKING:
@@ -72,12 +72,6 @@ def test_torchrun(programs: Programs) -> None:
     assert len(lines) == 2
     for rank, line in enumerate(sorted(lines)):
         assert re.fullmatch(ENDED.format(rank, 2), line), line
-
-
-def environment(pid: int) -> str:
-    """Read the variables of a process."""
-    with open(f"/proc/{pid}/environ") as file:
-        return "\0" + file.read()
 
 
 def test_killed_while_it_saves(programs: Programs, tmp_path: Path) -> None:

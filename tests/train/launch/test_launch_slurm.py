@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import NODES, Cluster
-from programs import ROOT, RUN, SHORT, TRAIN, assert_trained
+from programs import ROOT, RUN, SHORT, TRAIN, assert_trained, command, environment
 from scenarios import differing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from programs import Programs, Run
 
@@ -102,6 +104,35 @@ def test_mistake_is_said_once(slurm: Callable[..., Run]) -> None:
         # srun ends with the highest code, and on a busy machine a task may not have come to its own when it is ended.
         assert run.returncode in (2, 128 + signal.SIGTERM)
         assert run.stderr == line
+
+
+def tasks(rank: int) -> list[int]:
+    """Process ids of the trainers that srun has started as this rank."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if f"\0SLURM_PROCID={rank}\0" in environment(pid) and str(RUN) in command(pid)]
+
+
+@pytest.mark.parametrize("kill_on_bad_exit", [0, 1])
+def test_a_task_is_killed(
+    slurm: Callable[..., Run], cluster: Cluster, programs: Programs, kill_on_bad_exit: int
+) -> None:
+    """When a task of the step is killed the other one ends too, within 30 s, and says whom it lost if it may."""
+    options = (f"--kill-on-bad-exit={kill_on_bad_exit}", "--nodes", 2, "--ntasks", 2)
+    forever = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
+    step = programs.start("srun", "--unbuffered", *options, *TRAIN, *forever, **cluster.environment)
+    assert step.stdout is not None
+    while ": epoch" not in (line := step.stdout.readline()):
+        assert line, "it has ended"
+    (victim,) = tasks(1)
+    os.kill(victim, signal.SIGKILL)
+    run = programs.finish(step, timeout=30)
+    assert run.returncode == 128 + signal.SIGKILL
+    assert not tasks(0)
+    said = [line for line in run.stderr.splitlines() if line.startswith("run.py: ")]
+    if not kill_on_bad_exit or said:  # srun may end the other one before it has spoken
+        (line,) = said
+        assert re.fullmatch(r"run.py: error: rank 0 lost rank 1\b.*", line), line
+    assert slurm("srun", "--ntasks", 2, *TRAIN, *SHORT).returncode == 0  # nothing holds the nodes
 
 
 def test_shells_without_srun(slurm: Callable[..., Run], clone: Path) -> None:

@@ -57,6 +57,7 @@ def finished(programs: Programs, process: subprocess.Popen[str]) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_trains(programs: Programs, tmp_path: Path) -> None:
     """Two processes train ddp as torchrun's do, without any launcher; nothing of them is left."""
     run = finished(programs, programs.start(*TRAIN, "--spawn", 2, *SHORT))
