@@ -119,6 +119,15 @@ def test_a_signal_ends_all(programs: Programs, number: int, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_closed_terminal_ends_all(programs: Programs) -> None:
+    """SIGHUP, which the shell sends to the parent, ends every rank at once; nobody waits for a step."""
+    process = start_long(programs)
+    os.kill(process.pid, signal.SIGHUP)
+    run = finished(programs, process)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGHUP, "run.py: ended by SIGHUP\n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.05, 0.0])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_changes_nothing(programs: Programs, second: int, pause: float) -> None:
