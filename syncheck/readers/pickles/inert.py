@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
+
+from syncheck.readers.pickles.hashing import light
 
 
 class Inert:
@@ -12,6 +15,7 @@ class Inert:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         """Keep what the pickle gave."""
+        light(*args, *kwargs.values())
         self = super().__new__(cls)
         self.given = [*args, *kwargs.values()]
         self.items = {}
@@ -26,6 +30,7 @@ class Inert:
         """Take anything, as a class unknown to us may."""
 
     def __setstate__(self, state: Any) -> None:
+        light(state)
         self.given.append(state)
 
     def append(self, item: Any) -> None:
@@ -45,6 +50,7 @@ class Inert:
 
     def __call__(self, *args: Any) -> Inert:
         """Stand in for an object that is called to rebuild another."""
+        light(*args)
         self.given.extend(args)
         return self
 
@@ -57,5 +63,36 @@ class Ordered(dict[Any, Any]):
 
     __slots__ = ()
 
+    def __init__(self, pairs: Any = ()) -> None:
+        super().__init__(_checked(pairs, 1))
+
     def __setstate__(self, state: Any) -> None:
         """Take no attribute: none is compared."""
+        light(state)
+
+
+def _checked(given: Any, deep: int = 0) -> Any:
+    """Return what a container is made of, where its parts can be hashed. deep: 1 for pairs of key and value."""
+    if not isinstance(given, (list, tuple, dict, set, frozenset)):
+        raise pickle.UnpicklingError("a container of something that is none")
+    light(*[pair[0] if deep and isinstance(pair, (list, tuple)) and pair else pair for pair in given])
+    return given
+
+
+def set_of(given: Any = ()) -> set[Any]:
+    """Stand in for set."""
+    return set(_checked(given))
+
+
+def frozen_of(given: Any = ()) -> frozenset[Any]:
+    """Stand in for frozenset."""
+    return frozenset(_checked(given))
+
+
+class Complex(complex):
+    """A complex number whose hash nobody can foresee: of thousands of equal hashes, a dictionary is quadratic."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(repr(self + 0))  # of texts, hashes differ from run to run; 0.0 and -0.0 are equal

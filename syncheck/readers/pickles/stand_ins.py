@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
 from syncheck.errors import brief
-from syncheck.readers.pickles.inert import Inert, Ordered
+from syncheck.readers.pickles.hashing import light
+from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +116,7 @@ class StandIn:
 
     def __call__(self, *args: Any) -> Any:
         """Rebuild what the pickle asks for."""
+        light(*args)
         return self._call(*args)
 
 
@@ -235,9 +237,9 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
 
 ALLOWED: dict[str, Any] = {
     "collections.OrderedDict": Ordered,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
+    "builtins.set": StandIn(set_of),
+    "builtins.frozenset": StandIn(frozen_of),
+    "builtins.complex": StandIn(Complex),
     "builtins.bytes": StandIn(_bytes),
     "_codecs.encode": StandIn(_encode),
     "copyreg._reconstructor": StandIn(_reconstructor),
