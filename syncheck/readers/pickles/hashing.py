@@ -32,7 +32,16 @@ class _Heavy(Exception):
 
 def light(*given: Any) -> None:
     """Check what a call is given. Raises UnpicklingError for tuples that unfold to more parts than a key may have."""
-    left, stack = MOST_PARTS, [part for part in given if isinstance(part, (tuple, frozenset))]
+    for part in given:
+        if isinstance(part, (tuple, frozenset)):
+            for inner in part:  # mostly a few numbers
+                if isinstance(inner, (tuple, frozenset)):
+                    _unfold(part)
+                    break
+
+
+def _unfold(part: tuple[Any, ...] | frozenset[Any]) -> None:
+    left, stack = MOST_PARTS, [part]
     while stack:
         inside = stack.pop()
         left -= len(inside)

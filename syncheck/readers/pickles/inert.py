@@ -63,8 +63,9 @@ class Ordered(dict[Any, Any]):
 
     __slots__ = ()
 
-    def __init__(self, pairs: Any = ()) -> None:
-        super().__init__(_checked(pairs, 1))
+    def __init__(self, *pairs: Any) -> None:
+        if pairs:  # torch's have none
+            super().__init__(_checked(pairs[0], 1))
 
     def __setstate__(self, state: Any) -> None:
         """Take no attribute: none is compared."""

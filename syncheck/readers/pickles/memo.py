@@ -20,11 +20,11 @@ _FEW = 1 << 20
 _ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
 _STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
 # Tuples that nobody need look into: of a few numbers, or consumed at once by a call, which looks itself.
-_TUPLE = rb"\(ATOM{0,64}t|ATOM\x85|ATOM{2}\x86|ATOM{3}\x87|[t\x85-\x87]STORE[QRb\x81]"
+_TUPLE = rb"\((?:ATOM{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
 # As many opcodes as stand between two texts, with arguments of a fixed size or up to the end of the line. What stores
 # at a number of _FEW or more is not among them, nor are other tuples, long integers and STOP.
 _RUN = re.compile(
-    rb"(?:" + _TUPLE.replace(b"ATOM", _ATOM).replace(b"STORE", _STORE) + rb"|[()012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
+    rb"(?:" + _TUPLE.replace(b"ATOM", _ATOM).replace(b"STORE", _STORE) + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
     rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
     rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
     re.DOTALL,
@@ -52,6 +52,8 @@ def fault(data: bytes | mmap, start: int = 0) -> str:
             length = int.from_bytes(data[at + 1 : at + 1 + width], "little")
             odd = odd or (length > 8 and code in _ODD)
             at += 1 + width + length
+        elif run and run.end() > run.start() and code not in b"rp":  # it was as long as one may be
+            continue
         elif code in _ODD:
             odd = True
             at = at + 1 if code not in b"IL" else (data.find(b"\n", at) + 1 or end)
@@ -60,7 +62,7 @@ def fault(data: bytes | mmap, start: int = 0) -> str:
             if number > max(_FEW, at - start):
                 return f"it stores object {number} after {at - start} bytes"
             at = at_next
-        elif run is None or run.start() == run.end():  # STOP, or no opcode
+        else:  # STOP, or no opcode
             break
     return hashing.fault(data, start) if odd else ""
 
