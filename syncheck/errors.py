@@ -59,6 +59,13 @@ def brief(value: object, most: int = 60) -> str:
         return f"a huge {type(value).__name__}"
 
 
+def _short(text: str, most: int = 400) -> str:
+    """Write a file's words in one line, and leave out the middle of what nobody would read: names may be megabytes."""
+    if len(text) > most:
+        text = f"{text[: most // 2]}...{text[-most // 2 :]}"
+    return one_line(text)
+
+
 class SyncheckError(Exception):
     """Base of all; `exit_code` is what the command line returns for it."""
 
@@ -159,6 +166,7 @@ class CheckpointError(SyncheckError):
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
         self.path = path
+        place, found, needed = map(_short, (place, found, needed))
         self.reason = f"{place}: {found}" if place else found
         if needed:
             self.reason += f"; needed {needed}"

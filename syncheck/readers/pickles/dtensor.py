@@ -12,7 +12,8 @@ import math
 from itertools import product
 from typing import Any
 
-from syncheck.readers.pickles.stand_ins import Inert, StandIn, TensorPlace, refused_place
+from syncheck.readers.pickles.inert import Inert
+from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, refused_place
 from syncheck.snapshots import Sharding
 
 _NOT_READ = "sharded: a DTensor holds this rank's shard only"

@@ -9,16 +9,22 @@ Formats of the rebuilt calls: torch/_utils.py and torch/_tensor.py of torch 2.6 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
 from syncheck.errors import brief
+from syncheck.readers.pickles.hashing import light
+from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.snapshots import Sharding
+
+
+# Sizes, strides, offsets and numbers of elements: torch has them in 63 bits. Dimensions: torch computes on up to 64.
+MOST = 2**63 - 1
+MOST_DIMS = 64
 
 
 class _Frozen:
@@ -96,50 +102,6 @@ class TensorPlace(_Frozen):
         return part
 
 
-class Inert:
-    """An object of an unknown class: remembers what the pickle gave it and does nothing."""
-
-    name = ""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Keep what the pickle gave."""
-        self = super().__new__(cls)
-        self.given = [*args, *kwargs.values()]
-        self.items = {}
-        return self
-
-    given: list[Any]
-    items: dict[Any, Any]
-    known: Any = None
-    """What a reader made of it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take anything, as a class unknown to us may."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.given.append(state)
-
-    def append(self, item: Any) -> None:
-        """Stand in for list.append (opcode APPEND)."""
-        self.given.append(item)
-
-    def extend(self, items: Any) -> None:
-        """Stand in for list.extend (opcode APPENDS)."""
-        self.given.extend(items)
-
-    def add(self, item: Any) -> None:
-        """Stand in for set.add (opcode ADDITEMS)."""
-        self.given.append(item)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items[key] = value
-
-    def __call__(self, *args: Any) -> Inert:
-        """Stand in for an object that is called to rebuild another."""
-        self.given.extend(args)
-        return self
-
-
 class StandIn:
     """A callable of ours that a pickle may name; it has no attribute that could be set."""
 
@@ -154,6 +116,7 @@ class StandIn:
 
     def __call__(self, *args: Any) -> Any:
         """Rebuild what the pickle asks for."""
+        light(*args)
         return self._call(*args)
 
 
@@ -201,14 +164,16 @@ class DTypeName(TypeName):
 
 def sizes(value: Any) -> tuple[int, ...]:
     """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and n >= 0 for n in value):
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n <= MOST for n in value):
         raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
+    if len(value) > MOST_DIMS:
+        raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMS} are read")
     return tuple(value)
 
 
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
-    if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
-        raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset")
+    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST:
+        raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset or a huge one")
     shape, strides = sizes(shape), sizes(strides)
     if len(shape) != len(strides):
         raise pickle.UnpicklingError(f"{len(shape)} sizes but {len(strides)} strides")
@@ -271,10 +236,10 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
 
 
 ALLOWED: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
+    "collections.OrderedDict": Ordered,
+    "builtins.set": StandIn(set_of),
+    "builtins.frozenset": StandIn(frozen_of),
+    "builtins.complex": StandIn(Complex),
     "builtins.bytes": StandIn(_bytes),
     "_codecs.encode": StandIn(_encode),
     "copyreg._reconstructor": StandIn(_reconstructor),
