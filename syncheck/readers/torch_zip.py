@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
+import zlib
 from typing import TYPE_CHECKING, BinaryIO
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
@@ -123,10 +124,19 @@ class Archive:
         return self.places[name]
 
     def bytes_of(self, name: str) -> bytes:
-        """Return a record's data. Raises MalformedFile where there is no such record."""
+        """Return a record's data. Raises MalformedFile where there is no such record, or it is not what was saved.
+
+        What a flipped bit makes of a pickle may be another one that reads well. A stored 0 proves nothing.
+        """
         offset, size = self.place_of(name)
         self.file.seek(offset)
-        return self.file.read(size)
+        data = self.file.read(size)
+        stored = self.records[self.stem + name].CRC
+        if stored and stored != zlib.crc32(data):
+            raise self._malformed(
+                name, "the bytes do not match the CRC-32 stored for them", "what was saved", f"it is damaged: {_AGAIN}"
+            )
+        return data
 
     def big_endian(self) -> bool:
         """Return whether tensors are stored big-endian; files before torch 2.1 do not say and are little-endian."""

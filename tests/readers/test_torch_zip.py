@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_pth
+from checkpoints import save_pth, save_records
 from dcp_folders import assemble
 
 import syncheck
@@ -251,11 +252,36 @@ def test_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
 def test_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
     """A tensor that claims more bytes than its record holds is malformed before anything is allocated."""
     torch.save({"w": torch.zeros(201)}, tmp_path / "f.pth")
-    data = (tmp_path / "f.pth").read_bytes()
-    assert data.count(b"K\xc9") == 2  # opcode BININT1, 201: the storage's size and the tensor's
-    (tmp_path / "f.pth").write_bytes(data.replace(b"K\xc9", b"K\xff"))
+    with zipfile.ZipFile(tmp_path / "f.pth") as archive:
+        pickled, data = archive.read("f/data.pkl"), archive.read("f/data/0")
+    assert pickled.count(b"K\xc9") == 2  # opcode BININT1, 201: the storage's size and the tensor's
+    save_records(tmp_path / "f.pth", pickled.replace(b"K\xc9", b"K\xff"), {"0": data})
     with pytest.raises(MalformedFile, match=r"tensor 'w' ends at byte 1020 of a record of 804"):
         syncheck.read(str(tmp_path / "f.pth"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "record"),
+    [(b"running_mean", b"running_meal", "data.pkl"), (b"KM", b"KL", "data.pkl"), (b"little", b"lyttle", "byteorder")],
+)
+def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: bytes, record: str) -> None:
+    """A pickle that was changed after saving is not believed, though it reads well: names and values may be others."""
+    path = save_pth(tmp_path / "f.pth", {"running_mean": np.ones(2, np.float32), "notes": {"patience": 77}})
+    data = path.read_bytes()
+    assert data.count(before) == 1
+    path.write_bytes(data.replace(before, after))
+    with pytest.raises(MalformedFile, match=rf"f/{record}: the bytes do not match the CRC-32 stored for them; needed"):
+        syncheck.read(str(path))
+
+
+def test_a_checksum_that_was_not_stored_proves_nothing(tmp_path: Path) -> None:
+    """Where saving stored no checksums, a pickle is read as it is."""
+    path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
+    with zipfile.ZipFile(path) as archive:
+        stored = archive.getinfo("f/data.pkl").CRC
+    data = path.read_bytes()
+    path.write_bytes(data.replace(stored.to_bytes(4, "little"), bytes(4)))
+    assert list(syncheck.read(str(path)).tensors) == ["w"]
 
 
 def test_a_record_beyond_the_files_end_is_malformed(tmp_path: Path) -> None:
