@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FORMAT = "torch-zip"
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+# An attribute of MS-DOS. torch.load takes such a record for an empty one, as it does one of which 0 bytes are stored,
+# and leaves in the tensor what memory held: mz_zip_reader_extract_to_mem of miniz, which it reads zips with.
+_IS_FOLDER = 0x10
 _AGAIN = "save or copy the file again"
 
 
@@ -103,6 +106,11 @@ class Archive:
                 found="a compressed or encrypted record",
                 needed="a stored one, as torch.save writes",
             )
+        if info.external_attr & _IS_FOLDER:
+            raise self._malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
+        if info.compress_size != info.file_size:
+            found = f"{info.compress_size} bytes stored of {info.file_size}"
+            raise self._malformed(name, found, "the same number, for it is not compressed", _AGAIN)
         if info.header_offset > self.size:  # more than seek() takes, perhaps
             raise self._malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
         self.file.seek(info.header_offset)

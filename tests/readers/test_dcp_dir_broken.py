@@ -191,6 +191,12 @@ def test_keys_that_lead_through_one_another(folder: Path, paths: Any) -> None:
     assert "keys" in error(folder)
 
 
+def test_a_name_that_is_not_its_keys_is_malformed(folder: Path) -> None:
+    """torch looks for a tensor by the keys that its name is made of; under another name it would not be found."""
+    change(folder, lambda content: setattr(content, "planner_data", {"w": ("x",), "v": ("v",)}))
+    assert ".metadata, 'w': keys ('x',); needed those that its name is made of" in error(folder)
+
+
 def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
     """A planner that recorded no keys leaves the flat names, and these are taken."""
     change(folder, lambda content: setattr(content, "planner_data", None))

@@ -274,6 +274,21 @@ def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: byt
         syncheck.read(str(path))
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "told"),
+    [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed the same number")],
+)
+def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, told: str) -> None:
+    """What torch.load makes of such a record is whatever memory held: its bytes are not taken for the tensor."""
+    path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    data[entry + at] = value
+    path.write_bytes(data)
+    with pytest.raises(MalformedFile, match=f"f/data/0: {told}"):
+        syncheck.read(str(path))
+
+
 def test_a_checksum_that_was_not_stored_proves_nothing(tmp_path: Path) -> None:
     """Where saving stored no checksums, a pickle is read as it is."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
