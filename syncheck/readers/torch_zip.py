@@ -30,6 +30,9 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _NOT_STORED = 0x2061
 # Bytes of a directory that are read: of more than a million records. Each takes ten times as much in memory.
 _MOST_DIRECTORY = 1 << 27
+# An attribute of MS-DOS. torch.load takes such a record for an empty one, as it does one of which 0 bytes are stored,
+# and leaves in the tensor what memory held: mz_zip_reader_extract_to_mem of miniz, which it reads zips with.
+_IS_FOLDER = 0x10
 _AGAIN = "save or copy the file again"
 _STRANGE = "no library writes this; find out where the file comes from"
 
@@ -120,6 +123,11 @@ class Archive:
             raise self._malformed(name, "no such record", "", _AGAIN)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _NOT_STORED:
             raise self._not_stored(name)
+        if info.external_attr & _IS_FOLDER:
+            raise self._malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
+        if info.compress_size != info.file_size:
+            found = f"{info.compress_size} bytes stored of {info.file_size}"
+            raise self._malformed(name, found, "the same number, for it is not compressed", _AGAIN)
         if info.header_offset > self.size:  # more than seek() takes, perhaps
             raise self._malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
         self.file.seek(info.header_offset)
@@ -129,7 +137,7 @@ class Archive:
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(head)
         if method != zipfile.ZIP_STORED or flags & _NOT_STORED:
             raise self._not_stored(name)
-        if info.compress_size != info.file_size or not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:
+        if not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:  # 0 where they stand behind the record
             found = f"{info.file_size} bytes in the directory, {size} before the record"
             raise self._malformed(name, found, "one size", _AGAIN)
         offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
@@ -146,7 +154,10 @@ class Archive:
         return self.places[name]
 
     def bytes_of(self, name: str) -> bytes:
-        """Return a record's data. Raises MalformedFile where there is no such record."""
+        """Return a record's data. Raises MalformedFile where there is no such record, or it is not what was saved.
+
+        What a flipped bit makes of a pickle may be another one that reads well. A stored 0 proves nothing.
+        """
         offset, size = self.place_of(name)
         self.file.seek(offset)
         data = self.file.read(size)

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import assemble, contents, metadata, write_metadata  # noqa: E402
+from dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
 
 from syncheck import api, readers  # noqa: E402
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat  # noqa: E402
@@ -191,6 +191,12 @@ def test_keys_that_lead_through_one_another(folder: Path, paths: Any) -> None:
     assert "keys" in error(folder)
 
 
+def test_a_name_that_is_not_its_keys_is_malformed(folder: Path) -> None:
+    """torch looks for a tensor by the keys that its name is made of; under another name it would not be found."""
+    change(folder, lambda content: setattr(content, "planner_data", {"w": ("x",), "v": ("v",)}))
+    assert ".metadata, 'w': keys ('x',); needed those that its name is made of" in error(folder)
+
+
 def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
     """A planner that recorded no keys leaves the flat names, and these are taken."""
     change(folder, lambda content: setattr(content, "planner_data", None))
@@ -216,9 +222,39 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[
         content.storage_data[MetadataIndex("note")] = _StorageInfo("own.distcp", 0, 13)
 
     change(folder, edit)
-    assert set(readers.read(str(folder)).tensors) == {"w", "v"}
+    tensors = readers.read(str(folder)).tensors
+    assert {name: tensor.refused for name, tensor in tensors.items()} == {
+        "w": "", "v": "", "note": "an object that torch.save did not write",
+    }  # fmt: skip
     shutil.copytree(folder, folder.with_name("copy"))
-    assert "not compared (1): note" in cli("compare", folder, folder.with_name("copy")).out
+    done = cli("compare", folder, folder.with_name("copy"))
+    assert "not compared (1): note" in done.out
+    assert (done.code, done.lines[-1]) == (0, "3 tensors: 2 identical, 0 close, 0 different, 1 not compared")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "code", "told"),
+    [
+        (slice(0, 4), 2, "__0_0.distcp, 'epoch': archive/data.pkl: no record where the directory says"),
+        (slice(0, None), 1, "epoch"),
+    ],
+    ids=["its beginning", "all of it"],
+)
+def test_a_damaged_object_is_not_passed_over(
+    tmp_path: Path, cli: Callable[..., Done], damaged: slice, code: int, told: str
+) -> None:
+    """An object that only one replica's folder has whole is an error or a difference, never a note beside in sync."""
+    left, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
+    assert cli("compare", left, right).code == 0
+    place = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
+    data = bytearray((right / place.relative_path).read_bytes())
+    record = data[place.offset : place.offset + place.length]
+    record[damaged] = bytes(len(record[damaged]))
+    data[place.offset : place.offset + place.length] = record
+    (right / place.relative_path).write_bytes(data)
+    done = cli("compare", left, right)
+    assert done.code == code
+    assert told in done.out + done.err
 
 
 def test_damage_anywhere_is_an_error_or_nothing(folder: Path) -> None:

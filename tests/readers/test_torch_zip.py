@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_pth
+from checkpoints import save_pth, save_records
 from dcp_folders import assemble
 
 import syncheck
@@ -252,15 +252,51 @@ def test_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
 def test_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
     """A tensor that claims more bytes than its record holds is malformed before anything is allocated."""
     torch.save({"w": torch.zeros(201)}, tmp_path / "f.pth")
-    data = (tmp_path / "f.pth").read_bytes()
-    assert data.count(b"K\xc9") == 2  # opcode BININT1, 201: the storage's size and the tensor's
     with zipfile.ZipFile(tmp_path / "f.pth") as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(tmp_path / "f.pth", "w") as archive:  # with checksums of what it holds
-        for name, record in records.items():
-            archive.writestr(name, record.replace(b"K\xc9", b"K\xff") if name.endswith("data.pkl") else record)
+        pickled, data = archive.read("f/data.pkl"), archive.read("f/data/0")
+    assert pickled.count(b"K\xc9") == 2  # opcode BININT1, 201: the storage's size and the tensor's
+    save_records(tmp_path / "f.pth", pickled.replace(b"K\xc9", b"K\xff"), {"0": data})
     with pytest.raises(MalformedFile, match=r"tensor 'w' ends at byte 1020 of a record of 804"):
         syncheck.read(str(tmp_path / "f.pth"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "record"),
+    [(b"running_mean", b"running_meal", "data.pkl"), (b"KM", b"KL", "data.pkl"), (b"little", b"lyttle", "byteorder")],
+)
+def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: bytes, record: str) -> None:
+    """A pickle that was changed after saving is not believed, though it reads well: names and values may be others."""
+    path = save_pth(tmp_path / "f.pth", {"running_mean": np.ones(2, np.float32), "notes": {"patience": 77}})
+    data = path.read_bytes()
+    assert data.count(before) == 1
+    path.write_bytes(data.replace(before, after))
+    with pytest.raises(MalformedFile, match=rf"f/{record}: the bytes do not match the CRC-32 stored for them; needed"):
+        syncheck.read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "told"),
+    [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed the same number")],
+)
+def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, told: str) -> None:
+    """What torch.load makes of such a record is whatever memory held: its bytes are not taken for the tensor."""
+    path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    data[entry + at] = value
+    path.write_bytes(data)
+    with pytest.raises(MalformedFile, match=f"f/data/0: {told}"):
+        syncheck.read(str(path))
+
+
+def test_a_checksum_that_was_not_stored_proves_nothing(tmp_path: Path) -> None:
+    """Where saving stored no checksums, a pickle is read as it is."""
+    path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
+    with zipfile.ZipFile(path) as archive:
+        stored = archive.getinfo("f/data.pkl").CRC
+    data = path.read_bytes()
+    path.write_bytes(data.replace(stored.to_bytes(4, "little"), bytes(4)))
+    assert list(syncheck.read(str(path)).tensors) == ["w"]
 
 
 def test_a_record_beyond_the_files_end_is_malformed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from syncheck.readers import torch_zip
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.dcp.tree import rebuild
-from syncheck.readers.pickles.stand_ins import TensorPlace
+from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
 from syncheck.readers.pickles.tree import children, flatten
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
@@ -35,6 +35,7 @@ ONE_COPY = (
     "a torch.distributed.checkpoint folder holds one copy of each replicated tensor, from any rank: it cannot show "
     "whether the ranks of its own run were in sync"
 )
+_ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, which torch.save writes without a comment
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
 
 
@@ -64,7 +65,7 @@ def read(folder: str) -> Snapshot:
             found.read(name, chunk, entries[name])
     finally:
         found.close()
-    leaves = {name: found.leaf(name, entry) for name, entry in entries.items() if name not in found.unknown}
+    leaves = {name: found.leaf(name, entry) for name, entry in entries.items()}
     tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
     flat = flatten(tree, folder, size + found.pickled)
     tensors = {name: replace(found.tensors[id(place)], name=name) for name, place in flat.tensors.items()}
@@ -110,8 +111,8 @@ class _Found:
         place = f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(entry.chunks) > 1 else "")
         file = self._open(chunk, place)
         view = io.BufferedReader(_View(file, chunk.offset, chunk.length))
-        if entry.shape is None and not torch_zip.matches(view.peek(len(torch_zip.MAGIC))):
-            self.unknown.append(name)  # of a planner of the user's own
+        if entry.shape is None and not _is_zip(file, chunk):
+            self._add_unknown(name)
             return
         try:
             archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file))
@@ -172,6 +173,13 @@ class _Found:
             )
         return self.file
 
+    def _add_unknown(self, name: str) -> None:
+        """Count an object that a planner of the user's own wrote: beside a replica that can be read it is missing."""
+        self.unknown.append(name)
+        place = refused_place("an object that torch.save did not write")
+        self.tensors[id(place)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=place.refused)
+        self.objects[name] = place
+
     def _add_object(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, size: int) -> None:
         big = archive.big_endian()
         for place in _tensors_in(tree):
@@ -203,6 +211,14 @@ class _Found:
         path = parts[0].tensor.path if parts else self.folder
         data = None if parts else b""  # of a tensor without elements
         return Tensor(name, dtype, shape, in_c_order(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
+
+
+def _is_zip(file: io.FileIO, chunk: Chunk) -> bool:
+    """Whether a record begins or ends as a zip does; where it only ends as one, its beginning is damaged."""
+    if torch_zip.matches(os.pread(file.fileno(), min(chunk.length, len(torch_zip.MAGIC)), chunk.offset)):
+        return True
+    end = chunk.offset + max(0, chunk.length - _ZIP_END_SIZE)
+    return os.pread(file.fileno(), len(_ZIP_END), end) == _ZIP_END
 
 
 class _View(io.RawIOBase):

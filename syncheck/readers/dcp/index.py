@@ -73,6 +73,9 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
         path = paths.get(name, (name,))
         if not _is_path(path):
             raise _broken(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}")
+        # torch makes names of keys so, and looks for them by these: torch/distributed/checkpoint/_nested_dict.py.
+        if ".".join(map(str, path)) != name:
+            raise _broken(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}", "those that its name is made of")
         entries[name] = _entry(name, tuple(path), known[name], places, folder)
     return entries, len(data)
 
