@@ -59,6 +59,11 @@ def brief(value: object, most: int = 60) -> str:
         return f"a huge {type(value).__name__}"
 
 
+def clipped(text: str, most: int = 1_000) -> str:
+    """Cut the middle out of a text from a file that is longer than `most` characters: a name may have a million."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+
+
 class SyncheckError(Exception):
     """Base of all; `exit_code` is what the command line returns for it."""
 
@@ -159,6 +164,7 @@ class CheckpointError(SyncheckError):
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
         self.path = path
+        place, found = clipped(place), clipped(found)
         self.reason = f"{place}: {found}" if place else found
         if needed:
             self.reason += f"; needed {needed}"
