@@ -166,9 +166,10 @@ class _Found:
                 if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
                     raise MalformedFile(self.folder, place=place, found="no file", needed="a file", next_step=_AGAIN)
                 self.file, self.opened, self.read_to = io.FileIO(path), chunk.file, 0
-            except OSError as error:
+            except (OSError, UnicodeEncodeError) as error:  # a name may hold half a character
+                found = getattr(error, "strerror", None) or "a name that no file can have"
                 raise MalformedFile(
-                    self.folder, place=place, found=(error.strerror or str(error)).lower(),
+                    self.folder, place=place, found=found.lower(),
                     needed=f"the file that {METADATA} names", next_step=_AGAIN,
                 ) from None  # fmt: skip
             self.sizes[chunk.file] = os.fstat(self.file.fileno()).st_size

@@ -171,7 +171,9 @@ def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _is_path(value: Any) -> TypeGuard[tuple[str | int, ...]]:
-    return isinstance(value, tuple) and len(value) > 0 and all(type(key) in (str, int) for key in value)
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(type(key) is str or (type(key) is int and abs(key) <= _LARGEST) for key in value)
 
 
 def _is_below(file: str) -> bool:
