@@ -1,22 +1,25 @@
 """Tensors' bytes, block by block: what is read at a time stays small whatever a tensor's size.
 
 A block is a range of elements in C order. Contiguous tensors are read into a buffer that is used again; tensors with
-other strides, another byte order or a pending conjugation are copied from a mapping of the file, a block at a time.
+other strides, another byte order or a pending conjugation are gathered, a block at a time.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import resource
 import stat
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import pieces
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +33,10 @@ BLOCK = 1 << 18
 ALL_BLOCKS = 16 << 20
 # Files held open at a time, and never more than half of what `ulimit -n` allows.
 OPEN_FILES = 400
+# Of a tensor that does not lie in C order, a gap of up to so many bytes is read along with what lies around it, unless
+# that makes it so many times the bytes that are wanted. What needs more reads than that, as of a matrix that lies
+# transposed, is copied from a mapping of the file: twice as fast.
+_GAP, _GATHERED, _MOST_READS = 4096, 8, 1024
 # Threads unless told: more than these wait for the same memory.
 JOBS = 4
 
@@ -136,21 +143,74 @@ class Files:
         import numpy as np
 
         row = DTYPES[tensor.dtype]
-        # Without dimensions of size 1: their strides mean nothing, and numpy has fewer dimensions than torch.
-        shape = [n for n in tensor.shape if n != 1]
-        strides = [s * row.size for n, s in zip(tensor.shape, tensor.strides, strict=True) if n != 1]
-        try:
-            where: Any = self._map(tensor) if tensor.data is None else tensor.data
-            view: Any = np.ndarray(shape, f"V{row.size}", where, tensor.offset, strides)
-        except (TypeError, ValueError):  # the mapping is shorter than the tensor, or empty
-            raise _shrunk(tensor, "the tensor's last element") from None
-        rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in pieces.boxes(shape, start, count)]
+        if 1 in tensor.shape:  # their strides mean nothing, and numpy has fewer dimensions than torch
+            kept = [axis for axis, length in enumerate(tensor.shape) if length != 1]
+            shape, strides = (tuple(of[axis] for axis in kept) for of in (tensor.shape, tensor.strides))
+            tensor = replace(tensor, shape=shape, strides=strides)
+        boxes = list(pieces.boxes(tensor.shape, start, count))
+        if tensor.data is None:
+            rows = [self._gathered(tensor, box, row.size) for box in boxes]
+        else:
+            steps = [s * row.size for s in tensor.strides]
+            where: Any = tensor.data
+            view: Any = np.ndarray(tensor.shape, f"V{row.size}", where, tensor.offset, steps)
+            rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
         values = np.concatenate(rows).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))
         if "conj" in tensor.lazy:
             values = np.conjugate(values)
         if "neg" in tensor.lazy:
             values = np.negative(values)
         return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
+
+    def _gathered(self, tensor: Tensor, box: pieces.Box, size: int) -> Any:
+        """Return a box of a tensor whose elements do not lie in C order: its elements, in C order.
+
+        By reads where it can be: a mapping of a file that is cut while it is copied kills the process. size: bytes of
+        an element.
+        """
+        import numpy as np
+
+        lengths = [span.stop - span.start for span in box]
+        strides = [stride * size for stride in tensor.strides]
+        at = tensor.offset + sum(span.start * stride for span, stride in zip(box, strides, strict=True))
+        inner = sorted(range(len(lengths)), key=lambda axis: -(lengths[axis] - 1) * strides[axis])
+        outer: list[int] = []
+        reach, wanted, reads = size, size * math.prod(lengths), 1
+        reach += sum((lengths[axis] - 1) * strides[axis] for axis in inner)
+        while inner:
+            length, stride = lengths[inner[0]], strides[inner[0]]
+            without = reach - (length - 1) * stride
+            if reach <= _GATHERED * wanted and stride - without <= _GAP:
+                break
+            outer.append(inner.pop(0))
+            reach, wanted, reads = without, wanted // length, reads * length
+        if reads > _MOST_READS:
+            return self._from_map(tensor, at, lengths, strides, size)
+        places = np.full((), at, np.int64)
+        for axis in outer:
+            places = np.add.outer(places, np.arange(lengths[axis], dtype=np.int64) * strides[axis])
+        descriptor = self.descriptor(tensor)
+        try:
+            data = b"".join([os.pread(descriptor, reach, place) for place in places.reshape(-1).tolist()])
+        except OSError as error:
+            raise _unreadable(tensor.path, error) from None
+        if len(data) != reach * reads:
+            raise _shrunk(tensor, "the tensor's last element")
+        order = (*outer, *inner)
+        steps = [*(stride * reach for stride in in_c_order(places.shape)), *(strides[axis] for axis in inner)]
+        found: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, steps)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return np.ascontiguousarray(found.transpose(back)).reshape(-1)
+
+    def _from_map(self, tensor: Tensor, at: int, lengths: Sequence[int], strides: Sequence[int], size: int) -> Any:
+        import numpy as np
+
+        where = self._map(tensor)
+        end = at + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + size
+        if where.size() < end:  # of the file as it is now
+            raise _shrunk(tensor, "the tensor's last element")
+        view: Any = np.ndarray(lengths, f"V{size}", where, at, strides)
+        return view.flatten()
 
     def _map(self, tensor: Tensor) -> mmap.mmap:
         path = tensor.path
@@ -162,8 +222,10 @@ class Files:
             try:
                 # A mapping costs address space only; few tensors need one.
                 self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            except OSError as error:
-                raise _unreadable(path, error) from None
+            except (OSError, ValueError) as error:  # ValueError: it is empty by now
+                if isinstance(error, OSError):
+                    raise _unreadable(path, error) from None
+                raise _shrunk(tensor, "the tensor's last element") from None
         self._maps.move_to_end(path)
         return self._maps[path]
 

@@ -180,7 +180,8 @@ def _walk(folder: str) -> Iterator[str | Whole | Unreadable]:
             yield Whole(here)
         folders = []
         for entry in entries:
-            if os.path.isdir(entry.path):
+            # Of a path that is too long for the system, only the entry itself says that it is a folder.
+            if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path):
                 folders.append(entry)
             elif not inside.belongs(entry.path):
                 yield entry.path

@@ -58,7 +58,7 @@ def read(path: str) -> Snapshot:
         raise UnsupportedFormat(
             path,
             place=KEY,
-            found=f"version {version}",
+            found=f"version {brief(version)}",
             needed=f"at most {VERSION}",
             next_step="install a newer syncheck",
         )

@@ -20,6 +20,8 @@ from syncheck.snapshots import Metadata, Snapshot, Tensor, in_c_order
 FORMAT = "safetensors"
 # The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
 MAX_HEADER = 100_000_000
+# As many dimensions as torch has, and sizes and offsets that fit into 64 bits, as in that reader.
+_MOST_DIMENSIONS, _LARGEST = 64, 2**63 - 1
 _AGAIN = "save or copy the file again"
 
 
@@ -60,7 +62,8 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _json(raw: bytes, path: str) -> dict[str, Any]:
     try:
-        header = json.loads(raw, object_pairs_hook=each_once)
+        # Decoded here: json would take UTF-16 and lone surrogates too, which the format has not.
+        header = json.loads(raw.decode(), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise _malformed(path, "header", f"no JSON: {error!s:.100}", "a JSON object") from None
     if not isinstance(header, dict):
@@ -74,18 +77,21 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(code, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise _malformed(
-            path, place, f"{brief(code, 20)} {brief(shape)} {brief(offsets)}", "a dtype, sizes and two offsets"
-        )
+    right = isinstance(code, str) and _naturals(shape, _MOST_DIMENSIONS) and _naturals(offsets, 2)
+    if not right or len(offsets) != 2 or offsets[1] < offsets[0]:
+        found = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
+        needed = f"a dtype, sizes and two offsets in order, of at most {_MOST_DIMENSIONS} dimensions and 64 bits"
+        raise _malformed(path, place, found, needed)
     dtype: DType | None = BY_SAFETENSORS.get(code)
     strides = in_c_order(shape)
     if dtype is None:
-        return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code} is not read")
-    needed = math.prod(shape) * dtype.size
-    if offsets[1] - offsets[0] != needed:
+        return Tensor(
+            name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code:.60} is not read"
+        )
+    size = math.prod(shape) * dtype.size
+    if offsets[1] - offsets[0] != size:
         found = f"{offsets[1] - offsets[0]} bytes"
-        raise _malformed(path, place, found, f"{needed} for {dtype.name} {shape}")
+        raise _malformed(path, place, found, f"{brief(size)} for {dtype.name} {brief(shape)}")
     return Tensor(name, dtype.name, tuple(shape), strides, path, data + offsets[0], opened=opened)
 
 
@@ -106,11 +112,11 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
         raise _malformed(path, "data", f"{size} bytes", f"{end}, where the last tensor ends")
 
 
-def _naturals(value: Any) -> bool:
-    if type(value) is not list:
+def _naturals(value: Any, most: int) -> bool:
+    if type(value) is not list or len(value) > most:
         return False
     for n in value:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
-        if type(n) is not int or n < 0:
+        if type(n) is not int or not 0 <= n <= _LARGEST:
             return False
     return True
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +47,42 @@ def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -
     assert [(file.path, file.reason) for file in report.unreadable] == [
         (str(paths[1]), f"{told}. Run again when nothing writes it.")
     ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "big_endian"),
+    [
+        ((64, 32), (64, 1), False),
+        ((64, 64), (1, 64), False),
+        ((64, 8, 8), (64, 1, 8), False),
+        ((4096,), (1,), True),
+        ((2048, 2), (1, 2048), False),
+    ],
+    ids=["columns", "transposed", "channels last", "big endian", "by mapping"],
+)
+def test_a_file_cut_between_two_reads(
+    tmp_path: Path, shape: tuple[int, ...], strides: tuple[int, ...], big_endian: bool
+) -> None:
+    """A file that is cut while tensors of any layout are read from it is told as cut; the process lives on."""
+    program = f"""
+import os
+from syncheck import blocks
+from syncheck.errors import MalformedFile
+from syncheck.snapshots import Tensor
+open("f", "wb").truncate(16384)
+tensor = Tensor("w", "float32", {shape}, {strides}, "f", 0, big_endian={big_endian}, opened=os.stat("f"))
+with blocks.Files() as files:
+    blocks._MOST_READS = {0 if shape == (2048, 2) else 1024}
+    assert len(files.read(tensor, 0, 64, 0)) == 256
+    os.truncate("f", 100)
+    try:
+        files.read(tensor, tensor.numel - 64, 64, 0)
+    except MalformedFile as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("f: tensor 'w': the file ends before the tensor's last element.")
 
 
 def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

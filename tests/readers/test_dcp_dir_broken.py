@@ -183,7 +183,15 @@ def test_metadata_that_runs_code_is_refused(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "paths", [{"w": ("v",), "v": ("v",)}, {"w": ("v", "w"), "v": ("v",)}, {"w": ()}, {"w": "w"}, {"w": ("a",) * 300}]
+    "paths",
+    [
+        {"w": ("v",), "v": ("v",)},
+        {"w": ("v", "w"), "v": ("v",)},
+        {"w": ()},
+        {"w": "w"},
+        {"w": ("a",) * 300},
+        {"w": (10**5000,)},
+    ],
 )
 def test_keys_that_lead_through_one_another(folder: Path, paths: Any) -> None:
     """Keys of the state dict that two tensors share, or that are none, are an error."""
@@ -195,6 +203,44 @@ def test_a_name_that_is_not_its_keys_is_malformed(folder: Path) -> None:
     """torch looks for a tensor by the keys that its name is made of; under another name it would not be found."""
     change(folder, lambda content: setattr(content, "planner_data", {"w": ("x",), "v": ("v",)}))
     assert ".metadata, 'w': keys ('x',); needed those that its name is made of" in error(folder)
+def test_a_huge_metadata_is_not_read(folder: Path) -> None:
+    """A `.metadata` of a terabyte, sparse on disk, is an error before memory is taken for it."""
+    os.truncate(folder / ".metadata", 10**12)
+    assert "1000000000000 bytes; needed at most 1000000000" in error(folder)
+
+
+def test_records_that_overlap(folder: Path) -> None:
+    """One record in the place of two is an error: a thousand names could each have a long one read again."""
+
+    def edit(content: Any) -> None:
+        one = next(iter(content.storage_data.values()))
+        for index in content.storage_data:
+            content.storage_data[index] = one
+
+    change(folder, edit)
+    assert "its record begins at byte 0; needed at least " in error(folder)
+
+
+def test_a_chunk_that_is_listed_many_times(folder: Path) -> None:
+    """A million times the same chunk takes a pickle of a few bytes each; it is refused at once."""
+
+    def edit(content: Any) -> None:
+        chunks = content.state_dict_metadata["w"].chunks
+        content.state_dict_metadata["w"].chunks = chunks[:1] * 10_000
+
+    change(folder, edit)
+    assert "10000 chunks hold element [0, 0]" in error(folder)
+
+
+def test_a_file_name_with_half_a_character(folder: Path) -> None:
+    """A name that cannot be written in UTF-8 is one of no file."""
+
+    def edit(content: Any) -> None:
+        for info in content.storage_data.values():
+            info.relative_path = "\ud800"
+
+    change(folder, edit)
+    assert "a name that no file can have" in error(folder)
 
 
 def test_without_keys_the_flat_names_are_used(folder: Path) -> None:

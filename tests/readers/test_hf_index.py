@@ -141,6 +141,16 @@ def _pipe(folder: Path) -> None:
     os.mkfifo(folder / "model.safetensors.index.json")
 
 
+def _dangling(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").symlink_to("gone")
+
+
+def write_text(folder: Path, text: str) -> None:
+    """Write any text in the place of the index."""
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 @pytest.mark.parametrize(
     ("plant", "text"),
     [
@@ -159,6 +169,11 @@ def _pipe(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "no JSON"),
         (_pipe, "model.safetensors.index.json: no regular file"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "list; needed a JSON object"),
+        (_dangling, "model.safetensors.index.json: no such file or directory"),
+        (lambda folder: write_text(folder, '{"weight_map": {"a": "b", "a": "c"}}'), "a name stands twice"),
+        (lambda folder: write_text(folder, '{"weight_map": {}, "weight_map": {"a": "b"}}'), "a name stands twice"),
+        (lambda folder: write_index(folder, {"x" * 10**6: "y" * 10**6}), "is missing"),
+        (lambda folder: write_index(folder, {"w": "\ud800"}), "is missing"),
     ],
 )  # fmt: skip
 def test_a_broken_folder_is_unreadable(tmp_path: Path, plant: Callable[[Path], Any], text: str) -> None:
@@ -170,6 +185,7 @@ def test_a_broken_folder_is_unreadable(tmp_path: Path, plant: Callable[[Path], A
     assert unreadable.path == str(bad)
     assert text in unreadable.reason
     assert "\n" not in unreadable.reason
+    assert len(unreadable.reason) < 3_000
     assert report.exit_code == 2
 
 

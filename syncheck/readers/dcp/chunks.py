@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ def fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
     for start, size in spans:
         if any(at + length > most for at, length, most in zip(start, size, shape, strict=True)):
             return f"the chunk of size {list(size)} at {list(start)} reaches out of it"
+    start, most = max(Counter(start for start, _ in spans).items(), key=lambda item: item[1], default=((), 0))
+    if most > 1:  # quickly, whatever their number: a pickle can list one chunk a million times
+        return f"{most} chunks hold element {list(start)}"
     left = _STEPS + _STEPS_PER_CHUNK * len(spans)
     waiting: list[tuple[tuple[int, ...], Sequence[Span]]] = [((), spans)]
     while waiting:

@@ -105,11 +105,19 @@ class _Found:
     pickled: int = 0
     file: io.FileIO | None = None
     opened: str = ""
+    read_to: int = 0
+    """Where in that file the last record ends."""
 
     def read(self, name: str, chunk: Chunk, entry: Entry) -> None:
         """Open one record. Raises CheckpointError, with the folder's path and the place in it."""
         place = f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(entry.chunks) > 1 else "")
         file = self._open(chunk, place)
+        # Else one record, however long, could be read for each of a million names.
+        if chunk.offset < self.read_to:
+            found = f"its record begins at byte {chunk.offset}"
+            needed = f"at least {self.read_to}, where the one before ends"
+            raise MalformedFile(self.folder, place=place, found=found, needed=needed, next_step=_AGAIN)
+        self.read_to = chunk.offset + chunk.length
         view = io.BufferedReader(_View(file, chunk.offset, chunk.length))
         if entry.shape is None and not _is_zip(file, chunk):
             self._add_unknown(name)
@@ -158,10 +166,11 @@ class _Found:
             try:
                 if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
                     raise MalformedFile(self.folder, place=place, found="no file", needed="a file", next_step=_AGAIN)
-                self.file, self.opened = io.FileIO(path), chunk.file
-            except OSError as error:
+                self.file, self.opened, self.read_to = io.FileIO(path), chunk.file, 0
+            except (OSError, UnicodeEncodeError) as error:  # a name may hold half a character
+                found = getattr(error, "strerror", None) or "a name that no file can have"
                 raise MalformedFile(
-                    self.folder, place=place, found=(error.strerror or str(error)).lower(),
+                    self.folder, place=place, found=found.lower(),
                     needed=f"the file that {METADATA} names", next_step=_AGAIN,
                 ) from None  # fmt: skip
             self.sizes[chunk.file] = os.fstat(self.file.fileno()).st_size

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 _MOST_DIMENSIONS = 64
 _LARGEST = 2**63 - 1
+# Bytes of `.metadata`. A chunk takes about 200: this is five million of them, some 10 GB when read.
+MAX_SIZE = 1_000_000_000
 _AGAIN = "the folder is damaged or not written by torch.distributed.checkpoint: save or copy it again"
 
 
@@ -83,16 +85,18 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
 def _content(folder: str) -> bytes:
     path = os.path.join(folder, METADATA)
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)
+        at = os.stat(path)
     except FileNotFoundError:
         raise MalformedFile(
             folder, found=f"no {METADATA}", needed="that file, which is written last",
             next_step="the save did not finish, or hidden files were not copied: use another checkpoint or copy again",
         ) from None  # fmt: skip
-    if not regular:
+    if not stat.S_ISREG(at.st_mode):
         raise _broken(folder, METADATA, "it is no file")
+    if at.st_size > MAX_SIZE:
+        raise _broken(folder, METADATA, f"{at.st_size} bytes", f"at most {MAX_SIZE}")
     with open(path, "rb") as file:
-        return file.read()
+        return file.read(MAX_SIZE)
 
 
 def _places(stored: Mapping[Any, Any], folder: str) -> dict[tuple[str, Any], tuple[str, int, int]]:
@@ -170,7 +174,9 @@ def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _is_path(value: Any) -> TypeGuard[tuple[str | int, ...]]:
-    return isinstance(value, tuple) and len(value) > 0 and all(type(key) in (str, int) for key in value)
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(type(key) is str or (type(key) is int and abs(key) <= _LARGEST) for key in value)
 
 
 def _is_below(file: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.names import free_name
+from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -85,7 +86,10 @@ class Assembly:
 def read_json(path: str) -> dict[str, Any]:
     """Read a JSON object from a file. Raises MalformedFile for anything else, before reading where it is too long."""
     again = "save or copy it again"
-    at = os.stat(path)
+    try:
+        at = os.stat(path)
+    except OSError as error:  # what is listed in the folder may be a dangling link
+        raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
     if not stat.S_ISREG(at.st_mode):  # a pipe would block
         raise UnreadableFile(path, found="no regular file", needed="a file")
     size = at.st_size
@@ -93,7 +97,7 @@ def read_json(path: str) -> dict[str, Any]:
         raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {MAX_JSON}", next_step=again)
     try:
         with open(path, "rb") as file:
-            found = json.loads(file.read(MAX_JSON + 1))
+            found = json.loads(file.read(MAX_JSON + 1).decode(), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise MalformedFile(
             path, found=f"no JSON: {error!s:.100}", needed="a JSON object", next_step=f"it is cut short: {again}"

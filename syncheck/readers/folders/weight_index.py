@@ -31,19 +31,21 @@ def read_index(path: str) -> Snapshot:
     folder = os.path.dirname(path)
     where = _weight_map(path)
     whole = Assembly(folder, "")
-    for name in sorted(set(where.values())):
+    tensors_in: dict[str, dict[str, None]] = {}  # in the order of the index
+    for tensor, name in where.items():
+        tensors_in.setdefault(name, {})[tensor] = None
+    for name, wanted in sorted(tensors_in.items()):
         file = os.path.join(folder, name)
         if not os.path.lexists(file):
-            first = next(tensor for tensor, its in where.items() if its == name)
+            first = next(iter(wanted))
             raise UnreadableFile(path, place=f"tensor '{first}'", found=f"the file {name} is missing", next_step=_AGAIN)
         part = read_file(file)
-        wanted = {tensor for tensor, its in where.items() if its == name}
         for tensor in part.tensors:
             if where.get(tensor) != name:
                 other = where.get(tensor)
                 gives = f"the index gives it to {other}" if other else "the index does not name it"
                 raise _malformed(path, tensor, f"it is in {name}, but {gives}", "one file for each tensor")
-        for tensor in sorted(wanted - part.tensors.keys()):
+        for tensor in sorted(wanted.keys() - part.tensors.keys()):
             raise _malformed(path, tensor, f"it is not in {name}", f"{len(wanted)} tensors in that file")
         whole.add(part)
     whole.bytes += os.stat(path).st_size

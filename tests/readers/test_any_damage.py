@@ -1,0 +1,160 @@
+"""Whatever a file holds, reading it gives a checkpoint or one line that says what is wrong: never anything else."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import save_header, save_safetensors
+from hypothesis import strategies as st
+from strategies import EXAMPLES, for_all, torch
+
+from syncheck import readers
+from syncheck.blocks import Files, ranges
+from syncheck.errors import CheckpointError
+from syncheck.fingerprint import fingerprint
+from syncheck.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECONDS = 5  # of processor time, for a file of some hundred bytes
+
+numbers = st.one_of(st.integers(-2, 20), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**4000]), st.floats())
+words = st.one_of(st.sampled_from(["w", "F32", "float32", "F77", "syncheck", "R", "S(0)", "S(9)"]), st.text(max_size=3))
+plain = st.one_of(st.none(), st.booleans(), numbers, words)
+anything = st.recursive(
+    plain, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)), max_leaves=6
+)
+
+
+def is_read_or_told(path: Path) -> None:
+    """Read a checkpoint and all its tensors, or see one error of one line; in bounded time."""
+    began = time.process_time()
+    try:
+        snapshot = readers.read(str(path))
+        assert isinstance(snapshot, Snapshot)
+        with Files() as files:
+            for tensor in snapshot.tensors.values():
+                if not tensor.refused and tensor.digest is None:
+                    for start, count in ranges([tensor]):
+                        files.read(tensor, start, count, slot=0)
+    except CheckpointError as error:
+        text = str(error)
+        assert len(text.splitlines()) == 1
+        assert text.isprintable()
+        assert len(text) < 4_000
+    assert time.process_time() - began < SECONDS
+
+
+@st.composite
+def damaged(draw: Any, whole: bytes) -> bytes:
+    """Cut, flip, splice, repeat or blank bytes of a file, a few times."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        length = draw(st.integers(1, 12))
+        how = draw(st.sampled_from("cut flip insert remove repeat zero swap".split()))
+        if how == "cut":
+            del data[at:]
+        elif how == "flip" and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif how == "insert":
+            data[at:at] = draw(st.binary(max_size=8))
+        elif how == "remove":
+            del data[at : at + length]
+        elif how == "repeat":
+            data[at:at] = data[at : at + length]
+        elif how == "zero":
+            data[at : at + length] = bytes(len(data[at : at + length]))
+        else:
+            data[at : at + 2 * length] = data[at + length : at + 2 * length] + data[at : at + length]
+    return bytes(data)
+
+
+@st.composite
+def edited(draw: Any, document: Any) -> bytes:
+    """Put anything in the place of a few parts of a JSON document."""
+    top = {"": json.loads(json.dumps(document))}
+    for _ in range(draw(st.integers(1, 2))):
+        node: Any = top
+        key: Any = ""
+        while isinstance(node[key], (dict, list)) and node[key] and draw(st.integers(0, 3)):
+            node = node[key]
+            key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        node[key] = draw(anything)
+    return json.dumps(top[""]).encode()
+
+
+HEADER = {
+    "__metadata__": {"epoch": "3", "syncheck": json.dumps({"run": "r", "rank": 0, "world_size": 2, "mesh": {"dp": 0}})},
+    "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "z": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+}
+
+
+@EXAMPLES
+def test_safetensors(tmp_path: Path, examples: int) -> None:
+    """A safetensors file that is damaged anywhere, or whose header is nearly right."""
+    path = tmp_path / "w_rank0.safetensors"
+    whole = save_header(path, HEADER, bytes(32)).read_bytes()
+
+    def check(raw: bytes) -> None:
+        path.write_bytes(raw)
+        is_read_or_told(path)
+
+    for_all(damaged(whole), check, examples)
+    for_all(edited(HEADER).map(lambda raw: struct.pack("<Q", len(raw)) + raw + bytes(32)), check, examples)
+
+
+@EXAMPLES
+def test_fingerprints(tmp_path: Path, examples: int) -> None:
+    """A fingerprint that is damaged anywhere, or was edited."""
+    path = tmp_path / "w_rank0.fingerprint.json"
+    whole = fingerprint(readers.read(str(save_header(tmp_path / "w.safetensors", HEADER, bytes(32)))))
+    document = json.loads(whole)
+    document["tensors"]["w"]["sharding"] = {
+        "mesh": [2], "ranks": [0, 1], "placements": ["S(0)"], "shape": [4, 3], "names": ["dp"], "coordinate": [1],
+    }  # fmt: skip
+
+    def check(raw: bytes) -> None:
+        path.write_bytes(raw)
+        is_read_or_told(path)
+
+    for_all(damaged(whole.encode()), check, examples)
+    for_all(edited(document), check, examples)
+
+
+@EXAMPLES
+def test_indexes(tmp_path: Path, examples: int) -> None:
+    """An index of weights that is damaged anywhere, or was edited."""
+    save_safetensors(tmp_path / "a", {"w": np.ones(2, np.float32)})
+    save_safetensors(tmp_path / "b", {"v": np.ones(2, np.float32)})
+    document = {"metadata": {"total_size": 16}, "weight_map": {"w": "a", "v": "b"}}
+
+    def check(raw: bytes) -> None:
+        (tmp_path / "model.safetensors.index.json").write_bytes(raw)
+        is_read_or_told(tmp_path)
+
+    for_all(damaged(json.dumps(document).encode()), check, examples)
+    for_all(edited(document), check, examples)
+
+
+@EXAMPLES
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_dcp_folders(tmp_path: Path, name: str, examples: int) -> None:
+    """A folder of torch.distributed.checkpoint of which a file is damaged anywhere."""
+    from dcp_folders import assemble
+
+    folder = assemble(tmp_path / "run", {"w": (torch.arange(4.0), [((0,), (2,)), ((2,), (2,))])})
+    whole = (folder / name).read_bytes()
+
+    def check(raw: bytes) -> None:
+        (folder / name).write_bytes(raw)
+        is_read_or_told(folder)
+
+    for_all(damaged(whole), check, examples)

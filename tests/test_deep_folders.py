@@ -1,0 +1,36 @@
+"""Folders nested deeper than the system takes paths for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+from checkpoints import save_safetensors
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_folder_that_cannot_be_entered_is_told(tmp_path: Path) -> None:
+    """Below 4,096 characters of folders nothing can be opened: that is said, and the verdict is not "in sync"."""
+    for rank in range(2):
+        save_safetensors(tmp_path / f"w_rank{rank}.safetensors", {"w": np.ones(2, np.float32)})
+    assert syncheck.compare(tmp_path).verdict == "in_sync"
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(tmp_path)
+        for _ in range(20):
+            os.mkdir("d" * 250)
+            os.chdir("d" * 250)
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    report = syncheck.compare(tmp_path)
+    assert report.verdict == "undecided"
+    (unreadable,) = report.unreadable
+    assert unreadable.reason.startswith("file name too long: what lies in this folder is not known")
+    shutil.rmtree(tmp_path / ("d" * 250))
