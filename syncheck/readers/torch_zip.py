@@ -163,7 +163,7 @@ class Archive:
         data = self.file.read(size)
         stored = self.records[self.stem + name].CRC
         if stored and stored != zlib.crc32(data):  # 0 where saving had checksums switched off
-            raise self._malformed(name, "it does not match its CRC-32", "the bytes that torch.save wrote", _AGAIN)
+            raise self._malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
         return data
 
     def big_endian(self) -> bool:
