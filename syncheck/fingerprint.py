@@ -106,7 +106,9 @@ def write(place: str, text: str) -> None:
     Raises UsageError when it cannot be written.
     """
     with writing(place):
-        os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+        folder = os.path.dirname(place) or "."
+        if not os.path.exists(folder):
+            os.makedirs(folder, exist_ok=True)
         replace_file(place, text)
 
 

@@ -139,7 +139,7 @@ def ended_while_writing(folder: Path, ending: str, number: signal.Signals, *argu
     return process.returncode if found else None
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_ended_while_writing(tmp_path: Path, number: signal.Signals) -> None:
     """The old report is there, or the whole new one; beside it at most a hidden file, and after Ctrl-C none."""
     many(tmp_path, 100)
