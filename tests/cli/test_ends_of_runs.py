@@ -210,3 +210,46 @@ def test_killed_while_writing(tmp_path: Path, ending: str) -> None:
         for left in tmp_path.glob(".syncheck-*"):
             left.unlink()
     assert hit
+
+
+WRITER = """
+import os, sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+import numpy as np
+from checkpoints import save_pth
+step = 0
+while True:
+    for rank in range(2):
+        # No step of one rank equals any step of the other.
+        tree = {f"layer{i}.weight": np.full(3000, 2 * step + rank, np.float32) for i in range(40)}
+        path = Path(f"run_rank{rank}.pth")
+        if sys.argv[1] == "in place":
+            save_pth(path, tree)
+        else:
+            os.replace(save_pth(Path(f".beside{rank}"), tree), path)
+    step += 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_compared_while_written(tmp_path: Path, how: str) -> None:
+    """Ranks that never agree, being saved all the while: 25 runs find them apart or cannot tell, and none crashes."""
+    many(tmp_path, 2)
+    seen = []
+    command = [sys.executable, "-c", WRITER, how, *sys.path]
+    with subprocess.Popen(command, cwd=tmp_path) as writer:
+        try:
+            for i in range(25):
+                arguments = ("compare", "run_rank0.pth", "run_rank1.pth") if i % 2 else ("report", ".")
+                with started(tmp_path, *arguments, "-o", "out.json") as process:
+                    out, err = process.communicate(timeout=60)
+                assert process.returncode in (1, 2), (i, out, err, (tmp_path / "out.json").read_text()[:3000])
+                assert all(line.startswith("syncheck: error: ") for line in err.splitlines())
+                assert err or out
+                seen.append(process.returncode)
+            assert writer.poll() is None
+        finally:
+            writer.kill()
+    assert how == "in place" or 1 in seen

@@ -132,6 +132,13 @@ def check_streams(run: Run, paths: tuple[str, str]) -> None:
     assert done.code == 1, done.err
 
 
+def test_scripts_that_the_font_of_charts_lacks(run: Run) -> None:
+    """A page with Chinese, Korean and Thai names is drawn without a word on stderr; pytest makes warnings errors."""
+    paths = save_ranks(["\u6743\u91cd", "\uac00", "\u0e19"])
+    assert run("compare", *paths, "-o", "out.html", "-q") == Done(1, "", "")
+    assert "\u6743\u91cd" in Path("out.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_all_names_at_once(run: Run) -> None:
     """Tensors of every name in one file: each command and format shows them all and obeys none."""
