@@ -5,10 +5,11 @@ Importing this package imports neither torch nor numpy; the names below are load
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# Not that of `typing`, whose import takes longer than all else before the command line can take Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from syncheck.api import Options, compare
     from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
@@ -71,6 +72,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'syncheck' has no attribute {name!r}")
+    from importlib import import_module
+
     value = getattr(import_module(_HOME.get(name, "syncheck.records")), name)
     globals()[name] = value
     return value

@@ -2,7 +2,10 @@
 
 import sys
 
-from syncheck.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from syncheck.cli import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:  # before `main` could take it
+        sys.exit(130)

@@ -2,27 +2,75 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from syncheck.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def writing(path: str, option: str = "-o") -> Iterator[None]:
+    """Turn a failure to write a file into UsageError, which names the option that the path was given with."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{option} {path}: cannot write it: {reason}") from None
+
+
+def check_place(path: str) -> None:
+    """Raise OSError or ValueError where `replace_file` could not write, as far as that shows beforehand."""
+    place, _ = _place(path)
+    folder = os.path.dirname(place)
+    if not stat.S_ISDIR(os.stat(folder).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if read_only else errno.EACCES
+        raise OSError(number, os.strerror(number))
 
 
 def replace_file(path: str, content: str) -> None:
     """Write a text beside a file and put it in its place, so that the whole new one is there or the old one.
 
-    Raises OSError when it cannot be written.
+    A link stays, and the file that it leads to is replaced, whose permissions are kept. A process that is killed
+    leaves at most a hidden file `.syncheck-*.tmp`.
+    Raises OSError or ValueError when it cannot be written, also where something lies there that is no file.
     """
-    import tempfile  # where something is written only
-
-    folder, name = os.path.split(path)
-    descriptor, beside = tempfile.mkstemp(dir=folder or ".", prefix=f".{name}.")
+    place, mode = _place(path)
+    # A name of its own length: that of the file may be as long as a name can be.
+    beside = os.path.join(os.path.dirname(place), f".syncheck-{os.urandom(8).hex()}.tmp")
+    # What replaces a private file is never readable by others, not even while it is written.
+    first = 0o666 if mode is None else 0o600
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
             file.flush()
+            if mode is not None:
+                os.chmod(beside, mode)
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o666 & ~umask)  # mkstemp's files are private, a report is not
-        os.replace(beside, path)
+        os.replace(beside, place)
     except BaseException:
         os.unlink(beside)
         raise
+
+
+def _place(path: str) -> tuple[str, int | None]:
+    """Return where a path leads, and the permissions of the file there; None where there is none yet."""
+    try:
+        found = os.stat(path).st_mode
+    except FileNotFoundError:  # also for a link that leads nowhere yet
+        return os.path.realpath(path), None
+    if stat.S_ISDIR(found):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(found):
+        # To put a file in the place of /dev/null would take it from the whole machine.
+        raise OSError(errno.EINVAL, "a pipe, socket or device lies there; needs a file")
+    return os.path.realpath(path), stat.S_IMODE(found) & 0o777

@@ -44,6 +44,8 @@ JOBS = 4
 class Files:
     """Open files by path, the least recently used closed first. A context manager.
 
+    Raises MalformedFile when a file that it closes was changed since it was opened.
+
     limit: files open at a time. jobs: threads that read a large tensor at a time; None for as many as this process may
     run on, up to `JOBS`.
     """
@@ -53,6 +55,7 @@ class Files:
         self.limit = limit if allowed == resource.RLIM_INFINITY else max(1, min(limit, allowed // 2))
         self.jobs = jobs or min(JOBS, _processors())
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._found: dict[str, os.stat_result] = {}
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._buffers: dict[int, bytearray] = {}
 
@@ -62,10 +65,10 @@ class Files:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
         self._maps.clear()
+        changed = [path for path in [*self._open] if not self._closed(path)]
+        if changed and error is None:
+            raise _changed(changed[0])
 
     def descriptor(self, tensor: Tensor) -> int:
         """Return an open descriptor of a tensor's file, valid until `limit` others were asked for.
@@ -78,7 +81,9 @@ class Files:
             self._open.move_to_end(path)
             return self._open[path]
         if len(self._open) >= self.limit:
-            os.close(self._open.popitem(last=False)[1])
+            oldest = next(iter(self._open))
+            if not self._closed(oldest):
+                raise _changed(oldest)
         try:
             # What has become a pipe would block.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -88,14 +93,17 @@ class Files:
         regular = stat.S_ISREG(found.st_mode)
         if not regular or not (tensor.opened is None or _is_same(tensor.opened, found)):
             os.close(descriptor)
-            raise MalformedFile(
-                path,
-                found="it was changed since it was opened" if regular else "it is no file any more",
-                next_step="run again when nothing writes it",
-            )
+            raise _changed(path, "it was changed since it was opened" if regular else "it is no file any more")
         _read_ahead(descriptor)
-        self._open[path] = descriptor
+        self._open[path], self._found[path] = descriptor, found
         return descriptor
+
+    def _closed(self, path: str) -> bool:
+        """Close a file, and return whether it is what it was: else what was read is of two states, or of none."""
+        descriptor = self._open.pop(path)
+        same = _is_same(self._found.pop(path), os.fstat(descriptor))
+        os.close(descriptor)
+        return same
 
     def read(self, tensor: Tensor, start: int, count: int, slot: int) -> bytes | bytearray:
         """Return `count` elements from element `start` on, in C order, as little-endian bytes.
@@ -246,6 +254,10 @@ def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
 
 def _unreadable(path: str, error: OSError) -> UnreadableFile:
     return UnreadableFile(path, found=(error.strerror or str(error)).lower())
+
+
+def _changed(path: str, found: str = "it was changed while it was read") -> MalformedFile:
+    return MalformedFile(path, found=found, next_step="run again when nothing writes it")
 
 
 def _shrunk(tensor: Tensor, where: str) -> MalformedFile:

@@ -12,14 +12,14 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.atomic import replace_file
+from syncheck.atomic import check_place, replace_file, writing
 from syncheck.blocks import Files, ranges
 from syncheck.digests import ALGORITHM, hasher
 from syncheck.errors import UsageError
 from syncheck.kinds import kinds_of
 from syncheck.metadata_block import SCHEMA
 from syncheck.moments import Moments
-from syncheck.readers import ENDINGS, fingerprint_file, sniff
+from syncheck.readers import ENDINGS, fingerprint_file, keep
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
 from syncheck.values import counted
 
@@ -93,8 +93,10 @@ def places(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, s
         other = taken.setdefault(place, path)
         if other != path:
             raise UsageError(f"{other} and {path}: both would be written to {place}; do them one at a time")
-        if os.path.isfile(place) and sniff(place) not in (None, fingerprint_file):
-            raise UsageError(f"-o {place}: a checkpoint lies there, and it would be lost; name another file")
+        if os.path.exists(place):
+            keep(place, but=fingerprint_file)
+            with writing(place):
+                check_place(place)
     return [(snapshot, found[snapshot.path]) for snapshot in wanted]
 
 
@@ -103,11 +105,11 @@ def write(place: str, text: str) -> None:
 
     Raises UsageError when it cannot be written.
     """
-    try:
-        os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+    with writing(place):
+        folder = os.path.dirname(place) or "."
+        if not os.path.exists(folder):
+            os.makedirs(folder, exist_ok=True)
         replace_file(place, text)
-    except OSError as error:
-        raise UsageError(f"-o {place}: cannot write it: {error.strerror or error}") from None
 
 
 def _below(paths: Sequence[str]) -> dict[str, str]:

@@ -95,7 +95,10 @@ def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
 
 def _place(path: str) -> str:
     """Return a path from the top, the same however it was written; the shell may know this folder by a link."""
-    path, shell = os.path.abspath(path), os.environ.get("PWD", "")
+    try:
+        path, shell = os.path.abspath(path), os.environ.get("PWD", "")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: the current folder was removed; go to one that is there") from None
     if path.startswith(f"{shell}/") and os.path.isabs(shell):
         with contextlib.suppress(OSError):
             if os.path.samefile(shell, "."):

@@ -55,10 +55,16 @@ def in_shares(
         except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that called
             errors[job] = error
 
-    threads = [Thread(target=run, args=(job,), daemon=True) for job in range(1, jobs)]
-    for thread in threads:
-        thread.start()
-    run(0)
+    threads, own = [], [0]
+    for job in range(1, jobs):
+        thread = Thread(target=run, args=(job,), daemon=True)
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:  # no more threads for this user, or no room for the stack of one
+            own.append(job)
+    for job in own:
+        run(job)
     for thread in threads:
         thread.join()
     for _, error in sorted(errors.items()):

@@ -25,7 +25,7 @@ LEAVES = {"errors", "dtypes"}
 BASE = LEAVES | {"snapshots", "records"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
-    "atomic": set(),
+    "atomic": LEAVES,
     "dtypes": set(),
     "snapshots": set(),
     "clues": set(),
@@ -79,7 +79,7 @@ ALLOWED = {
     | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "pieces", "api", "live"}
     | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks", "ties"},
     "testing": BASE | {"api", "live", "report"},
-    "pytest_plugin": BASE | {"api", "config", "live", "testing", "report", "pytest_plugin"},
+    "pytest_plugin": BASE | {"api", "readers", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},
 }
 

@@ -146,11 +146,11 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     """A file that becomes shorter while it is compared is malformed, not different."""
     paths = write(tmp_path, [A, A])
     tensors = [syncheck.read(str(path)).tensors["w"] for path in paths]
-    with Files() as files:
-        files.descriptor(tensors[1])
-        paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
-        with pytest.raises(syncheck.CheckpointError, match="ends before byte"):
-            clusters(tensors, files)
+    files = Files()
+    files.descriptor(tensors[1])
+    paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
+    with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
+        clusters(tensors, files)
 
 
 def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:

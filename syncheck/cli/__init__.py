@@ -8,6 +8,7 @@ import sys
 
 CRASH = 3
 INTERRUPTED = 130
+CLOSED = 141  # what a shell reports for SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,14 +17,29 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Records of 200,000 tensors hold no cycles; to search them for some every 700 takes a fifth of the whole run.
     gc.set_threshold(100_000)
-    from syncheck.cli import output
-    from syncheck.cli.parser import build
+    # What is imported takes most of a short run, so Ctrl-C comes there too.
+    try:
+        from syncheck.cli import streams
+
+        streams.reopen()
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            streams.settle()
+    except KeyboardInterrupt:
+        from syncheck.cli import streams
+
+        streams.say("syncheck: interrupted")
+        return INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
+    from syncheck.cli import output, streams
     from syncheck.errors import OptionError, SyncheckError, Words
 
-    arguments = build().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        code = _carried_out(argv)
+        streams.flush()
         return code
     except SyncheckError as error:
         text = error.spelled(Words("--", " ")) if isinstance(error, OptionError) else error
@@ -31,26 +47,55 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell reports for SIGPIPE
-    except KeyboardInterrupt:
-        print("syncheck: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception:  # noqa: BLE001 - whatever it is, exit 1 would claim that replicas differ
-        _report_crash(sys.argv[1:] if argv is None else argv)
+        streams.silence(sys.stdout)
+        return CLOSED
+    except Exception as error:  # noqa: BLE001 - whatever it is, exit 1 would claim that replicas differ
+        lacking = _lacking(error)
+        if lacking:
+            output.tell(f"error: {lacking}")
+            return SyncheckError.exit_code
+        _report_crash(argv)
         return CRASH
+
+
+def _carried_out(argv: list[str]) -> int:
+    from syncheck.cli import streams
+    from syncheck.cli.parser import build
+
+    with streams.printing():
+        try:
+            arguments = build().parse_args(argv)
+        except SystemExit:  # after help, and after an error that was told
+            sys.stdout.flush()
+            raise
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _lacking(error: Exception) -> str:
+    """Say what the machine would not give, if that is what ended a run, and what to do about it; empty where not."""
+    import errno
+
+    number = error.errno if isinstance(error, OSError) else None
+    # A library that cannot be mapped is told of as one that cannot be imported.
+    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    if isinstance(error, MemoryError) or unmapped or number == errno.ENOMEM:
+        return "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "too many open files; raise their limit (ulimit -n), of which a few dozen are needed"
+    return ""
 
 
 def _report_crash(argv: list[str]) -> None:
     import platform
     import traceback
 
+    from syncheck.cli import streams
     from syncheck.report.files import version
 
-    traceback.print_exc()
-    print(
+    streams.say(
+        f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
         f"  syncheck {version()}, Python {platform.python_version()}, {platform.platform()}\n"
-        f"  arguments: {argv}",
-        file=sys.stderr,
+        f"  arguments: {argv}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
@@ -73,7 +72,8 @@ def _project(arguments: argparse.Namespace) -> Config:
 
 def _chosen(arguments: argparse.Namespace, project: Config) -> tuple[Options, str]:
     """Return how to compare, and how the option for files is called; fill in what the project says of printing."""
-    from syncheck import api, config
+    from syncheck import api, config, readers
+    from syncheck.cli import ranks
 
     given = {field: getattr(arguments, field, None) for field in api.Options.__slots__}
     options = config.options(project, **given)
@@ -87,6 +87,10 @@ def _chosen(arguments: argparse.Namespace, project: Config) -> tuple[Options, st
         if getattr(arguments, name) in (None, []):
             setattr(arguments, name, project.printing.get(name, default))
     files.check_endings(arguments.output, option)
+    if ranks.leads():
+        for path in arguments.output:
+            files.check_place(path, option)
+            readers.keep(path, option)
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
         output.tell(f"options from {project.path}: {', '.join(from_file)}")
@@ -106,11 +110,21 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
 
 
 def told(arguments: argparse.Namespace, found: Report, layout: str, option: str = "-o") -> int:
-    """Write and print a report as the arguments ask for; return the exit code."""
+    """Write and print a report as the arguments ask for; return the exit code.
+
+    A file that cannot be written is told of, and makes it 2; the others and what is printed come out all the same.
+    """
+    unwritten = None
     for path in arguments.output:
-        files.write_file(path, found, option)
+        try:
+            files.write_file(path, found, option)
+        except UsageError as error:
+            unwritten = error
+            output.tell(f"error: {error}")
     if not arguments.quiet:
         _print(arguments, found, layout)
+    if unwritten is not None:
+        return unwritten.exit_code
     return 0 if arguments.exit_zero and found.exit_code == 1 else found.exit_code
 
 
@@ -131,7 +145,7 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         from syncheck.report import json_document
 
-        sys.stdout.write(json_document.written(listed))
+        output.write_text(json_document.written(listed))
     else:
         from syncheck.report import listing
 
@@ -156,7 +170,8 @@ def fingerprint(arguments: argparse.Namespace) -> int:
         made.write(place, text)
         if not arguments.quiet:
             size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
-            print(logged(f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}"))
+            told = f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}"
+            output.write_text(f"{logged(told)}\n")
     for line in unreadable:
         output.tell(f"error: {line}")
     return 2 if unreadable else 0
@@ -167,6 +182,8 @@ def explain(arguments: argparse.Namespace) -> int:
     from syncheck.diagnose import RULES
     from syncheck.report import listing
 
+    if RULES[0].__doc__ is None:
+        raise UsageError("explain: `python -OO` leaves out the texts that it prints; run it without -OO")
     rules = {rule.CODE: rule for rule in sorted(RULES, key=lambda rule: rule.CODE)}
     if arguments.code is None:
         output.write(listing.rules(list(rules.values())), arguments.color)

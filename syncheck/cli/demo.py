@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck.cli import output
+from syncheck.cli import output, streams
 from syncheck.errors import DemoFailed
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def run(color: str) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    output.write_text(f"{text}\n")
+    streams.flush()
 
 
 def _script() -> Path:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
+from syncheck.cli import streams
 from syncheck.errors import logged, one_line
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def ascii_only() -> bool:
 
 def tell(text: str) -> None:
     """Print a line on stderr."""
-    print(f"syncheck: {logged(one_line(text))}", file=sys.stderr)
+    streams.say(f"syncheck: {logged(one_line(text))}")
 
 
 def write(parts: Sequence[Part], color: str) -> None:
@@ -63,6 +64,10 @@ def write(parts: Sequence[Part], color: str) -> None:
 
 
 def write_text(drawn: str) -> None:
-    """Print on stdout. Characters that its encoding lacks are replaced: a verdict must come out under LANG=C."""
+    """Print on stdout. Characters that its encoding lacks are replaced: a verdict must come out under LANG=C.
+
+    Raises UsageError where stdout takes nothing more.
+    """
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(drawn.encode(encoding, "replace").decode(encoding))
+    with streams.printing():
+        sys.stdout.write(drawn.encode(encoding, "replace").decode(encoding))

@@ -7,6 +7,7 @@ import re
 from typing import Any, NoReturn
 
 from syncheck.config import COLORS
+from syncheck.errors import logged, one_line
 from syncheck.report.files import ENDINGS, FORMATS, version
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
@@ -39,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line; the usage of ten lines would bury it."""
-        self.exit(2, f"{self.prog}: error: {message}. See: {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {logged(one_line(message))}. See: {self.prog} --help\n")
 
 
 def build() -> argparse.ArgumentParser:

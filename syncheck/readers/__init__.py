@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from syncheck.readers.files import ENDINGS, READERS, SETTINGS, read_file, sniff
+from syncheck.readers.kept import keep
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,6 +21,7 @@ __all__ = [
     "ENDINGS",
     "READERS",
     "SETTINGS",
+    "keep",
     "read",
     "read_file",
     "sniff",

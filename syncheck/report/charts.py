@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -235,7 +236,9 @@ def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str, keys: S
     axes.set_facecolor("none")
     out = io.StringIO()
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": ["sans-serif"]}
-    with mpl.rc_context(settings):
+    with mpl.rc_context(settings), warnings.catch_warnings():
+        # Of scripts that matplotlib's own font lacks: text stays text, and who reads the page has fonts of his own.
+        warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     # Not read out letter by letter; the table beside a chart has its facts.

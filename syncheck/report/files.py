@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncheck.atomic import replace_file
+from syncheck import atomic
 from syncheck.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,10 +49,15 @@ def write_file(path: str, report: Report, option: str = "-o") -> None:
 
     Its folder must be there. Raises UsageError, naming the option, when it cannot be written.
     """
-    try:
-        replace_file(path, drawn(ENDINGS[_ending(path)], report))
-    except OSError as error:
-        raise UsageError(f"{option} {path}: cannot write it: {error.strerror or error}") from None
+    content = drawn(ENDINGS[_ending(path)], report)
+    with atomic.writing(path, option):
+        atomic.replace_file(path, content)
+
+
+def check_place(path: str, option: str = "-o") -> None:
+    """Raise UsageError for a file that cannot be written, if that can be told before there is anything to write."""
+    with atomic.writing(path, option):
+        atomic.check_place(path)
 
 
 def _ending(path: str) -> str:

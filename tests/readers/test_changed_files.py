@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from checkpoints import save
 
-from syncheck import api
+from syncheck import api, readers
+from syncheck.blocks import Files
+from syncheck.errors import MalformedFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +85,42 @@ with blocks.Files() as files:
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("f: tensor 'w': the file ends before the tensor's last element.")
+
+
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+def test_what_is_rewritten_while_it_is_read_is_never_in_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """A rank that differs, and is saved anew in place as its bytes are read: that they are equal says nothing."""
+    paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.full(4, rank, np.float32)}) for rank in range(2)]
+    found = api.find(*paths)
+    read, calls = os.pread, list[int]()
+
+    def pread(descriptor: int, count: int, offset: int) -> bytes:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            before = paths[1].stat()
+            save(paths[1], {"w": np.zeros(4, np.float32)})
+            os.utime(paths[1], ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        return read(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    report = api.judge(found)
+    assert report.verdict == "undecided"
+    assert [(file.path, file.reason) for file in report.unreadable] == [
+        (str(paths[1]), "it was changed while it was read. Run again when nothing writes it.")
+    ]
+
+
+def test_a_file_is_looked_at_again_when_it_gives_way_to_another(tmp_path: Path) -> None:
+    """Where few files may be open, one that was changed while it was is told as soon as it is closed."""
+    paths = [save(tmp_path / f"w_rank{rank}.pth", {"w": np.ones(4, np.float32)}) for rank in range(2)]
+    first, second = (readers.read(str(path)).tensors["w"] for path in paths)
+    with Files(limit=1) as files:
+        files.descriptor(first)
+        change(paths[0], "overwritten")
+        with pytest.raises(MalformedFile, match=r"w_rank0\.pth: it was changed while it was read"):
+            files.descriptor(second)
 
 
 def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from disks import make_read_only, small_disk
 from programs import TRAIN, alive, wait_for
-from required import unavailable
 from scenarios import load
 
 if TYPE_CHECKING:
@@ -25,17 +24,8 @@ KIB = 1024
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        unavailable("tmpfs", f"cannot be mounted: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        yield disk
 
 
 def whole(folder: Path) -> list[str]:
@@ -75,9 +65,7 @@ def test_read_only(programs: Programs, disk: Path) -> None:
     history = disk / "ckpts" / "history" / "ddp"
     wait_for(lambda: (history / "step_100" / "rank_1.pth").exists(), timeout=60)
     # Refused while a file is being written.
-    wait_for(
-        lambda: not subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True, check=False).returncode
-    )
+    wait_for(lambda: make_read_only(disk))
     run = programs.finish(process)
     assert not alive(process)
     assert run.returncode == 2

@@ -188,11 +188,13 @@ class CheckpointPlugin:
 
     def _write(self, path: str) -> None:
         from syncheck.errors import SyncheckError
+        from syncheck.readers import keep
         from syncheck.report.files import write_file
 
         try:
             report = _in_pytests_words(self.judge.report())
             with self.judge.here():
+                keep(path, "--syncheck-output")
                 write_file(path, report, option="--syncheck-output")
             self.written.append(path)
         except SyncheckError as error:

@@ -1,0 +1,214 @@
+"""What the machine, the shell and the terminal may lack: the answer stays, or a line says what is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth, save_safetensors
+
+import syncheck
+from syncheck import shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Shell = Callable[..., tuple[int, str, str]]
+    Ranks = Callable[..., list[Path]]
+
+COMPARE = "syncheck compare run_rank0.pth run_rank1.pth"
+LAST = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
+MEMORY = "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
+FILES = "too many open files; raise their limit (ulimit -n), of which a few dozen are needed"
+GONE = "the current folder was removed; go to one that is there"
+
+
+@pytest.fixture
+def shell(ranks: Ranks, tmp_path: Path) -> Shell:
+    """Run a line of bash in a folder with two ranks out of sync; returns exit code, stdout and stderr."""
+    ranks(network(), changed(network(), "running_mean"))
+
+    def run(line: str, python: str = "", **environment: str) -> tuple[int, str, str]:
+        line = line.replace("syncheck", f"{sys.executable} {python} -m syncheck", 1)
+        colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM")
+        kept = {key: value for key, value in os.environ.items() if key not in colours}
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=60, check=False, env=kept | environment
+        )
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    return run
+
+
+def is_told(found: tuple[int, str, str]) -> None:
+    """Assert that a run found the two ranks out of sync and had nothing to complain of."""
+    assert (found[0], found[2]) == (1, "")
+    assert found[1].splitlines()[-1] == LAST
+
+
+ODD = {
+    "no home": f"unset HOME; {COMPARE} -o out.html",
+    "no folder for temporary files": f"export TMPDIR=/nowhere TEMP= TMP=/dev/null; {COMPARE} -o out.json",
+    "an unknown locale": f"env LC_ALL=xx_YY.nothing {COMPARE} -o out.md",
+    "decimal commas": f"env LC_ALL=de_DE.UTF-8 LC_NUMERIC=de_DE.UTF-8 {COMPARE} -o out.html",
+    "an empty environment": f"env -i PYTHONPATH=$PYTHONPATH {COMPARE} -o out.json",
+    "twenty open files": f"ulimit -n 20; {COMPARE} -o out.json -o out.html",
+    "no core, small stack": f"ulimit -c 0; ulimit -s 1024; {COMPARE}",
+    "a mask for no permission": f"umask 777; {COMPARE}",
+}
+RUN_BY = {
+    "-O": "optimized", "-OO": "without docstrings", "-W error": "warnings are errors", "-X dev": "checks of Python",
+    "-X utf8=0": "encoding of the locale", "-B -s": "no cache", "-P": "safe path",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ODD)
+def test_odd_environments(shell: Shell, what: str) -> None:
+    """The answer is the same whatever the environment lacks."""
+    is_told(shell(ODD[what]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", RUN_BY)
+def test_odd_interpreters(shell: Shell, tmp_path: Path, python: str) -> None:
+    """Answer, reports and fingerprint are the same whatever Python was told to leave out or to complain of."""
+    is_told(shell(f"{COMPARE} -o out.html -o out.json -o out.md -o out.txt -o out.xml", python))
+    code, _, err = shell("syncheck fingerprint run_rank0.pth -o made.json", python)
+    assert (code, err) == (0, "")
+    assert (tmp_path / "made.json").exists()
+    for line in (f"{COMPARE} nothing.pth", "syncheck show run_rank0.pth", "syncheck --help", "syncheck --version"):
+        code, out, err = shell(line, python)
+        assert out
+        assert "Traceback" not in err
+        assert "Warning" not in err
+
+
+def test_explain_without_docstrings(shell: Shell) -> None:
+    """`explain` prints docstrings; under -OO, where Python leaves them out, it says so."""
+    for command in ("syncheck explain", "syncheck explain SYN201"):
+        code, out, err = shell(command, "-OO")
+        assert (code, out) == (2, "")
+        assert err == "syncheck: error: explain: `python -OO` leaves out the texts that it prints; run it without -OO\n"
+
+
+def test_a_folder_that_was_removed(shell: Shell, tmp_path: Path) -> None:
+    """From a folder that is gone, whole paths are compared, and all else is one line."""
+    gone = "mkdir -p gone; cd gone; rmdir ../gone; "
+    here = f"{tmp_path}/run_rank"
+    is_told(shell(f"{gone}syncheck compare {here}0.pth {here}1.pth"))
+    code, out, err = shell(f"{gone}syncheck compare {here}0.pth ../run_rank1.pth")
+    assert (code, out, err) == (2, "", f"syncheck: error: ../run_rank1.pth: {GONE}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    ["report", "show a", "demo", "compare '*.pth'", "compare {0} {1} -o a.json", "compare a b", "fingerprint a -o b"],
+)
+def test_other_commands_in_a_removed_folder(shell: Shell, tmp_path: Path, command: str) -> None:
+    """No command crashes there."""
+    command = command.replace("{0}", f"{tmp_path}/run_rank0.pth").replace("{1}", f"{tmp_path}/run_rank1.pth")
+    code, out, err = shell(f"mkdir -p gone; cd gone; rmdir ../gone; syncheck {command}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("syncheck: error: ")
+
+
+@pytest.mark.parametrize("limit", ["-n 5", "-v 120000"])
+def test_too_little(shell: Shell, limit: str) -> None:
+    """With too few files or too little memory for Python itself to go on, a line says what to raise: 2, no crash."""
+    code, out, err = shell(f"ulimit {limit}; {COMPARE} -o out.html")
+    assert (code, out) == (2, "")
+    assert err == f"syncheck: error: {FILES if '-n' in limit else MEMORY}\n"
+
+
+@pytest.mark.slow
+def test_files_and_memory_from_next_to_none(shell: Shell, tmp_path: Path) -> None:
+    """Whatever the limit, a run of two ranks in sync either tells or ends with one of these lines."""
+    save_pth(tmp_path / "run_rank1.pth", network())
+    seen = set()
+    for kilobytes in range(20_000, 260_000, 10_000):
+        code, out, err = shell(f"ulimit -v {kilobytes}; {COMPARE} -o out.html")
+        # Where numpy's library for matrices finds no room it ends the program itself, with 1.
+        if "OpenBLAS error" not in err and "python" not in err.lower():
+            assert (code, err) in ((0, ""), (2, f"syncheck: error: {MEMORY}\n")), kilobytes
+        seen.add((code, bool(out)))
+    for files in range(4, 24):
+        code, out, err = shell(f"ulimit -n {files}; {COMPARE} -o out.html")
+        told = (f"syncheck: error: {FILES}\n", "syncheck: error: -o out.html: cannot write it: Too many open files\n")
+        assert (code, err) == (0, "") or (code == 2 and err in told) or "Fatal Python error" in err, (files, err)
+        seen.add((code, bool(out)))
+    assert {(0, True), (2, False)} <= seen
+
+
+def test_threads_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started, or no second one, the calling one does their work, with the same result."""
+    for rank, last in enumerate((0, 1, 0)):
+        array = np.zeros(9_000_000, np.uint8)
+        array[-1] = last
+        save_safetensors(tmp_path / f"run_rank{rank}.safetensors", {"w": array})
+    monkeypatch.setattr(shares, "LARGE", 1)
+    options = syncheck.Options(jobs=4)
+    usual = syncheck.compare(str(tmp_path), options=options)
+    begin = threading.Thread.start
+    for most in (0, 1):
+        begun: list[threading.Thread] = []
+
+        def start(thread: threading.Thread, most: int = most, begun: list[threading.Thread] = begun) -> None:
+            if len(begun) == most:
+                raise RuntimeError("can't start new thread")
+            begun.append(thread)
+            begin(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert syncheck.compare(str(tmp_path), options=options) == usual
+        assert len(begun) == most
+    assert usual.groups[0].tensors[0].clusters == ((0, 2), (1,))
+
+
+@pytest.mark.slow
+def test_no_room_for_a_thread(shell: Shell, tmp_path: Path) -> None:
+    """A limit that leaves no room for the stack of a second thread changes nothing of the answer."""
+    for rank in range(2):
+        save_safetensors(tmp_path / f"large_rank{rank}.safetensors", {"w": np.full(8 << 20, rank, np.float32)})
+    command = "syncheck compare large_rank0.safetensors large_rank1.safetensors --jobs 4"
+    usual = shell(command)
+    assert usual[0] == 1
+    assert shell(f"ulimit -s 900000; ulimit -v 800000; {command}") == usual
+
+
+def seen_on(columns: str, shell: Shell, command: str, **environment: str) -> str:
+    """Return what a command prints on a terminal, without colours."""
+    script = f"script -qec 'stty cols {columns} 2>/dev/null; {command}' /dev/null"
+    _, out, _ = shell(script, **({"TERM": "xterm-256color"} | environment))
+    assert re.findall(r"[^\x20-\x7e\r\n\x80-\U0010ffff]", re.sub(r"\x1b\[[0-9;]*m", "", out)) == []
+    return re.sub(r"\x1b\[[0-9;]*m", "", out).replace("\r", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["1", "3", "20", "80", "200", "5000"])
+def test_terminals_of_all_widths(shell: Shell, columns: str) -> None:
+    """On a terminal of any width nothing is lost, and from 80 columns on no line is wider than it."""
+    text = seen_on(columns, shell, COMPARE)
+    assert max(map(len, text.splitlines())) <= max(int(columns), 79)
+    assert "OUTOFSYNC" in re.sub(r"\s", "", text)
+    assert "".join(LAST.split()) in re.sub(r"\s", "", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment",
+    [{"COLUMNS": "x"}, {"COLUMNS": "0"}, {"COLUMNS": "-5"}, {"TERM": ""}, {"TERM": "dumb"}, {"TERM": "nothing"}],
+    ids=str,
+)
+def test_terminals_that_say_nonsense(shell: Shell, environment: dict[str, str]) -> None:
+    """A terminal of no known kind or width is drawn for as one of 80 columns, or as a pipe."""
+    text = seen_on("80", shell, COMPARE, **environment)
+    assert text.splitlines()[-1] == LAST

@@ -1,0 +1,256 @@
+"""Names in any script, and names that mean something to what shows them, from the files to every output."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from browser import opened
+from checkpoints import Done, save_pth, save_safetensors
+from hostile_names import FILES, NAMES
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+
+from syncheck.cli import main
+from syncheck.errors import logged, one_line
+from syncheck.report.files import ENDINGS, FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Run = Callable[..., Done]
+
+QUICK = ["\n::set-output name=a::b", "\udcff\udcfe"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FILES if name not in QUICK]
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments: str) -> Done:
+        try:
+            code = main([*arguments])
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return go
+
+
+def save_ranks(names: list[str], first: str = "run_rank0.pth", second: str = "run_rank1.pth") -> tuple[str, str]:
+    """Write two ranks of which all tensors differ, with the names also in values and in the metadata."""
+    for rank, path in enumerate((first, second)):
+        tensors = {name: np.full(2, rank + i, np.float32) for i, name in enumerate(names)}
+        about = {
+            "schema": 1,
+            "rank": rank,
+            "world_size": 2,
+            "run": "run",
+            "method": names[0],
+            "host": names[0] + str(rank),
+        }
+        save_pth(
+            Path("made.pth"), {"model": tensors, "syncheck": about, "epoch": f"{names[0]}{rank}", names[-1]: names[0]}
+        )
+        os.rename("made.pth", path)
+    return first, second
+
+
+def is_calm(text: str) -> bool:
+    """Whether a text does nothing to a terminal but to print lines, in our own colours, nor to the runner of a CI."""
+    plain = COLOURS.sub("", text)
+    commands = [line for line in plain.split("\n") if line.strip().startswith("::") or re.search(r"##\w*\[", line)]
+    return all(c == "\n" or c.isprintable() for c in plain) and not commands
+
+
+def check_documents(run: Run, paths: tuple[str, str], names: list[str]) -> None:
+    """Write every format, and read it with what reads it."""
+    outputs = [argument for ending in ENDINGS for argument in ("-o", f"out{ending}")]
+    done = run("compare", "--no-config", *outputs, "--", *paths)
+    assert (done.code, done.err) == (1, "")
+    assert is_calm(done.out)
+    texts = {}
+    for ending in ENDINGS:
+        with open(f"out{ending}", encoding="utf-8") as file:
+            texts[ending] = file.read()
+    (group,) = json.loads(texts[".json"])["groups"]
+    assert {diff["name"] for diff in group["tensors"]} == {f"{name}" for name in names}
+    assert [replica["path"] for replica in group["replicas"]] == list(paths)
+    root = ET.fromstring(texts[".xml"])
+    assert {case.tag for case in root.iter()} <= {
+        "testsuites", "testsuite", "properties", "property", "testcase", "failure", "system-out",
+    }  # fmt: skip
+    for text in (texts[".md"], texts[".txt"], texts[".xml"]):
+        assert is_calm(text)
+    tokens = MarkdownIt("js-default").parse(texts[".md"])
+    inner = [child.type for token in tokens for child in token.children or []]
+    assert not {"link_open", "image", "html_inline"} & set(inner)
+    assert {re.sub(r"\d+", "N", token.content.strip()) for token in tokens if token.type == "html_block"} <= {
+        "<details><summary>N tensors, worst first</summary>", "</details>",
+    }  # fmt: skip
+    page = texts[".html"]
+    assert all(c == "\n" or c.isprintable() for c in page)
+    for name in names:
+        assert logged(one_line(name)) in logged(texts[".txt"])
+
+
+def check_streams(run: Run, paths: tuple[str, str]) -> None:
+    """Print with every command, in every format, coloured or not."""
+    both = ("--no-config", "--", *paths)
+    commands = [("compare", *both), ("compare", "--color", "always", *both), ("report", "--color", "always", *both)]
+    commands += [("compare", "--format", name, *both) for name in FORMATS if name != "github"]
+    commands += [("show", "--", paths[0]), ("show", "--color", "always", "--", paths[0])]
+    commands += [("show", "--format", "json", "--", paths[0]), ("fingerprint", "-o", "made.json", "--", paths[0])]
+    for command in commands:
+        done = run(*command)
+        assert done.code in (0, 1), done.err
+        assert is_calm(done.out), command
+        assert is_calm(done.err), command
+    # Annotations are commands, one line each, and nothing else is one.
+    lines = run("compare", "--format", "github", *both).out.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert (
+        sum(line.lstrip().startswith("::") for line in lines) == sum(line.startswith("::error ") for line in lines) == 1
+    )
+    # A fingerprint with these names compares as the checkpoint does.
+    done = run("compare", "--no-config", "--format", "json", "--group-by=", "--", "made.json", paths[1])
+    assert done.code == 1, done.err
+
+
+def test_scripts_that_the_font_of_charts_lacks(run: Run) -> None:
+    """A page with Chinese, Korean and Thai names is drawn without a word on stderr; pytest makes warnings errors."""
+    paths = save_ranks(["\u6743\u91cd", "\uac00", "\u0e19"])
+    assert run("compare", *paths, "-o", "out.html", "-q") == Done(1, "", "")
+    assert "\u6743\u91cd" in Path("out.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_all_names_at_once(run: Run) -> None:
+    """Tensors of every name in one file: each command and format shows them all and obeys none."""
+    names = list(dict.fromkeys(NAMES))
+    paths = save_ranks(names)
+    check_documents(run, paths, names)
+    check_streams(run, paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:24]))
+def test_each_name(run: Run, name: str) -> None:
+    """Each name alone, of a tensor, a value, a method and a host."""
+    paths = save_ranks([name])
+    check_documents(run, paths, [name])
+    check_streams(run, paths)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW], ids=lambda name: ascii(str(name)[:24]))
+def test_each_file_name(run: Run, name: str) -> None:
+    """Files and folders of every name that a file system takes are compared, reported and written over by none."""
+    os.mkdir(name)
+    paths = save_ranks(["w"], f"{name}/{name}_rank0.pth", f"{name}/{name}_rank1.pth")
+    check_documents(run, paths, ["w"])
+    for command in (("compare", "--", name), ("report", "--no-config", "--color", "always", "--", name)):
+        done = run(*command)
+        assert done.code == 1, done.err
+        assert is_calm(done.out)
+    done = run("fingerprint", f"--output={name}/made.json", "--", paths[0])
+    assert (done.code, done.err) == (0, "")
+    assert is_calm(done.out)
+    with open(f"{name}/broken_rank2.pth", "w") as file:
+        file.write("x")
+    done = run("compare", "--", name)
+    assert done.code == 1
+    assert is_calm(done.out)
+    assert is_calm(done.err)
+    assert done.err.count("\n") == 1
+    # Wrong usage names what was typed, too.
+    for wrong in (
+        ("compare", f"--{name}"),
+        ("compare", f"--format={name}", "a"),
+        ("explain", "--", name),
+        (f"no{name}",),
+    ):
+        done = run(*wrong)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert is_calm(done.err)
+
+
+@pytest.mark.parametrize("pattern", ["(", "it's (", "a b$(touch bad)(", '"`touch bad`(', "~/*(", "-x(", "\\(("])
+def test_advice_can_be_pasted(run: Run, tmp_path: Path, pattern: str) -> None:
+    """An option is written as a shell takes it: pasted into bash, it is the same option again and runs nothing."""
+    done = run("compare", "a.pth", "b.pth", f"--group-by={pattern}")
+    assert (done.code, done.out) == (2, "")
+    told = done.err.removeprefix("syncheck: error: ")
+    typed = told[: told.index(shlex.quote(pattern)) + len(shlex.quote(pattern))]
+    shown = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {typed}"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.splitlines() == ["--group-by", pattern]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_in_a_browser(run: Run, tmp_path: Path) -> None:
+    """A page of all names, opened: no script but ours, no link, no picture, no request, and every name can be read."""
+    names = [name for name in dict.fromkeys(NAMES) if 0 < len(name) < 200]
+    assert run("compare", *save_ranks(names), "-n", "0", "-o", "out.html").code == 1
+    before = (tmp_path / "out.html").read_text()
+    document, console = opened(tmp_path / "out.html", tmp_path / "browser")
+    assert console == []
+    assert document.count("<script") == before.count("<script")
+    assert not re.search(r"<(img|iframe|object|embed|a href=\"(?!#))", document)
+    shown = html.unescape(re.sub(r"<[^>]*>", "", document))
+    missing = [name for name in names if one_line(name) not in shown]
+    assert missing == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_on_a_real_terminal(run: Run, tmp_path: Path, columns: int) -> None:
+    """On a terminal nothing but text, line ends and colours arrives, and no line is wider than 80 columns or more."""
+    names = [name for name in dict.fromkeys(NAMES) if len(name) < 500]
+    save_ranks(names)
+    command = f"{sys.executable} -m syncheck compare run_rank0.pth run_rank1.pth -n 0"
+    done = subprocess.run(
+        ["script", "-qec", f"stty cols {columns}; {command}", "/dev/null"],
+        cwd=tmp_path, capture_output=True, timeout=60,
+        env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}, check=False,
+    )  # fmt: skip
+    text = COLOURS.sub("", done.stdout.decode()).replace("\r\n", "\n")
+    assert done.returncode == 1
+    assert all(c == "\n" or c.isprintable() for c in text)
+    if columns >= 80:
+        assert max(cell_len(line.rstrip()) for line in text.split("\n")) <= columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count, length", [(2, 200_000), (300, 20_000), (20_000, 60)])
+def test_long_and_many(run: Run, tmp_path: Path, count: int, length: int) -> None:
+    """Very long names and very many: every output comes in bounded time, and is bounded by what it has to say."""
+    tensors = [f"{i}.{'x' * length}" for i in range(count)]
+    paths = ("run_rank0.safetensors", "run_rank1.safetensors")
+    for rank, path in enumerate(paths):
+        save_safetensors(tmp_path / path, {name: np.full(1, rank, np.float32) for name in tensors[:2000]})
+    began = time.monotonic()
+    outputs = [argument for ending in ENDINGS for argument in ("-o", f"out{ending}")]
+    assert run("compare", *paths, *outputs).code == 1
+    assert run("compare", *paths, "--color", "always").code == 1
+    assert run("show", paths[0]).code == 0
+    assert time.monotonic() - began < 60
+    size = count * length
+    for ending in ENDINGS:
+        assert (tmp_path / f"out{ending}").stat().st_size < 20 * size + 2_000_000
