@@ -20,6 +20,8 @@ from syncheck.snapshots import Metadata, Snapshot, Tensor, in_c_order
 FORMAT = "safetensors"
 # The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
 MAX_HEADER = 100_000_000
+# As torch counts; numpy has no more dimensions. Beyond, sizes cannot be printed, and strides take all time.
+MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
 _AGAIN = "save or copy the file again"
 
 
@@ -80,9 +82,12 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
         )
     dtype: DType | None = BY_SAFETENSORS.get(code)
     strides = in_c_order(shape)
+    elements = math.prod(shape)
+    if dtype is None and elements > MOST_ELEMENTS:
+        raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
     if dtype is None:
         return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code} is not read")
-    needed = math.prod(shape) * dtype.size
+    needed = elements * dtype.size
     if offsets[1] - offsets[0] != needed:
         found = f"{offsets[1] - offsets[0]} bytes"
         raise _malformed(path, place, found, f"{needed} for {dtype.name} {shape}")
@@ -107,10 +112,10 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
 
 
 def _naturals(value: Any) -> bool:
-    if type(value) is not list:
+    if type(value) is not list or len(value) > MOST_DIMENSIONS:
         return False
     for n in value:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
-        if type(n) is not int or n < 0:
+        if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
             return False
     return True
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.dtypes import DType
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.readers.dcp.chunks import fault
-from syncheck.readers.pickles.stand_ins import Inert
+from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.unpickle import unpickle
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Where Lightning keeps what callbacks and users give it: a tensor in there is no parameter.
 _BESIDE = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
-_STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
+_STATE = re.compile(r"optimizer\.(\d{1,18})\.([^.]+)")
 
 
 def parameter_names(
@@ -28,7 +28,7 @@ def parameter_names(
     that there are as many and every state has its parameter's shape.
     """
     ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
-    if not ids or all(isinstance(key, str) for key in ids):
+    if not all(isinstance(key, (int, str)) for key in ids) or all(isinstance(key, str) for key in ids):
         return {}
     stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
     if len(stored) == len(ids) and all(isinstance(name, str) for name in stored):

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.errors import MalformedFile
+from syncheck.errors import MalformedFile, brief
+from syncheck.readers.pickles.stand_ins import MOST_ELEMENTS
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
@@ -59,7 +60,15 @@ def tensor_at(
             needed=f"{end} bytes for {place.dtype.name} {list(place.shape)}",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    if (shown := math.prod(place.shape) * place.dtype.size) > max(record.size, _MOST_SHOWN):
+    shown = math.prod(place.shape) * place.dtype.size
+    if shown > MOST_ELEMENTS:
+        raise MalformedFile(
+            path,
+            place=record.label,
+            found=f"tensor '{name}' of {brief(shown)} bytes",
+            needed=f"at most {MOST_ELEMENTS}",
+        )
+    if shown > max(record.size, _MOST_SHOWN):
         reason = f"a view that shows {record.size} stored bytes as {shown:.3g}"
         return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, refused=reason)
     return Tensor(

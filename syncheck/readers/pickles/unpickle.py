@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.dtensor import SUBCLASSES
+from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
-from syncheck.readers.pickles.stand_ins import ALLOWED, Inert, Storage, StorageType
+from syncheck.readers.pickles.stand_ins import ALLOWED, MOST_ELEMENTS, Storage, StorageType
 from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
 
 TABLE = ALLOWED | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
@@ -108,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
         if not known or pid[0] != "storage":
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
         _, kind, key, _location, numel = pid[:5]
-        if not isinstance(key, str) or type(numel) is not int or numel < 0:
+        if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST_ELEMENTS:
             raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
