@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.errors import MalformedFile
+from syncheck.errors import MalformedFile, brief
 from syncheck.readers import read
 from syncheck.readers.pickles.tree import Flat, flatten
 from syncheck.readers.pickles.unpickle import unpickle
@@ -66,6 +66,14 @@ def test_an_error_has_no_address() -> None:
     data = b"\x80\x02cfoo\nBar\n)RQ."
     with pytest.raises(MalformedFile, match=r"persistent id <foo.Bar\(\)> is not a storage"):
         unpickle(data, "a.pth", "data.pkl")
+
+
+def test_sets_have_one_text() -> None:
+    """A set of things that have no order reads the same whatever order it was filled in; a large one is counted."""
+    assert brief({"b", 1, None}) == "set({'b', 1, None})"
+    assert brief(frozenset({"b", (1,), "a"})) == "frozenset({'a', 'b', (1,)})"
+    assert brief({*range(7), "a"}) == "<set of 8>"
+    assert brief({3, 1, 2}) == "{1, 2, 3}"
 
 
 @pytest.mark.parametrize(
