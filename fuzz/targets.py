@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from syncheck.errors import CheckpointError
+    from syncheck.readers.pickles.stand_ins import Storage
 
 SEEDS = Path(__file__).resolve().parent / "seeds"
 FIXTURES = SEEDS.parents[1] / "fixtures"
@@ -51,17 +52,22 @@ class Target:
 
 
 def _read_pickle(path: str) -> Snapshot:
-    """Read a bare pickle as that of a zip would be, each of its storages in a record that is the file itself."""
+    """Read a bare pickle as that of a zip would be, each of its storages in the file's first bytes."""
     with open(path, "rb") as file:
         data = file.read()
         opened = os.fstat(file.fileno())
     tree, stubs = unpickle(data, path, "data.pkl")
     flat = flatten(tree, path, len(data))
     tensors = {
-        name: tensor_at(name, place, path, lambda _: Record("data", 0, len(data)), opened=opened)
+        name: tensor_at(name, place, path, lambda storage: _record(storage, len(data)), opened=opened)
         for name, place in flat.tensors.items()
     }
     return Snapshot(path, "torch-zip", len(data), tensors, flat.values, stubs, flat.metadata)
+
+
+def _record(storage: Storage, most: int) -> Record:
+    """Return the file's first bytes, as many as a storage has, as its record."""
+    return Record("data", 0, min(storage.numel * (storage.itemsize or 1), most))
 
 
 def _write_file(data: bytes, path: Path) -> None:

@@ -136,13 +136,15 @@ class Files:
         import numpy as np
 
         row = DTYPES[tensor.dtype]
-        strides = [s * row.size for s in tensor.strides]
+        # Without dimensions of size 1: their strides mean nothing, and numpy has fewer dimensions than torch.
+        shape = [n for n in tensor.shape if n != 1]
+        strides = [s * row.size for n, s in zip(tensor.shape, tensor.strides, strict=True) if n != 1]
         try:
             where: Any = self._map(tensor) if tensor.data is None else tensor.data
-            view: Any = np.ndarray(tensor.shape, f"V{row.size}", where, tensor.offset, strides)
+            view: Any = np.ndarray(shape, f"V{row.size}", where, tensor.offset, strides)
         except (TypeError, ValueError):  # the mapping is shorter than the tensor, or empty
             raise _shrunk(tensor, "the tensor's last element") from None
-        rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in pieces.boxes(tensor.shape, start, count)]
+        rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in pieces.boxes(shape, start, count)]
         values = np.concatenate(rows).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))
         if "conj" in tensor.lazy:
             values = np.conjugate(values)

@@ -48,7 +48,7 @@ def logged(text: str) -> str:
     return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
 
 
-class _Short(reprlib.Repr):
+class _Brief(reprlib.Repr):
     """As reprlib has it, but sets whose members have no order of their own read the same wherever they are read."""
 
     def repr_set(self, x: set[Any], level: int) -> str:
@@ -70,12 +70,19 @@ def brief(value: object, most: int = 60) -> str:
 
     `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
     """
-    short = _Short()
+    short = _Brief()
     short.maxstring = short.maxother = short.maxlong = most
     try:
         return short.repr(value)[:most]
     except ValueError:
         return f"a huge {type(value).__name__}"
+
+
+def _short(text: str, most: int = 400) -> str:
+    """Write a file's words in one line, and leave out the middle of what nobody would read: names may be megabytes."""
+    if len(text) > most:
+        text = f"{text[: most // 2]}...{text[-most // 2 :]}"
+    return one_line(text)
 
 
 class SyncheckError(Exception):
@@ -178,6 +185,7 @@ class CheckpointError(SyncheckError):
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
         self.path = path
+        place, found, needed = map(_short, (place, found, needed))
         self.reason = f"{place}: {found}" if place else found
         if needed:
             self.reason += f"; needed {needed}"

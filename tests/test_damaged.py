@@ -93,7 +93,7 @@ class TestDamaged:
         assert {name: diff.evidence.damaged for name, diff in found.items() if diff.evidence} == {
             f"p{i}": (0,) for i in range(6)
         }
-        assert sum(read) == 2 * 4000
+        assert [length for length in read if length >= 1000] == [4000, 4000]  # beside the pickles, on opening
 
     def test_no_checksum_no_claim(self, tmp_path: Path) -> None:
         """Where saving stored no checksums, and in other formats, nobody can be called damaged."""

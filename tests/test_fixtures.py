@@ -44,6 +44,7 @@ def test_findings_are_those_of_the_manifest(entry: dict[str, Any]) -> None:
 def test_every_checkpoint_is_small_and_in_the_manifest() -> None:
     """No rank file has 100 kB or more, and none lies outside the manifest's folders."""
     files = [*FIXTURES.rglob("*.pth"), *FIXTURES.rglob("*.safetensors")]
+    files = [file for file in files if not {"broken", "hostile"} & set(file.parts)]  # test_malformed_files.py has those
     assert files
     assert [file for file in files if file.stat().st_size >= 100_000] == []
     folders = [FIXTURES / entry["folder"] for entry in ENTRIES]

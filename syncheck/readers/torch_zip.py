@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from typing import TYPE_CHECKING, BinaryIO
+import zlib
+from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
 from syncheck.readers.pickles.places import Record, tensor_at
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 FORMAT = "torch-zip"
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+# Bits of a record's flags: encrypted, patched, strongly encrypted, masked.
+_NOT_STORED = 0x2061
+# Bytes of a directory that are read: of more than a million records. Each takes ten times as much in memory.
+_MOST_DIRECTORY = 1 << 27
 _AGAIN = "save or copy the file again"
+_STRANGE = "no library writes this; find out where the file comes from"
 
 
 def matches(head: bytes) -> bool:
@@ -46,7 +52,20 @@ def read(path: str) -> Snapshot:
         flat = flatten(tree, path, len(pickled))
         big = archive.big_endian()
         tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
+        archive.check_overlaps()
     return Snapshot(path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata)
+
+
+class _Bounded:
+    """A file of which zipfile reads no more at a time than a directory may have."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _MOST_DIRECTORY:
+            raise ValueError(f"a directory of {size} bytes")
+        return self._file.read(size)
 
 
 class Archive:
@@ -57,7 +76,7 @@ class Archive:
         self.file, self.path = file, path
         self.size = file.seek(0, os.SEEK_END)
         try:
-            infos = zipfile.ZipFile(file).infolist()
+            infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(file))).infolist()
         except (
             zipfile.BadZipFile,
             ValueError,
@@ -71,6 +90,10 @@ class Archive:
                 next_step=f"it is cut short or damaged: {_AGAIN}",
             ) from None  # fmt: skip
         self.records = {info.filename: info for info in infos}
+        if any(info.filename != info.orig_filename for info in infos):  # a NUL, which other readers may take for an end
+            raise MalformedFile(
+                path, place="zip directory", found="a record of two names", needed="one", next_step=_STRANGE
+            )
         if len(self.records) != len(infos):
             raise MalformedFile(path, place="zip directory", found="two records of one name", next_step=_AGAIN)
         first = min((info.header_offset for info in infos), default=0)
@@ -95,20 +118,20 @@ class Archive:
         info = self.records.get(self.stem + name)
         if info is None:
             raise self._malformed(name, "no such record", "", _AGAIN)
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise UnsupportedFormat(
-                self.path,
-                place=self.stem + name,
-                found="a compressed or encrypted record",
-                needed="a stored one, as torch.save writes",
-            )
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _NOT_STORED:
+            raise self._not_stored(name)
         if info.header_offset > self.size:  # more than seek() takes, perhaps
             raise self._malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
         self.file.seek(info.header_offset)
         head = self.file.read(_LOCAL_HEADER.size)
         if len(head) < _LOCAL_HEADER.size or not head.startswith(MAGIC):
             raise self._malformed(name, "no record where the directory says", "a local header", _AGAIN)
-        *_, name_length, extra_length = _LOCAL_HEADER.unpack(head)
+        _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(head)
+        if method != zipfile.ZIP_STORED or flags & _NOT_STORED:
+            raise self._not_stored(name)
+        if info.compress_size != info.file_size or not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:
+            found = f"{info.file_size} bytes in the directory, {size} before the record"
+            raise self._malformed(name, found, "one size", _AGAIN)
         offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if self.file.read(name_length) != info.orig_filename.encode("utf-8"):
             raise self._malformed(name, "the record bears another name than in the directory", "the same name", _AGAIN)
@@ -126,7 +149,11 @@ class Archive:
         """Return a record's data. Raises MalformedFile where there is no such record."""
         offset, size = self.place_of(name)
         self.file.seek(offset)
-        return self.file.read(size)
+        data = self.file.read(size)
+        stored = self.records[self.stem + name].CRC
+        if stored and stored != zlib.crc32(data):  # 0 where saving had checksums switched off
+            raise self._malformed(name, "it does not match its CRC-32", "the bytes that torch.save wrote", _AGAIN)
+        return data
 
     def big_endian(self) -> bool:
         """Return whether tensors are stored big-endian; files before torch 2.1 do not say and are little-endian."""
@@ -140,6 +167,20 @@ class Archive:
     def tensor(self, name: str, place: TensorPlace, big_endian: bool) -> Tensor:
         """Check that a tensor lies within its record and say where in the file it starts."""
         return tensor_at(name, place, self.path, self._record_of, opened=self.opened, big_endian=big_endian)
+
+    def check_overlaps(self) -> None:
+        """Raise MalformedFile where two records that are read lie in the same bytes: few bytes could pass for many."""
+        end, before = 0, ""
+        for (start, size), name in sorted((place, name) for name, place in self.places.items()):
+            if start < end and size:
+                raise self._malformed(name, f"it begins at byte {start}, within {before}", "records apart", _STRANGE)
+            end, before = max(end, start + size), name
+
+    def _not_stored(self, name: str) -> UnsupportedFormat:
+        return UnsupportedFormat(
+            self.path, place=self.stem + name, found="a compressed or encrypted record",
+            needed="a stored one, as torch.save writes", next_step="unpack it, or save it again with torch.save",
+        )  # fmt: skip
 
     def _record_of(self, storage: Storage) -> Record:
         record = f"data/{storage.key}"

@@ -43,9 +43,9 @@ def doubled(levels: int, leaf: Any, pair: type = list) -> Any:
 @pytest.mark.parametrize(
     ("state", "name"),
     [
-        ({HUGE: 1}, "a huge int"),
+        ({HUGE: 1}, hex(HUGE)),
         ({"a": {HUGE, 1}}, "a.0"),
-        ({"state": {HUGE: {"x": 1}}, "param_groups": []}, "optimizer.a huge int.x"),
+        ({"state": {HUGE: {"x": 1}}, "param_groups": []}, f"optimizer.{hex(HUGE)}.x"),
         ({"state": {}, "param_groups": [{"betas": (HUGE, 1)}]}, "optimizer.param_groups.0.betas"),
         ({(1, "b"): 1, None: 2}, "(1, 'b')"),
     ],
@@ -56,15 +56,15 @@ def test_keys_and_values_of_any_size(state: Any, name: str) -> None:
 
 
 def test_keys_that_are_objects_have_one_name_everywhere() -> None:
-    """A key of an unknown class is written by its class and plain content, never by its address."""
+    """A key of an unknown class is written by its class, never by its address."""
     names = flat(pickle.dumps({PurePosixPath("x"): 1, "s": {PurePosixPath("y")}}, 2)).values
-    assert list(names) == ["<pathlib.PurePosixPath('x')>", "s.0.0"]
+    assert list(names) == ["<pathlib.PurePosixPath>", "s.0.0"]
 
 
 def test_an_error_has_no_address() -> None:
     """What an error says of an object of an unknown class is the same for every copy of the file."""
     data = b"\x80\x02cfoo\nBar\n)RQ."
-    with pytest.raises(MalformedFile, match=r"persistent id <foo.Bar\(\)> is not a storage"):
+    with pytest.raises(MalformedFile, match=r"persistent id <foo.Bar> is not a storage"):
         unpickle(data, "a.pth", "data.pkl")
 
 
@@ -100,15 +100,15 @@ def test_objects_that_double_are_not_written_out(data: bytes) -> None:
     [
         {"a" * 200_000: [None] * 20_000},
         {
-            "state": {i: {"a": 1} for i in range(600)},
-            "param_groups": [{"params": list(range(600)), "param_names": ["a" * 200_000] * 600}],
+            "state": {i: {"a": 1} for i in range(1500)},
+            "param_groups": [{"params": list(range(1500)), "param_names": ["a" * 200_000] * 1500}],
         },
     ],
     ids=["tree", "optimizer"],
 )
 def test_names_that_take_all_memory(state: Any) -> None:
     """A long key above many others, 4 GB of names from 300 kB, is refused before the names are made."""
-    with pytest.raises(MalformedFile, match="names unfold without end"):
+    with pytest.raises(MalformedFile, match="without end"):
         flat(pickle.dumps(state, 2))
 
 

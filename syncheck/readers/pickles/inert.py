@@ -1,10 +1,11 @@
-"""What stands for an object of an unknown class: inert, so that the tensors in it are still found."""
+"""What a pickle may build of classes that are not known, and in place of OrderedDict: it does nothing."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
-from syncheck.errors import brief
+from syncheck.readers.pickles.hashing import light
 
 
 class Inert:
@@ -14,6 +15,7 @@ class Inert:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         """Keep what the pickle gave."""
+        light(*args, *kwargs.values())
         self = super().__new__(cls)
         self.given = [*args, *kwargs.values()]
         self.items = {}
@@ -27,12 +29,8 @@ class Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take anything, as a class unknown to us may."""
 
-    def __repr__(self) -> str:
-        """Write a name that is the same on every rank: objects are keys of dictionaries, and members of sets."""
-        plain = [brief(value) for value in self.given if isinstance(value, (str, int, float))]
-        return f"<{self.name}({', '.join(plain[:3])})>"
-
     def __setstate__(self, state: Any) -> None:
+        light(state)
         self.given.append(state)
 
     def append(self, item: Any) -> None:
@@ -52,5 +50,50 @@ class Inert:
 
     def __call__(self, *args: Any) -> Inert:
         """Stand in for an object that is called to rebuild another."""
+        light(*args)
         self.given.extend(args)
         return self
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Ordered(dict[Any, Any]):
+    """Stands in for OrderedDict, whose BUILD could set `items` and the like; torch puts `_metadata` there."""
+
+    __slots__ = ()
+
+    def __init__(self, *pairs: Any) -> None:
+        if pairs:  # torch's have none
+            super().__init__(_checked(pairs[0], 1))
+
+    def __setstate__(self, state: Any) -> None:
+        """Take no attribute: none is compared."""
+        light(state)
+
+
+def _checked(given: Any, deep: int = 0) -> Any:
+    """Return what a container is made of, where its parts can be hashed. deep: 1 for pairs of key and value."""
+    if not isinstance(given, (list, tuple, dict, set, frozenset)):
+        raise pickle.UnpicklingError("a container of something that is none")
+    light(*[pair[0] if deep and isinstance(pair, (list, tuple)) and pair else pair for pair in given])
+    return given
+
+
+def set_of(given: Any = ()) -> set[Any]:
+    """Stand in for set."""
+    return set(_checked(given))
+
+
+def frozen_of(given: Any = ()) -> frozenset[Any]:
+    """Stand in for frozenset."""
+    return frozenset(_checked(given))
+
+
+class Complex(complex):
+    """A complex number whose hash nobody can foresee: of thousands of equal hashes, a dictionary is quadratic."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(repr(self + 0))  # of texts, hashes differ from run to run; 0.0 and -0.0 are equal

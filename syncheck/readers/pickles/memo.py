@@ -10,18 +10,27 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from syncheck.readers.pickles import hashing
+
 if TYPE_CHECKING:
     from mmap import mmap
 
 # Numbers that cost some MB at most and are let pass.
 _FEW = 1 << 20
+_ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
+_STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
+# Tuples that nobody need look into: of a few numbers, or consumed at once by a call, which looks itself.
+_TUPLE = rb"\((?:ATOM{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
 # As many opcodes as stand between two texts, with arguments of a fixed size or up to the end of the line. What stores
-# at a number of _FEW or more is not among them, nor is STOP.
+# at a number of _FEW or more is not among them, nor are other tuples, long integers and STOP.
 _RUN = re.compile(
-    rb"(?:[()012N}\]tesuabldoQR\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
-    rb"|[G\x95].{8}|[IFLSVPg][^\n]*\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
+    rb"(?:" + _TUPLE.replace(b"ATOM", _ATOM).replace(b"STORE", _STORE) + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
+    rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
+    rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
     re.DOTALL,
 )
+# Opcodes of tuples, frozen sets, and of integers that may be long.
+_ODD = b"t\x85\x86\x87\x91\x8a\x8bIL"
 # Opcodes with a length before their text or bytes: how many bytes the length has.
 _COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
 
@@ -31,24 +40,31 @@ def fault(data: bytes | mmap, start: int = 0) -> str:
 
     What is no opcode, or has no end, is left for the unpickler to refuse: it gets no further than that.
     """
-    at, end = start, len(data)
+    at, end, odd = start, len(data), False
     while at < end:
         run = _RUN.match(data, at)
         at = run.end() if run else at
         if at >= end:
-            return ""
+            break
         code = data[at]
         width = _COUNTED.get(code)
         if width is not None:
-            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            length = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            odd = odd or (length > 8 and code in _ODD)
+            at += 1 + width + length
+        elif run and run.end() > run.start() and code not in b"rp":  # it was as long as one may be
+            continue
+        elif code in _ODD:
+            odd = True
+            at = at + 1 if code not in b"IL" else (data.find(b"\n", at) + 1 or end)
         elif code in b"rp":
             number, at_next = _stored(data, at)
             if number > max(_FEW, at - start):
                 return f"it stores object {number} after {at - start} bytes"
             at = at_next
-        elif run is None or run.start() == run.end():  # STOP, or no opcode
-            return ""
-    return ""
+        else:  # STOP, or no opcode
+            break
+    return hashing.fault(data, start) if odd else ""
 
 
 def _stored(data: bytes | mmap, at: int) -> tuple[int, int]:

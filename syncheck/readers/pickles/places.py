@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, brief
-from syncheck.readers.pickles.stand_ins import MOST_ELEMENTS
+from syncheck.readers.pickles.stand_ins import MOST
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
@@ -60,14 +60,20 @@ def tensor_at(
             needed=f"{end} bytes for {place.dtype.name} {list(place.shape)}",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    shown = math.prod(place.shape) * place.dtype.size
-    if shown > MOST_ELEMENTS:
+    stored = place.storage.numel * (place.storage.itemsize or place.dtype.size)
+    if stored != record.size:
         raise MalformedFile(
             path,
             place=record.label,
-            found=f"tensor '{name}' of {brief(shown)} bytes",
-            needed=f"at most {MOST_ELEMENTS}",
+            found=f"a storage of {place.storage.numel} elements, {stored} bytes, in a record of {record.size}",
+            needed="as many bytes in both",
+            next_step="the file is cut short or damaged: save or copy the file again",
         )
+    if (shown := math.prod(place.shape) * place.dtype.size) > MOST:
+        raise MalformedFile(
+            path, place=record.label, found=f"tensor '{name}' of sizes {brief(place.shape)} has more than 2**63 bytes",
+            needed="fewer", next_step="no library writes this; find out where the file comes from",
+        )  # fmt: skip
     if shown > max(record.size, _MOST_SHOWN):
         reason = f"a view that shows {record.size} stored bytes as {shown:.3g}"
         return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, refused=reason)

@@ -8,13 +8,13 @@ Formats of the rebuilt calls: torch/_utils.py and torch/_tensor.py of torch 2.6 
 
 from __future__ import annotations
 
-import math
 import pickle
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
 from syncheck.errors import brief
-from syncheck.readers.pickles.inert import Inert
+from syncheck.readers.pickles.hashing import light
+from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Sharding
 
 
-# As torch counts; numpy has no more dimensions. Beyond, numbers cannot be printed, nor turned into floats.
-MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
+# Sizes, strides, offsets and numbers of elements: torch has them in 63 bits. Dimensions: torch computes on up to 64.
+MOST = 2**63 - 1
+MOST_DIMS = 64
 
 
 class _Frozen:
     """Once built it stays as it is: BUILD may try to set the attributes of anything that the stream has made."""
 
     __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"  # an address would be another one on each rank
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"the pickle sets attribute {name!r} of a {type(self).__name__}")
@@ -110,9 +108,6 @@ class StandIn:
     __slots__ = ("_call",)
     _call: Callable[..., Any]
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
-
     def __init__(self, call: Callable[..., Any]) -> None:
         object.__setattr__(self, "_call", call)
 
@@ -121,6 +116,7 @@ class StandIn:
 
     def __call__(self, *args: Any) -> Any:
         """Rebuild what the pickle asks for."""
+        light(*args)
         return self._call(*args)
 
 
@@ -154,9 +150,6 @@ class TypeName(StandIn):
         super().__init__(_not_callable)
         object.__setattr__(self, "name", name)
 
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
-
 
 class DTypeName(TypeName):
     """A dtype such as torch.float8_e4m3fn, given by name to _rebuild_tensor_v3; None for one that is not read."""
@@ -170,23 +163,16 @@ class DTypeName(TypeName):
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers of 63 bits."""
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value):
+    """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n <= MOST for n in value):
         raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
-    if len(value) > MOST_DIMENSIONS:
-        raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMENSIONS} are read")
+    if len(value) > MOST_DIMS:
+        raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMS} are read")
     return tuple(value)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    shape = sizes(value)  # of a tensor whose bytes nobody looks for
-    if math.prod(shape) > MOST_ELEMENTS:
-        raise pickle.UnpicklingError(f"a tensor of more than {MOST_ELEMENTS} elements: {brief(shape)}")
-    return shape
-
-
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
-    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST_ELEMENTS:
+    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST:
         raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset or a huge one")
     shape, strides = sizes(shape), sizes(strides)
     if len(shape) != len(strides):
@@ -227,16 +213,7 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 def refused_place(reason: str, shape: Any = (), dtype: Any = None) -> TensorPlace:
     """Stand in for a tensor whose bytes are not read, so that it is counted. shape, dtype: where these are known."""
-    return TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, _shape(shape), (), refused=reason)
-
-
-class _Ordered(dict[Any, Any]):
-    """An OrderedDict. Attributes that BUILD gives it, as to every state dict, could take the place of its methods."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        pass
+    return TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, sizes(shape), (), refused=reason)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -259,10 +236,10 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
 
 
 ALLOWED: dict[str, Any] = {
-    "collections.OrderedDict": StandIn(_Ordered),
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
+    "collections.OrderedDict": Ordered,
+    "builtins.set": StandIn(set_of),
+    "builtins.frozenset": StandIn(frozen_of),
+    "builtins.complex": StandIn(Complex),
     "builtins.bytes": StandIn(_bytes),
     "_codecs.encode": StandIn(_encode),
     "copyreg._reconstructor": StandIn(_reconstructor),

@@ -5,26 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS
+from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.optimizer_names import parameter_names
+from syncheck.readers.pickles.optimizer_names import in_order, parameter_names
 from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from syncheck.snapshots import Metadata
 
 # Containers that a pickle may hold. Shared references can unfold to far more places than the file has bytes.
 # A file that shares nothing has a byte of its pickle for each.
-MAX_NODES = 1_000_000
+MAX_NODES = 200_000
 NODES_PER_BYTE = 4
+# Characters of all names: a long key stands in the name of everything below it.
+MAX_LETTERS = 1 << 28
 MAX_DEPTH = 200
-# Characters of all names. A key of 200,000 above a list of 20,000 takes 300 kB of a pickle, and would take 4 GB here.
-MAX_LETTERS = 100_000_000
-LETTERS_PER_BYTE = 32
-_MOST_LABEL = 200  # characters of a key that is no text
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
 @dataclass
@@ -36,53 +37,63 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
     nodes: int = 0
+    letters: int = 0
     most: int = MAX_NODES
-    letters: int = MAX_LETTERS
-    """Characters that names may still have."""
+    repeated: dict[str, int] = field(default_factory=dict)
+    """Of a name that several have, the last number that was put behind it."""
 
-    taken: dict[tuple[str, str], int] = field(default_factory=dict)
-    """How often a name was given out: of 100,000 of one name, none looks at all those before it."""
+    def count(self, path: str, name: str, parts: int) -> None:
+        """Count parts below a name before they are named. Raises MalformedFile where there are too many."""
+        self.nodes += parts
+        self.letters += parts * len(name)
+        if self.nodes > self.most or self.letters > MAX_LETTERS:
+            raise _endless(path, name, "containers unfold without end", f"at most {self.most} parts")
 
-    def free(self, name: str, among: dict[str, Any]) -> str:
-        """Keep both of two that end at one name, as in {'model': sd, 'state_dict': sd}: `name`, `name#2`, `name#3`."""
+    def free(self, name: str, taken: Mapping[str, Any]) -> str:
+        """Keep both of two that end at one name, as in {'model': sd, 'state_dict': sd}: the second is `name#2`."""
         name = name or "tensor"
-        if name not in among:
-            return name
-        key = ("tensor" if among is self.tensors else "value", name)
-        i = self.taken.get(key, 2)
-        while (free := f"{name}#{i}") in among:
+        free, i = name, self.repeated.get(name, 1)
+        while free in taken:
             i += 1
-        self.taken[key] = i + 1
+            free = f"{name}#{i}"
+        if i > 1:
+            self.repeated[name] = i
         return free
 
-    def name(self, characters: int, path: str, place: str) -> None:
-        """Count names before they are made. Raises MalformedFile for more than there is room for."""
-        self.letters -= characters
-        if self.letters < 0:
-            raise MalformedFile(
-                path, place=place[:_MOST_LABEL] or "top level", found="names unfold without end",
-                needed="names that take about as much room as the pickle",
-                next_step="no library writes this; find out where the file comes from",
-            )  # fmt: skip
 
-
-def flatten(tree: Any, path: str, size: int = 0) -> Flat:
+def flatten(tree: Any, path: str, size: int = MAX_NODES) -> Flat:
     """Walk a checkpoint's object tree.
 
     The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless that would
     give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
     `optimizer.<parameter>.<state>`. size: bytes of the pickle. Raises MalformedFile for trees that do not end.
     """
-    flat = Flat(most=MAX_NODES + NODES_PER_BYTE * size, letters=MAX_LETTERS + LETTERS_PER_BYTE * size)
+    flat = Flat(most=MAX_NODES + NODES_PER_BYTE * size)
+    try:
+        return _flatten(tree, path, flat)
+    except keys.Unending:
+        raise _endless(path, "a key", "it has parts without end", "a text or a number") from None
+
+
+def _endless(path: str, place: str, found: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path, place=place or "top level", found=found, needed=needed,
+        next_step="no library writes this; find out where the file comes from",
+    )  # fmt: skip
+
+
+def _flatten(tree: Any, path: str, flat: Flat) -> Flat:
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
+        _walk({KEY: tree[KEY]}, Flat(), [], path)  # it ends
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
     optimizers: list[Any] = []
     _walk(tree, flat, optimizers, path)
     models = {name: place.shape for name, place in flat.tensors.items()}
+    ordered = in_order(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
-        names = parameter_names(state, models, flat.metadata)
+        names = parameter_names(state, models, flat.metadata, ordered)
         _add_optimizer(state, prefix, names, flat, path)
     return flat
 
@@ -94,22 +105,16 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def label(key: Any) -> str:
-    """Write the key of a container, as `str` does where that is short: it may be a number of 5,000 digits."""
-    return key if isinstance(key, str) else brief(key, _MOST_LABEL)
-
-
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """Return the named parts of a container, or None for a leaf."""
     if isinstance(node, dict):
-        return [(key if type(key) is str else label(key), value) for key, value in node.items()]
+        return [(keys.text(key), value) for key, value in node.items()]
     if isinstance(node, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(node)]
     if isinstance(node, (set, frozenset)):
-        # Sets have no order of their own; by text they have the same one on every rank.
-        return [(str(i), value) for i, value in enumerate(sorted(node, key=label))]
+        return [(str(i), value) for i, value in enumerate(sorted(node, key=keys.ordering))]
     if isinstance(node, Inert):
-        parts: list[tuple[str, Any]] = [(label(key), value) for key, value in node.items.items()]
+        parts: list[tuple[str, Any]] = [(keys.text(key), value) for key, value in node.items.items()]
         for i, given in enumerate(node.given):
             parts += (children(given) or []) if isinstance(given, dict) else [(str(i), given)]
         return parts
@@ -121,10 +126,9 @@ def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
     stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
     while stack:
         name, node, above = stack.pop()
-        flat.nodes += 1
-        if flat.nodes > flat.most or len(above) > MAX_DEPTH or id(node) in above:
-            limit = "a container holds itself" if id(node) in above else "containers unfold without end"
-            raise MalformedFile(path, place=name or "top level", found=limit, needed=f"at most {MAX_DEPTH} levels")
+        if len(above) > MAX_DEPTH or id(node) in above:
+            limit = "a container holds itself" if id(node) in above else "containers lie in each other without end"
+            raise _endless(path, name, limit, f"at most {MAX_DEPTH} levels")
         if isinstance(node, TensorPlace):
             flat.tensors[flat.free(name, flat.tensors)] = node
         elif isinstance(node, Storage):
@@ -132,13 +136,13 @@ def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
         elif is_optimizer(node):
             optimizers.append(node)
         elif isinstance(node, _PLAIN):
-            flat.values[flat.free(name, flat.values)] = node
+            flat.values[flat.free(name, flat.values)] = keys.plain(node)
         else:
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
             short = _without_container(name, node)
-            flat.name(len(parts) * len(short), path, name)
+            flat.count(path, short, len(parts))
             below = (*above, id(node))
             stack += [(f"{short}.{key}" if short else key, value, below) for key, value in reversed(parts)]
 
@@ -153,30 +157,26 @@ def _without_container(name: str, node: Any) -> str:
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
     for key, entries in state["state"].items():
-        parameter = names[key] if key in names else label(key)
-        for entry, value in children(entries) or []:
-            flat.name(len(parameter), path, parameter)
+        parameter = names.get(key) or keys.text(key)
+        parts = children(entries) or []
+        flat.count(path, f"{prefix}.{parameter}", 1 + len(parts))
+        for entry, value in parts:
             full = f"{prefix}.{parameter}.{entry}"
             if isinstance(value, TensorPlace):
                 flat.tensors[flat.free(full, flat.tensors)] = value
             elif isinstance(value, _PLAIN):
-                flat.values[flat.free(full, flat.values)] = value
+                flat.values[flat.free(full, flat.values)] = keys.plain(value)
             else:
                 _walk({full: value}, flat, [], path)
     for i, group in enumerate(state["param_groups"]):
-        for entry, value in children(group) or []:
+        parts = children(group) or []
+        flat.count(path, prefix, 1 + len(parts))
+        for entry, value in parts:
             # The ids and names of the parameters say nothing about the replica's state.
             if entry in ("params", "param_names"):
                 continue
             full = f"{prefix}.param_groups.{i}.{entry}"
             if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
-                flat.values[full] = _several(value)  # betas
+                flat.values[flat.free(full, flat.values)] = keys.text(value)  # betas
             else:
                 _walk({full: value}, flat, [], path)  # lr may be a tensor
-
-
-def _several(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # an integer of thousands of digits
-        return brief(value, _MOST_LABEL)

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.dtensor import SUBCLASSES
+from syncheck.readers.pickles.hashing import light
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
-from syncheck.readers.pickles.stand_ins import ALLOWED, MOST_ELEMENTS, Storage, StorageType
+from syncheck.readers.pickles.stand_ins import ALLOWED, MOST, Storage, StorageType
 from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
 
 TABLE = ALLOWED | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
@@ -103,13 +104,15 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source, before torch 1.6
+            light(pid)
             return pid[1]
         # The sixth, of files before torch 0.4, says which part of a storage another one is.
         known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
         if not known or pid[0] != "storage":
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
-        _, kind, key, _location, numel = pid[:5]
-        if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST_ELEMENTS:
+        _, kind, key, location, numel = pid[:5]
+        light(kind, location)
+        if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST:
             raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
@@ -130,7 +133,7 @@ def unpickle(
     wrong = memo.fault(data) if isinstance(data, bytes) else data.memo_fault()
     if wrong:
         raise MalformedFile(
-            path, place=place, found=f"the pickle would take all memory: {wrong}",
+            path, place=place, found=f"the pickle would take all memory or time: {wrong}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
