@@ -1,0 +1,161 @@
+"""Whatever bytes a torch file has: reading it gives a snapshot or a named error of one line, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+
+import syncheck
+from syncheck.errors import CheckpointError
+from syncheck.snapshots import Snapshot
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
+
+from malformed.torch_parts import (
+    INTACT,
+    MAGIC,
+    PROTOCOL,
+    mapping,
+    named,
+    pickled,
+    state,
+    storage,
+    tensor,
+    torch_legacy,
+    torch_zip,
+    whole,
+)
+
+set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
+SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
+EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=SLOW)])
+FORMATS = pytest.mark.parametrize("form", sorted(INTACT))
+
+# What a grammar of opcodes is made of: those that push, those that take, and calls of what files name.
+PUSHES = [
+    pickled(None), pickled(True), pickled(0), pickled(-5), pickled(2**70), pickled("w"), pickled("\ud800"), pickled(()),
+    b"]", b"}", b"\x8f", b"C\x01a", b"G\x7f\xf8\0\0\0\0\0\0", b"F1.5\n", b"I01\n", b"L5L\n", b"S'a'\n", b"V\\u0041\n",
+    named("torch._utils", "_rebuild_tensor_v2"), named("collections", "OrderedDict"), named("builtins", "set"),
+    named("builtins", "frozenset"), named("torch", "Size"), named("torch", "FloatStorage"), named("x", "Y"),
+    named("numpy", "dtype"), named("numpy.core.multiarray", "_reconstruct"), named("torch", "device"), storage(),
+    tensor(), pickled((1, (2, 3))), pickled("state") + b"}", pickled("syncheck") + b"}", pickled(("storage",)),
+    named("torch._tensor", "_rebuild_from_type_v2"), named("builtins", "complex"), named("copyreg", "_reconstructor"),
+]  # fmt: skip
+TAKES = [
+    b"0", b"1", b"2", b"(", b"t", b"\x85", b"\x86", b"\x87", b"l", b"d", b"s", b"u", b"a", b"e", b"\x90", b"\x91", b"R",
+    b"b", b"o", b"\x81", b"\x92", b"\x93", b"Q", b"q\x01", b"h\x01", b"q\x02", b"h\x02", b"\x94", b"p3\n", b"g3\n",
+    b"Pa\n", b"ix\nY\n", b"\x80\x04", b"\x97", b"\x82\x01", b".",
+]  # fmt: skip
+STREAMS = st.lists(st.one_of(st.sampled_from(PUSHES), st.sampled_from(TAKES), st.binary(max_size=2)), max_size=30)
+TREES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(tensor()), st.just(storage())).map(pickled),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4).map(lambda parts: pickled(tuple(parts))),
+        st.lists(st.tuples(inner, inner), max_size=4).map(lambda pairs: mapping(*pairs)),
+    ),
+    max_leaves=20,
+)
+
+
+@st.composite
+def damages(draw: st.DrawFn, data: bytes) -> bytes:
+    """Return a copy with some damages: flipped, cut, spliced, a piece doubled, two pieces swapped, zeroes."""
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        end = min(len(data), at + draw(st.integers(1, 40)))
+        kind = draw(st.sampled_from("fcsdwz"))
+        if kind == "f":
+            data = data[:at] + bytes([data[at] ^ draw(st.integers(1, 255))]) + data[at + 1 :] if data else data
+        elif kind == "c":
+            data = data[:at] + data[end:]
+        elif kind == "s":
+            data = data[:at] + draw(st.binary(max_size=20)) + data[at:]
+        elif kind == "d":
+            data = data[:end] + data[at:end] + data[end:]
+        elif kind == "w":
+            middle = (at + end) // 2
+            data = data[:at] + data[middle:end] + data[at:middle] + data[end:]
+        else:
+            data = data[:at] + bytes(end - at) + data[end:]
+    return data
+
+
+def read(data: bytes) -> None:
+    """Read a file of these bytes: nothing but a snapshot or an error of one line may come of it."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "a.pth")
+        Path(path).write_bytes(data)
+        found: Snapshot | CheckpointError
+        try:
+            found = syncheck.read(path)
+        except CheckpointError as error:
+            found = error
+    if isinstance(found, CheckpointError):
+        assert str(found).isprintable()
+        assert found.reason.isprintable()
+        assert len(found.reason) < 2000
+    else:
+        assert isinstance(found, Snapshot)
+    assert time.monotonic() - began < 5
+
+
+def for_all(strategy: st.SearchStrategy[bytes], examples: int) -> None:
+    """Read that many files, the same in each run."""
+
+    @settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(strategy)
+    def one(data: bytes) -> None:
+        read(data)
+
+    one()
+
+
+def around(form: str, pickle: bytes) -> bytes:
+    """Return a file of a format around a pickle."""
+    return torch_zip(pickle) if form == "torch-zip" else torch_legacy(pickle)
+
+
+@EXAMPLES
+@FORMATS
+def test_any_damage(form: str, examples: int) -> None:
+    """A file that was damaged in up to three ways."""
+    for_all(damages(INTACT[form]), examples)
+
+
+@EXAMPLES
+@FORMATS
+def test_any_damage_of_the_pickle(form: str, examples: int) -> None:
+    """A pickle that was damaged before it got its checksum, so that the unpickler sees it."""
+    for_all(damages(state()).map(lambda pickle: around(form, pickle)), examples)
+
+
+@EXAMPLES
+@FORMATS
+def test_any_stream_of_opcodes(form: str, examples: int) -> None:
+    """Opcodes in any order, with the names that files use."""
+    for_all(STREAMS.map(lambda parts: around(form, PROTOCOL + b"".join(parts) + b".")), examples)
+
+
+@EXAMPLES
+@FORMATS
+def test_any_tree(form: str, examples: int) -> None:
+    """Containers of anything, with keys of anything."""
+    for_all(TREES.map(lambda tree: around(form, whole(tree))), examples)
+
+
+@EXAMPLES
+def test_anything_behind_the_magic_number(examples: int) -> None:
+    """Random bytes after what each format begins with."""
+    for_all(st.tuples(st.sampled_from([b"PK\x03\x04", MAGIC]), st.binary(max_size=200)).map(b"".join), examples)
