@@ -180,8 +180,8 @@ def test_without_atheris() -> None:
 
 def test_what_was_found_stays_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each input that fuzzing found ends in the error that its case names."""
-    monkeypatch.syspath_prepend(str(ROOT / "fixtures" / "malformed"))
-    from found_by_fuzzing import CASES
+    monkeypatch.syspath_prepend(str(ROOT / "fixtures"))
+    from malformed.found_by_fuzzing import CASES
 
     for case in CASES:
         data = case.build()
