@@ -22,9 +22,11 @@ from __future__ import annotations
 import re
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncheck.records import Report
 
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
@@ -46,12 +48,29 @@ def logged(text: str) -> str:
     return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
 
 
+class _Brief(reprlib.Repr):
+    """As reprlib has it, but sets whose members have no order of their own read the same wherever they are read."""
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        return self._members(x, level, super().repr_set)
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return self._members(x, level, super().repr_frozenset)
+
+    def _members(self, x: Any, level: int, ordered: Callable[[Any, int], str]) -> str:
+        if level <= 0 or {type(member) for member in x} in ({str}, {int}):
+            return ordered(x, level)
+        if len(x) > self.maxset:  # to write all of them, and all of theirs, could take all time
+            return f"<{type(x).__name__} of {len(x)}>"
+        return f"{type(x).__name__}({{{', '.join(sorted(self.repr1(member, level - 1) for member in x))}}})"
+
+
 def brief(value: object, most: int = 60) -> str:
     """Write a value from a file in at most `most` characters, in bounded time whatever it holds.
 
     `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
     """
-    short = reprlib.Repr()
+    short = _Brief()
     short.maxstring = short.maxother = short.maxlong = most
     try:
         return short.repr(value)[:most]

@@ -111,7 +111,9 @@ def parse(block: object, path: str) -> Metadata:
 
     def numbers(key: str) -> dict[str, int]:
         value: dict[str, int] = get(key, dict, {})
-        if not all(isinstance(name, str) and type(number) is int for name, number in value.items()):
+        counts = [number for name, number in value.items() if isinstance(name, str) and type(number) is int]
+        # Beyond, they could not even be printed.
+        if len(counts) < len(value) or not all(abs(number) <= MOST_STEPS for number in counts):
             raise _malformed(path, key, value, "numbers by name")
         return value
 

@@ -15,7 +15,7 @@ from syncheck.readers import READERS
 from syncheck.readers.folders import FOLDERS
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py")])
+SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py"), *(ROOT / "fuzz").rglob("*.py")])
 FIXTURES = ROOT / "fixtures"
 SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
 FOR_SOME_FILES = tuple(f"syncheck.{name}" for name in ("readers.folders", "readers.dcp", "digests", "quick", "gaps"))

@@ -84,11 +84,13 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
         raise _malformed(path, place, found, needed)
     dtype: DType | None = BY_SAFETENSORS.get(code)
     strides = in_c_order(shape)
+    elements = math.prod(shape)
+    if dtype is None and elements > _LARGEST:
+        raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {_LARGEST} elements")
     if dtype is None:
-        return Tensor(
-            name, code, tuple(shape), strides, path, data + offsets[0], refused=f"dtype {code:.60} is not read"
-        )
-    size = math.prod(shape) * dtype.size
+        refused = f"dtype {code:.60} is not read"
+        return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=refused)
+    size = elements * dtype.size
     if offsets[1] - offsets[0] != size:
         found = f"{offsets[1] - offsets[0]} bytes"
         raise _malformed(path, place, found, f"{brief(size)} for {dtype.name} {brief(shape)}")

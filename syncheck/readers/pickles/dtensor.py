@@ -12,8 +12,9 @@ import math
 from itertools import product
 from typing import Any
 
+from syncheck.errors import brief
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, refused_place
+from syncheck.readers.pickles.stand_ins import MOST, StandIn, TensorPlace, refused_place
 from syncheck.snapshots import Sharding
 
 _NOT_READ = "sharded: a DTensor holds this rank's shard only"
@@ -36,7 +37,8 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
             return refused_place(_NOT_READ)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return call(*args)
-    return refused_place(f"a tensor subclass that is not read: {getattr(kind, 'name', kind)!s:.80}")
+    name = getattr(kind, "name", kind)
+    return refused_place(f"a tensor subclass that is not read: {name if isinstance(name, str) else brief(name):.80}")
 
 
 def _local(args: Any, state: Any) -> TensorPlace:
@@ -68,7 +70,7 @@ def _placement(placement: Any) -> str:
     dim = _field(placement, "dim")
     if type(dim) is not int or name not in ("Shard", "_StridedShard"):
         raise _Unknown
-    return f"S({dim})" if name == "Shard" else f"_S({dim}, {_field(placement, 'split_factor')})"
+    return f"S({dim})" if name == "Shard" else f"_S({dim}, {brief(_field(placement, 'split_factor'))})"
 
 
 def _mesh(mesh: Inert) -> Mesh:
@@ -142,7 +144,7 @@ def _several(value: Any) -> list[Any]:
 def _numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_RANKS:
         raise _Unknown
-    if not all(type(number) is int and number >= 0 for number in value):
+    if not all(type(number) is int and 0 <= number <= MOST for number in value):
         raise _Unknown
     return tuple(value)
 
@@ -150,7 +152,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
 def _attributes(state: Any) -> dict[Any, Any]:
     """Return the attributes of an object's state: a dictionary, or one beside a dictionary of its slots."""
     if isinstance(state, tuple) and len(state) == 2:
-        return _attributes(state[0]) | _attributes(state[1])
+        return {name: value for part in state if isinstance(part, dict) for name, value in part.items()}
     return state if isinstance(state, dict) else {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from syncheck.errors import brief
 from syncheck.readers.pickles.stand_ins import DTypeName, StandIn, TensorPlace, TypeName, refused_place
 
 
@@ -35,7 +36,7 @@ def _meta(dtype: Any, shape: Any, *_: Any) -> TensorPlace:
 
 def _text(*parts: Any) -> str:
     """Write what only describes as torch does: torch.device('cuda', 1) is cuda:1."""
-    return ":".join(map(str, parts))
+    return ":".join(part if isinstance(part, str) else brief(part) for part in parts)
 
 
 DESCRIBING: dict[str, Any] = {

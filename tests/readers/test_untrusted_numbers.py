@@ -1,0 +1,153 @@
+"""Numbers, names and objects in a pickle or header that would take all time or memory, or that cannot be printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import struct
+import time
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from syncheck.errors import MalformedFile, brief
+from syncheck.readers import read
+from syncheck.readers.pickles.tree import Flat, flatten
+from syncheck.readers.pickles.unpickle import unpickle
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HUGE = 10**5000  # more digits than Python turns into text
+
+
+def flat(data: bytes) -> Flat:
+    """Read a bare pickle as that of a checkpoint."""
+    return flatten(unpickle(data, "a.pth", "data.pkl")[0], "a.pth", len(data))
+
+
+def call(module: str, name: str, *arguments: Any) -> bytes:
+    """A pickle that calls what it names."""
+    return b"\x80\x02c%b\n%b\n%bR." % (module.encode(), name.encode(), pickle.dumps(arguments, 2)[2:-1])
+
+
+def doubled(levels: int, leaf: Any, pair: type = list) -> Any:
+    """An object of a few bytes of pickle that has 2**levels leaves."""
+    for _ in range(levels):
+        leaf = pair((leaf, leaf))
+    return leaf
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({HUGE: 1}, hex(HUGE)),
+        ({"a": {HUGE, 1}}, "a.0"),
+        ({"state": {HUGE: {"x": 1}}, "param_groups": []}, f"optimizer.{hex(HUGE)}.x"),
+        ({"state": {}, "param_groups": [{"betas": (HUGE, 1)}]}, "optimizer.param_groups.0.betas"),
+        ({(1, "b"): 1, None: 2}, "(1, 'b')"),
+    ],
+)
+def test_keys_and_values_of_any_size(state: Any, name: str) -> None:
+    """An integer of 5,000 digits is a key, a member of a set or a setting like any other; nothing fails on its text."""
+    assert name in flat(pickle.dumps(state, 2)).values
+
+
+def test_keys_that_are_objects_have_one_name_everywhere() -> None:
+    """A key of an unknown class is written by its class, never by its address."""
+    names = flat(pickle.dumps({PurePosixPath("x"): 1, "s": {PurePosixPath("y")}}, 2)).values
+    assert list(names) == ["<pathlib.PurePosixPath>", "s.0.0"]
+
+
+def test_an_error_has_no_address() -> None:
+    """What an error says of an object of an unknown class is the same for every copy of the file."""
+    data = b"\x80\x02cfoo\nBar\n)RQ."
+    with pytest.raises(MalformedFile, match=r"persistent id <foo.Bar> is not a storage"):
+        unpickle(data, "a.pth", "data.pkl")
+
+
+def test_sets_have_one_text() -> None:
+    """A set of things that have no order reads the same whatever order it was filled in; a large one is counted."""
+    assert brief({"b", 1, None}) == "set({'b', 1, None})"
+    assert brief(frozenset({"b", (1,), "a"})) == "frozenset({'a', 'b', (1,)})"
+    assert brief({*range(7), "a"}) == "<set of 8>"
+    assert brief({3, 1, 2}) == "{1, 2, 3}"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        call("torch", "device", doubled(60, 1)),
+        call("numpy", "dtype", doubled(60, 1)),
+        call("torch._tensor", "_rebuild_from_type_v2", 0, doubled(60, 1), (), None),
+        b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nK\x00cx\nT.DTensor\n)%btR."
+        % pickle.dumps(doubled(60, {"a": 1}, tuple), 2)[2:-1].join((b"", b"")),
+    ],
+    ids=["device", "dtype", "subclass", "state"],
+)
+def test_objects_that_double_are_not_written_out(data: bytes) -> None:
+    """A name or state made of 2**60 parts in 500 bytes of pickle is cut, not written out."""
+    started = time.process_time()
+    with contextlib.suppress(MalformedFile):
+        unpickle(data, "a.pth", "data.pkl")
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a" * 200_000: [None] * 20_000},
+        {
+            "state": {i: {"a": 1} for i in range(1500)},
+            "param_groups": [{"params": list(range(1500)), "param_names": ["a" * 200_000] * 1500}],
+        },
+    ],
+    ids=["tree", "optimizer"],
+)
+def test_names_that_take_all_memory(state: Any) -> None:
+    """A long key above many others, 4 GB of names from 300 kB, is refused before the names are made."""
+    with pytest.raises(MalformedFile, match="without end"):
+        flat(pickle.dumps(state, 2))
+
+
+@pytest.mark.parametrize("kind", ["tree", "optimizer"])
+def test_many_of_one_name(kind: str) -> None:
+    """Of 20,000 things of one name each gets its number, in time that grows with them and not with their square."""
+    many = 20_000
+    names = {"params": list(range(many)), "param_names": ["w"] * many}
+    state = {"state": {i: {"a": i} for i in range(many)}, "param_groups": [names]}
+    data = pickle.dumps(state, 2)
+    if kind == "tree":
+        data = b"\x80\x02cfoo\nBar\n)R" + b"}X\x01\x00\x00\x00aK\x01sa" * many + b"."
+    started = time.process_time()
+    values = flat(data).values
+    assert len(values) == many
+    assert list(values)[-1].endswith(f"#{many}")
+    assert time.process_time() - started < 2
+
+
+def test_attributes_of_a_dictionary_are_not_its_methods() -> None:
+    """A pickle may give an OrderedDict attributes, as state dicts have; `items` stays its method."""
+    data = b"\x80\x02ccollections\nOrderedDict\n)RX\x01\x00\x00\x00wK\x02s}X\x05\x00\x00\x00itemsK\x01sb."
+    assert flat(data).values == {"w": 2}
+
+
+@pytest.mark.parametrize("params", [[[1]], [{}]])
+def test_ids_of_parameters_that_are_no_keys(params: Any) -> None:
+    """Ids of parameters that cannot be keys of a dictionary name nothing."""
+    state = {"state": {0: {"step": 3}}, "param_groups": [{"params": params, "param_names": ["a"]}]}
+    assert flat(pickle.dumps(state, 2)).values == {"optimizer.0.step": 3}
+
+
+@pytest.mark.parametrize(
+    "shape", [[HUGE // 10**1000, 0], [1] * 65, [1 << 62, 1 << 62]], ids=["digits", "dimensions", "product"]
+)
+def test_sizes_of_a_safetensors_file(tmp_path: Path, shape: list[int]) -> None:
+    """Sizes that no tensor has are malformed, also of a dtype that is not read, at once."""
+    header = json.dumps({"w": {"dtype": "F4", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(MalformedFile, match="tensor 'w'"):
+        read(str(path))
