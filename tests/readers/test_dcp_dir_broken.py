@@ -203,6 +203,8 @@ def test_a_name_that_is_not_its_keys_is_malformed(folder: Path) -> None:
     """torch looks for a tensor by the keys that its name is made of; under another name it would not be found."""
     change(folder, lambda content: setattr(content, "planner_data", {"w": ("x",), "v": ("v",)}))
     assert ".metadata, 'w': keys ('x',); needed those that its name is made of" in error(folder)
+
+
 def test_a_huge_metadata_is_not_read(folder: Path) -> None:
     """A `.metadata` of a terabyte, sparse on disk, is an error before memory is taken for it."""
     os.truncate(folder / ".metadata", 10**12)

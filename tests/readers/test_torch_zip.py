@@ -249,6 +249,12 @@ def test_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_record_with_part_of_an_element_more_is_read(tmp_path: Path) -> None:
+    """Ten bytes that are seen as two numbers of four: torch.save writes all ten, and says that there are two."""
+    torch.save({"w": torch.arange(10, dtype=torch.uint8)[:8].view(torch.int32)}, tmp_path / "f.pth")
+    assert Files().read(syncheck.read(str(tmp_path / "f.pth")).tensors["w"], 0, 2, 0) == bytes(range(8))
+
+
 def test_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
     """A tensor that claims more bytes than its record holds is malformed before anything is allocated."""
     torch.save({"w": torch.zeros(201)}, tmp_path / "f.pth")
