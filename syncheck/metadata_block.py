@@ -23,6 +23,7 @@ KEY = "syncheck"
 SCHEMA = 1
 # Bounds on what an untrusted file may claim: far above any run, and small enough to count up to and to print.
 MOST_STEPS = 2**63 - 1
+_MOST_PARTS, _MOST_LEVELS = 200_000, 100
 MOST = {"rank": 1_000_000, "world_size": 1_000_000}
 
 
@@ -111,12 +112,13 @@ def parse(block: object, path: str) -> Metadata:
 
     def numbers(key: str) -> dict[str, int]:
         value: dict[str, int] = get(key, dict, {})
-        counts = [number for name, number in value.items() if isinstance(name, str) and type(number) is int]
-        # Beyond, they could not even be printed.
-        if len(counts) < len(value) or not all(abs(number) <= MOST_STEPS for number in counts):
+        if not all(isinstance(name, str) and type(n) is int and 0 <= n <= MOST_STEPS for name, n in value.items()):
             raise _malformed(path, key, value, "numbers by name")
         return value
 
+    for key in ("config", "versions", "bn_momentum"):
+        if not _ends(get(key, dict, {})):
+            raise _malformed(path, key, "containers within containers", f"at most {_MOST_LEVELS} levels that end")
     if get("schema", int, SCHEMA) > SCHEMA:
         raise _malformed(path, "schema", block["schema"], f"at most {SCHEMA}; a newer syncheck reads it")
     return Metadata(
@@ -138,6 +140,20 @@ def parse(block: object, path: str) -> Metadata:
         config=get("config", dict, {}),
         versions=get("versions", dict, {}),
     )
+
+
+def _ends(value: object) -> bool:
+    """Whether containers of a pickle can be compared: they may hold themselves, or each the next one twice."""
+    waiting, left = [(value, 0)], _MOST_PARTS
+    while waiting:
+        node, level = waiting.pop()
+        left -= 1
+        if left < 0 or level > _MOST_LEVELS:
+            return False
+        if isinstance(node, (dict, list, tuple)):
+            parts = node.values() if isinstance(node, dict) else node
+            waiting += [(part, level + 1) for part in parts]
+    return True
 
 
 def _malformed(path: str, place: str, found: object, needed: str) -> MalformedFile:

@@ -47,10 +47,32 @@ def test_model_and_optimizer_are_described(tmp_path: Path) -> None:
     assert found.optimizer_parameters == ("1.weight", "0.weight", "1.bias")
 
 
+def unending(kind: str) -> dict[str, Any]:
+    """Return a configuration that holds itself, or in which each of 60 lists holds the next one twice."""
+    if kind == "cycle":
+        made: dict[str, Any] = {}
+        made["me"] = made
+        return made
+    part: list[Any] = []
+    for _ in range(60):
+        part = [part, part]
+    return {"parts": part}
+
+
+@pytest.mark.parametrize("kind", ["cycle", "doubled"])
+@pytest.mark.parametrize("key", ["config", "versions", "bn_momentum"])
+def test_containers_without_an_end(tmp_path: Path, kind: str, key: str) -> None:
+    """A configuration that could not be compared with another is malformed, and that is told at once."""
+    with pytest.raises(MalformedFile, match=f"{key}: .*levels that end"):
+        read(tmp_path, {"rank": 0, key: unending(kind)})
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"rank": "0"}, {"rank": True}, {"rank": -1}, {"rank": 10**5000}, {"rank": 0.5}, {"world_size": 10**9},
+        {"rank": "0"}, {"rank": True}, {"rank": -1}, {"rank": 10**5000}, {"mesh": {"dp": 10**5000}},
+        {"mesh": {"dp": -1}},
+        {"averaging": {"period": 2**63}}, {"rank": 0.5}, {"world_size": 10**9},
         {"step": 2**63}, {"epoch": [1]}, {"run": 3}, {"mesh": []}, {"buffers": [1]}, {"buffers": "w"}, {"schema": 2},
         {"buffers_synced": 1}, {"config": "x"},
     ],

@@ -97,7 +97,11 @@ def read_json(path: str) -> dict[str, Any]:
         raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {MAX_JSON}", next_step=again)
     try:
         with open(path, "rb") as file:
-            found = json.loads(file.read(MAX_JSON + 1).decode(), object_pairs_hook=each_once)
+            raw = file.read(MAX_JSON + 1)
+    except OSError as error:
+        raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
+    try:
+        found = json.loads(raw.decode(), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise MalformedFile(
             path, found=f"no JSON: {error!s:.100}", needed="a JSON object", next_step=f"it is cut short: {again}"
