@@ -12,6 +12,7 @@ import math
 from itertools import product
 from typing import Any
 
+from syncheck.errors import brief
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, refused_place
 from syncheck.snapshots import Sharding
@@ -36,7 +37,7 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
             return refused_place(_NOT_READ)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return call(*args)
-    return refused_place(f"a tensor subclass that is not read: {getattr(kind, 'name', kind)!s:.80}")
+    return refused_place(f"a tensor subclass that is not read: {brief(getattr(kind, 'name', kind), 80)}")
 
 
 def _local(args: Any, state: Any) -> TensorPlace:
@@ -68,7 +69,7 @@ def _placement(placement: Any) -> str:
     dim = _field(placement, "dim")
     if type(dim) is not int or name not in ("Shard", "_StridedShard"):
         raise _Unknown
-    return f"S({dim})" if name == "Shard" else f"_S({dim}, {_field(placement, 'split_factor')})"
+    return f"S({dim})" if name == "Shard" else f"_S({dim}, {brief(_field(placement, 'split_factor'))})"
 
 
 def _mesh(mesh: Inert) -> Mesh:

@@ -12,6 +12,7 @@ import struct
 from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
+from syncheck.errors import brief
 from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, TypeName, sizes
 
 # numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
@@ -33,7 +34,8 @@ class _NumpyDType:
     __slots__ = ("_code", "_order")
 
     def __init__(self, code: Any, *_: Any) -> None:
-        self._code, self._order = str(getattr(code, "name", code)), "<"
+        named = getattr(code, "name", code)
+        self._code, self._order = named if isinstance(named, str) else brief(named), "<"
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):

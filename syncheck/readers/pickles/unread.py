@@ -7,8 +7,10 @@ Formats: torch/_utils.py of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+from syncheck.errors import brief
 from syncheck.readers.pickles.stand_ins import DTypeName, StandIn, TensorPlace, TypeName, refused_place
 
 
@@ -35,7 +37,9 @@ def _meta(dtype: Any, shape: Any, *_: Any) -> TensorPlace:
 
 def _text(*parts: Any) -> str:
     """Write what only describes as torch does: torch.device('cuda', 1) is cuda:1."""
-    return ":".join(map(str, parts))
+    if not all(isinstance(part, (str, int)) for part in parts):
+        raise pickle.UnpicklingError(f"a device or layout of {brief(parts)}")
+    return ":".join(brief(part) if isinstance(part, int) else part for part in parts)
 
 
 DESCRIBING: dict[str, Any] = {
