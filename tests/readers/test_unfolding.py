@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,21 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 
 from malformed.torch_files import doubled
 from malformed.torch_parts import (
+    DATA,
+    Member,
     Part,
     called,
     listing,
     mapping,
     named,
     pickled,
+    saved,
     state,
+    storage,
     tensor,
     torch_zip,
+    whole,
+    zipped,
 )
 
 LISTS = b"K\x01q\x00" + b"".join(b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
@@ -107,3 +114,18 @@ def test_errors_stay_short(tmp_path: Path) -> None:
         read(tmp_path, ("n\n" * 500_000, tensor(offset=3)))
     assert len(str(caught.value)) < 2000
     assert caught.value.reason.isprintable()
+
+
+def test_records_that_lie_in_each_other(tmp_path: Path) -> None:
+    """A record whose bytes are those of another is malformed: a thousand of them would be read a thousand times."""
+    inner = Member(b"archive/data/1", DATA)
+    blob = inner.local() + bytes(-len(inner.local()) % 4)
+    views = [("v", tensor(storage("1"))), ("u", tensor(storage("0", len(blob) // 4)))]
+    first, order, outer, version = saved(whole(mapping(*views)), data=blob)
+    at = len(first.local()) + len(order.local()) + len(outer.local()) - len(blob)
+    for offset in (None, at):
+        (tmp_path / "a.pth").write_bytes(zipped(first, order, outer, replace(inner, offset=offset), version))
+        if offset is None:
+            assert len(syncheck.read(str(tmp_path / "a.pth")).tensors) == 2
+    with pytest.raises(MalformedFile, match="within data/0; needed records apart"):
+        syncheck.read(str(tmp_path / "a.pth"))
