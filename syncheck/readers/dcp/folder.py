@@ -19,6 +19,7 @@ from syncheck.readers import torch_zip
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.dcp.tree import rebuild
+from syncheck.readers.pickles.keys import Unending
 from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
 from syncheck.readers.pickles.tree import children, flatten
 from syncheck.readers.pickles.unpickle import unpickle
@@ -283,4 +284,7 @@ def _tensors_in(tree: Any) -> Iterator[TensorPlace]:
         if isinstance(node, TensorPlace):
             yield node
         else:
-            waiting += [part for _, part in children(node) or []]
+            try:
+                waiting += [part for _, part in children(node) or []]
+            except Unending:  # flatten() says where
+                continue

@@ -37,8 +37,7 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
             return refused_place(_NOT_READ)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return call(*args)
-    name = getattr(kind, "name", kind)
-    return refused_place(f"a tensor subclass that is not read: {name if isinstance(name, str) else brief(name):.80}")
+    return refused_place(f"a tensor subclass that is not read: {brief(getattr(kind, 'name', kind), 80)}")
 
 
 def _local(args: Any, state: Any) -> TensorPlace:

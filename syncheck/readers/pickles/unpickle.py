@@ -46,6 +46,8 @@ REFUSED_BUILTINS = frozenset(
 REFUSED_NAMES = frozenset({"types.CodeType", "types.FunctionType", "operator.attrgetter", "operator.methodcaller"})
 
 
+# Characters of a name that is kept and printed; nobody's classes have longer ones.
+_LONGEST = 1_000
 # Names that Python 2 protocols write.
 ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
 
@@ -91,6 +93,8 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full in TABLE:
             return TABLE[full]
+        if len(full) > _LONGEST:
+            raise pickle.UnpicklingError(f"a name of {len(full)} characters")
         if is_refused(module, name):
             raise RefusedFile(
                 self.path,

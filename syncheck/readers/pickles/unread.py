@@ -7,6 +7,7 @@ Formats: torch/_utils.py of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from syncheck.errors import brief
@@ -36,7 +37,9 @@ def _meta(dtype: Any, shape: Any, *_: Any) -> TensorPlace:
 
 def _text(*parts: Any) -> str:
     """Write what only describes as torch does: torch.device('cuda', 1) is cuda:1."""
-    return ":".join(part if isinstance(part, str) else brief(part) for part in parts)
+    if not all(isinstance(part, (str, int)) for part in parts):
+        raise pickle.UnpicklingError(f"a device or layout of {brief(parts)}")
+    return ":".join(brief(part) if isinstance(part, int) else part for part in parts)
 
 
 DESCRIBING: dict[str, Any] = {

@@ -1,0 +1,131 @@
+"""What would unfold without end, be hashed for hours or overrun the stack is an error within a second or so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import syncheck
+from syncheck.errors import MalformedFile
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
+
+from malformed.torch_files import doubled
+from malformed.torch_parts import (
+    DATA,
+    Member,
+    Part,
+    called,
+    listing,
+    mapping,
+    named,
+    pickled,
+    saved,
+    state,
+    storage,
+    tensor,
+    torch_zip,
+    whole,
+    zipped,
+)
+
+LISTS = b"K\x01q\x00" + b"".join(b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
+CALLS = b"".join(b"h\xf0h%ch%c\x86q%cR0" % (i, i, i + 1) for i in range(2, 60))
+COLLIDING = [k * (2**61 - 1) for k in range(5, 20_000)]
+DIGITS = b"\x8b\x88\x13\0\0" + b"\x01" * 5000
+
+
+def read(folder: Path, *pairs: tuple[Part, Part]) -> syncheck.Snapshot:
+    """Read a state dict of an honest tensor and these, within seconds."""
+    began = time.monotonic()
+    (folder / "a.pth").write_bytes(torch_zip(state(*pairs)))
+    try:
+        return syncheck.read(str(folder / "a.pth"))
+    finally:
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (doubled(60), 1),
+        (b")" + b"\x85" * 20_000, 1),
+        (named("x", "Y") + b"q\xf00K\x01q\x020" + CALLS + b"h\x3b", 1),
+        ("v", b"(" + doubled(60) + b"\x91"),
+        ("v", b"(" * 20_000 + b"K\x01" + b"\x91" * 20_000),
+        ("v", called("builtins", "set", listing(doubled(60)))),
+        ("v", called("collections", "OrderedDict", listing((doubled(60), 1)))),
+        ("v", mapping(*[(k, None) for k in COLLIDING])),
+        ("v", b"\x8f(" + b"".join(map(pickled, COLLIDING)) + b"\x90"),
+        ("v", b"(" + b"K\x01" * 9_000 + b"tq\x010}(" + b"h\x01N" * 9_000 + b"u"),
+        ("v", called("torch", "device", LISTS)),
+    ],
+    ids="key deep call frozen nested set pairs integers integers-in-set wide device".split(),
+)
+def test_keys_are_hashed_in_bounded_time(tmp_path: Path, pair: tuple[Part, Part]) -> None:
+    """Tuples that share or hold tuples, and integers of one hash, are found before Python hashes them."""
+    with pytest.raises(MalformedFile):
+        read(tmp_path, pair)
+
+
+def test_honest_keys_pass(tmp_path: Path) -> None:
+    """Tuples, numbers, complex numbers, frozen sets and huge integers may be keys, and are written as ever."""
+    keys: list[Part] = [(1, "k"), (1, (2, 3)), (1,), called("builtins", "complex", 1, 2), 2**70, DIGITS]
+    found = read(tmp_path, *[(key, tensor()) for key in keys], (b"(K\x02K\x01\x91", tensor()))
+    names = list(found.tensors)
+    assert names[:6] == ["w", "(1, 'k')", "(1, (2, 3))", "(1,)", "(1+2j)", str(2**70)]
+    assert names[6].startswith("0x1010101")
+    assert names[7] == "frozenset({1, 2})"
+
+
+def test_values_of_thousands_of_digits(tmp_path: Path) -> None:
+    """Python refuses to write them in decimal: they are compared and shown in hexadecimal."""
+    for rank, digits in enumerate((DIGITS, DIGITS.replace(b"\x01", b"\x02"))):
+        (tmp_path / f"m_rank{rank}.pth").write_bytes(torch_zip(state(("step", digits))))
+    report = syncheck.compare(tmp_path)
+    assert [diff.name for diff in report.groups[0].values] == ["step"]
+    assert report.exit_code == 1
+
+
+def test_a_dictionary_keeps_its_methods(tmp_path: Path) -> None:
+    """BUILD on an OrderedDict, where torch puts `_metadata`, cannot put a number in place of `items`."""
+    made = called("collections", "OrderedDict") + b"(" + pickled("t") + tensor() + b"u"
+    found = read(tmp_path, ("v", made + mapping(("items", 1), ("get", 2), ("_metadata", 3)) + b"b"))
+    assert list(found.tensors) == ["w", "v.t"]
+
+
+def test_many_of_one_name_and_long_names(tmp_path: Path) -> None:
+    """Ten thousand tensors that end at one name are numbered; a name of megabytes above thousands is an error."""
+    one = mapping(("model", mapping(("w", tensor()))))
+    found = read(tmp_path, ("a", listing(*[one + b"q\x01"] + [b"h\x01"] * 50)))
+    assert list(found.tensors)[-1].endswith("w")
+    assert len(found.tensors) == 52
+    with pytest.raises(MalformedFile, match="unfold without end"):
+        read(tmp_path, ("n" * 1_000_000, b"](" + b"N" * 1000 + b"e"))
+
+
+def test_errors_stay_short(tmp_path: Path) -> None:
+    """A name of a million characters, or one with a newline, makes no longer and no second line."""
+    with pytest.raises(MalformedFile) as caught:
+        read(tmp_path, ("n\n" * 500_000, tensor(offset=3)))
+    assert len(str(caught.value)) < 2000
+    assert caught.value.reason.isprintable()
+
+
+def test_records_that_lie_in_each_other(tmp_path: Path) -> None:
+    """A record whose bytes are those of another is malformed: a thousand of them would be read a thousand times."""
+    inner = Member(b"archive/data/1", DATA)
+    blob = inner.local() + bytes(-len(inner.local()) % 4)
+    views = [("v", tensor(storage("1"))), ("u", tensor(storage("0", len(blob) // 4)))]
+    first, order, outer, version = saved(whole(mapping(*views)), data=blob)
+    at = len(first.local()) + len(order.local()) + len(outer.local()) - len(blob)
+    for offset in (None, at):
+        (tmp_path / "a.pth").write_bytes(zipped(first, order, outer, replace(inner, offset=offset), version))
+        if offset is None:
+            assert len(syncheck.read(str(tmp_path / "a.pth")).tensors) == 2
+    with pytest.raises(MalformedFile, match="within data/0; needed records apart"):
+        syncheck.read(str(tmp_path / "a.pth"))
