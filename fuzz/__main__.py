@@ -93,7 +93,7 @@ def fuzz(target: Target, seconds: int, seed: int, findings: Path, corpus: Path) 
             sys.executable, "-m", "fuzz.child", target.name, str(findings), str(copies), f"-max_total_time={seconds}",
             f"-seed={seed}", f"-max_len={target.most}", f"-dict={words}", f"-timeout={_TIMEOUT}",
             f"-rss_limit_mb={_MEMORY}", f"-artifact_prefix={findings}/{target.name}-", "-print_final_stats=1",
-            str(corpus),
+            f"-report_slow_units={_TIMEOUT}", str(corpus),
         ]  # fmt: skip
         began = time.monotonic()
         done = subprocess.run(

@@ -32,6 +32,9 @@ class _Frozen:
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"  # an address would be another one on each rank
+
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"the pickle sets attribute {name!r} of a {type(self).__name__}")
 
@@ -107,6 +110,9 @@ class StandIn:
 
     __slots__ = ("_call",)
     _call: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"  # an address would be another one on each rank
 
     def __init__(self, call: Callable[..., Any]) -> None:
         object.__setattr__(self, "_call", call)
