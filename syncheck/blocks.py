@@ -152,16 +152,15 @@ class Files:
 
         row = DTYPES[tensor.dtype]
         if 1 in tensor.shape:  # their strides mean nothing, and numpy has fewer dimensions than torch
-            kept = [axis for axis, length in enumerate(tensor.shape) if length != 1]
-            shape, strides = (tuple(of[axis] for axis in kept) for of in (tensor.shape, tensor.strides))
-            tensor = replace(tensor, shape=shape, strides=strides)
+            kept = [both for both in zip(tensor.shape, tensor.strides, strict=True) if both[0] != 1]
+            tensor = replace(tensor, shape=tuple(n for n, _ in kept), strides=tuple(s for _, s in kept))
         boxes = list(pieces.boxes(tensor.shape, start, count))
         if tensor.data is None:
             rows = [self._gathered(tensor, box, row.size) for box in boxes]
         else:
             steps = [s * row.size for s in tensor.strides]
-            where: Any = tensor.data
-            view: Any = np.ndarray(tensor.shape, f"V{row.size}", where, tensor.offset, steps)
+            data: Any = tensor.data
+            view: Any = np.ndarray(tensor.shape, f"V{row.size}", data, tensor.offset, steps)
             rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
         values = np.concatenate(rows).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))
         if "conj" in tensor.lazy:

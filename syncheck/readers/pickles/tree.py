@@ -84,7 +84,6 @@ def _endless(path: str, place: str, found: str, needed: str) -> MalformedFile:
 
 def _flatten(tree: Any, path: str, flat: Flat) -> Flat:
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
-        _walk({KEY: tree[KEY]}, Flat(), [], path)  # it ends
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
     optimizers: list[Any] = []
