@@ -230,10 +230,11 @@ def test_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, name: str) 
     """A file that is cut while it is compared is malformed, whichever way its tensor is read."""
     torch.save({name: shapes_and_views()[name]}, tmp_path / "f.pth")
     tensor = syncheck.read(str(tmp_path / "f.pth")).tensors[name]
-    with pytest.raises(MalformedFile, match=f"tensor '{name}': the file ends before"), Files() as files:
-        files.descriptor(tensor)
-        with (tmp_path / "f.pth").open("r+b") as file:
-            file.truncate(tensor.offset + 100)
+    files = Files()
+    files.descriptor(tensor)
+    with (tmp_path / "f.pth").open("r+b") as file:
+        file.truncate(tensor.offset + 100)
+    with pytest.raises(MalformedFile, match=f"tensor '{name}': the file ends before"), files:
         files.read(tensor, 0, next(ranges([tensor]))[1], slot=0)
 
 
