@@ -40,6 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--seconds", type=int, default=60, metavar="N", help="for each target (default: 60)")
     parser.add_argument(
+        "--runs", type=int, default=-1, metavar="N", help="of each target at most (default: any number)"
+    )
+    parser.add_argument(
         "--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME", help=" ".join(TARGETS)
     )
     parser.add_argument("--seed", type=int, help="of the random numbers; printed where none is given")
@@ -61,7 +64,7 @@ def main() -> int:
     for name in options.targets:
         with tempfile.TemporaryDirectory(prefix="syncheck-corpus-") as fresh:
             corpus = (options.corpus or Path(fresh)) / name
-            outcome = fuzz(TARGETS[name], options.seconds, seed, findings.resolve(), corpus)
+            outcome = fuzz(TARGETS[name], (options.seconds, options.runs), seed, findings.resolve(), corpus)
         before, after = outcome.covered
         cells = (name, f"{outcome.seconds:.0f}", outcome.executions, after, after - before, outcome.findings)
         print(_ROW.format(*cells) + (f"  {outcome.stopped}" if outcome.stopped else ""), flush=True)
@@ -77,8 +80,12 @@ def installed(name: str) -> bool:
         return False
 
 
-def fuzz(target: Target, seconds: int, seed: int, findings: Path, corpus: Path) -> Outcome:
-    """Run one target for so long. corpus: a folder, which the seeds are put into."""
+def fuzz(target: Target, most: tuple[int, int], seed: int, findings: Path, corpus: Path) -> Outcome:
+    """Run one target. most: seconds, and executions or -1. corpus: a folder, which the seeds are put into.
+
+    With a seed and a number of executions that is reached in the time every run is the same.
+    """
+    seconds, runs = most
     corpus.mkdir(parents=True, exist_ok=True)
     for i, data in enumerate(target.seeds()):
         (corpus / f"seed-{i}").write_bytes(data)
@@ -91,7 +98,7 @@ def fuzz(target: Target, seconds: int, seed: int, findings: Path, corpus: Path) 
         copies.mkdir()
         command = [
             sys.executable, "-m", "fuzz.child", target.name, str(findings), str(copies), f"-max_total_time={seconds}",
-            f"-seed={seed}", f"-max_len={target.most}", f"-dict={words}", f"-timeout={_TIMEOUT}",
+            f"-seed={seed}", f"-runs={runs}", f"-max_len={target.most}", f"-dict={words}", f"-timeout={_TIMEOUT}",
             f"-rss_limit_mb={_MEMORY}", f"-artifact_prefix={findings}/{target.name}-", "-print_final_stats=1",
             f"-report_slow_units={_TIMEOUT}", str(corpus),
         ]  # fmt: skip
@@ -99,6 +106,7 @@ def fuzz(target: Target, seconds: int, seed: int, findings: Path, corpus: Path) 
         done = subprocess.run(
             command, cwd=Path(__file__).resolve().parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", check=False, timeout=seconds + 10 * _TIMEOUT,
+            env=os.environ | {"PYTHONHASHSEED": "0"},
         )  # fmt: skip
     elapsed = time.monotonic() - began
     covered = [int(number) for number in _COVERAGE.findall(done.stdout)]

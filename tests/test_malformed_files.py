@@ -85,6 +85,14 @@ def test_the_committed_files_are_those_that_are_made() -> None:
     assert max(map(len, write.made().values())) < 64_000
 
 
+def test_security_counts_them() -> None:
+    """SECURITY.md states how many malformed files there are."""
+    (line,) = [
+        line for line in (FIXTURES.parent / "SECURITY.md").read_text().splitlines() if "each with its error" in line
+    ]
+    assert line.split(" | ")[1] == str(len(write.CASES))
+
+
 def test_both_intact_files_are_in_sync(tmp_path: Path) -> None:
     """What the malformed files are made of is a checkpoint in order, so that each error is of its one fault."""
     for i, data in enumerate(INTACT.values()):
