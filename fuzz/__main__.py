@@ -39,9 +39,7 @@ def main() -> int:
     """Parse, fuzz and print. Returns 0 for no finding, 1 for some, 2 where it cannot run."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--seconds", type=int, default=60, metavar="N", help="for each target (default: 60)")
-    parser.add_argument(
-        "--runs", type=int, default=-1, metavar="N", help="of each target at most (default: any number)"
-    )
+    parser.add_argument("--runs", type=int, default=-1, metavar="N", help="for each at most (default: any number)")
     parser.add_argument(
         "--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME", help=" ".join(TARGETS)
     )
