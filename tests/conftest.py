@@ -21,6 +21,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores Ctrl-C for what it starts in the background, and so do all programs started from there; tests
     # send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # So does nohup with this one. A handler is not handed on to programs, so they begin as in a terminal; the tests
+    # themselves go on without one.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Tests and the ranks that they start share the cores: a thread each, unless told.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -17,6 +17,8 @@ class Unending(Exception):
 
 def plain(value: Any) -> Any:
     """Return a value as it is compared and printed: a number of thousands of digits is its hexadecimal text."""
+    if isinstance(value, complex):
+        return complex(value)  # not a stand-in, which hashes otherwise
     return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
 
 
