@@ -148,7 +148,11 @@ def test_values_are_compared(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-@pytest.mark.parametrize("window", [4096, 2 << 20], ids=["smaller than a block", "of two blocks"])
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(4096, marks=pytest.mark.slow), 2 << 20],
+    ids=["smaller than a block", "of two blocks"],
+)
 def test_large_tensors_are_fetched_a_window_at_a_time(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:

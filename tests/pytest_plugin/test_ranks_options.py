@@ -60,6 +60,7 @@ def test_stop_at_first_failure_and_begin_there(suite: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["collected 1 item*", "*- rank 1: assert 1 == 0", "*= 1 failed in *"])
 
 
+@pytest.mark.slow
 def test_choosing(suite: pytest.Pytester) -> None:
     """`-k`, `-m` and a node id choose as usual, and the ranks do not choose again."""
     suite.runpytest_subprocess("-k", "first or third").assert_outcomes(passed=2, deselected=1)
@@ -67,6 +68,7 @@ def test_choosing(suite: pytest.Pytester) -> None:
     suite.runpytest_subprocess("test_suite.py::test_third").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_without_capturing(suite: pytest.Pytester) -> None:
     """`-s` shows what the ranks print at once, each line behind its rank, and not a second time."""
     result = suite.runpytest_subprocess("-s", "-k", "first", "-rA")
@@ -85,7 +87,7 @@ def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
     assert [path.name for path in suite.path.glob(".coverage*")] == [".coverage"]
 
 
-@pytest.mark.parametrize("option", ["--pdb", "--trace"])
+@pytest.mark.parametrize("option", ["--pdb", pytest.param("--trace", marks=pytest.mark.slow)])
 def test_debuggers_are_refused(suite: pytest.Pytester, option: str) -> None:
     """A debugger is refused with the reason when a test on ranks is selected, and works when none is."""
     result = suite.runpytest_subprocess(option)
@@ -151,6 +153,7 @@ def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
         pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=1, failed=1)
 
 
+@pytest.mark.slow
 def test_several_files_and_conftests(pytester: pytest.Pytester) -> None:
     """Ranks see the fixtures of all conftests in all files; a file that breaks in them fails its own tests only."""
     test = """

@@ -11,6 +11,9 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+# By default the whole of our own suite shows that ranks pass: it runs on them.
+pytestmark = pytest.mark.slow
+
 SUITE = """
 import json, os, pathlib, random, time, unittest, warnings
 import numpy as np

@@ -75,6 +75,7 @@ def test_a_late_rank_is_waited_for() -> None:
         assert first.result() == "met"
 
 
+@pytest.mark.slow
 def test_missing_ranks_are_named() -> None:
     """After the timeout rank 0 says which ranks did not come, and those that wait with it hear the same."""
     start = time.monotonic()
