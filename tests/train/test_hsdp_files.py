@@ -31,6 +31,7 @@ def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) ->
         in finding.evidence
     )
 
+    syncheck_rank.barrier()  # compare looks into every folder, and a slower rank must not find another's copies
     damaged = settings.out / f"damaged{ctx.rank}"
     damaged.mkdir()
     for rank in range(4):
