@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+# What any tensor may have, of whatever format: torch counts elements and bytes in 63 bits, and has 64 dimensions.
+MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
+
 
 def in_c_order(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a tensor without gaps."""

@@ -16,7 +16,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.metadata_block import parse
 from syncheck.readers.safetensors_file import each_once
-from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, in_c_order
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Digest, Sharding, Snapshot, Tensor, in_c_order
 
 FORMAT = "fingerprint"
 KEY = "syncheck_fingerprint"
@@ -30,7 +30,6 @@ MAX_SIZE = 100_000_000
 _START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 _MOMENTS = ("min", "max", "mean", "std")
-_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**63 - 1
 MOST_TEXT = 1_000  # characters of a dtype, a reason, a note
 _MOST_RANKS = 1_000_000
 _AGAIN = "make it again with: syncheck fingerprint"
@@ -120,8 +119,8 @@ def _tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
     if not isinstance(entry, dict):
         raise _malformed(path, place, brief(entry), "an object")
     dtype, shape, refused, digest = (entry.get(key) for key in ("dtype", "shape", "refused", "digest"))
-    sizes = _naturals(shape, _MOST_DIMENSIONS)
-    if not _is_text(dtype) or sizes is None or math.prod(sizes) > _MOST_ELEMENTS:
+    sizes = _naturals(shape, MOST_DIMENSIONS)
+    if not _is_text(dtype) or sizes is None or math.prod(sizes) > MOST_ELEMENTS:
         raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
     strides = in_c_order(sizes)
     if digest is None and _is_text(refused):
@@ -156,7 +155,7 @@ def _sharding(path: str, place: str, entry: Any) -> Sharding:
     if not isinstance(entry, dict):
         raise wrong
 
-    def naturals(key: str, most: int = _MOST_DIMENSIONS) -> tuple[int, ...]:
+    def naturals(key: str, most: int = MOST_DIMENSIONS) -> tuple[int, ...]:
         found = _naturals(entry.get(key), most)
         if found is None:
             raise wrong
@@ -181,7 +180,7 @@ def _naturals(value: Any, most: int) -> tuple[int, ...] | None:
     """Return a list of sizes or ranks; None where it is none."""
     if not isinstance(value, list) or len(value) > most:
         return None
-    return tuple(value) if all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in value) else None
+    return tuple(value) if all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value) else None
 
 
 def _is_text(value: Any) -> TypeGuard[str]:

@@ -15,13 +15,11 @@ from typing import Any
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
-from syncheck.snapshots import Metadata, Snapshot, Tensor, in_c_order
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Metadata, Snapshot, Tensor, in_c_order
 
 FORMAT = "safetensors"
 # The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
 MAX_HEADER = 100_000_000
-# As many dimensions as torch has, and sizes and offsets that fit into 64 bits, as in that reader.
-_MOST_DIMENSIONS, _LARGEST = 64, 2**63 - 1
 _AGAIN = "save or copy the file again"
 
 
@@ -77,16 +75,16 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    right = isinstance(code, str) and _naturals(shape, _MOST_DIMENSIONS) and _naturals(offsets, 2)
+    right = isinstance(code, str) and _naturals(shape, MOST_DIMENSIONS) and _naturals(offsets, 2)
     if not right or len(offsets) != 2 or offsets[1] < offsets[0]:
         found = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
-        needed = f"a dtype, sizes and two offsets in order, of at most {_MOST_DIMENSIONS} dimensions and 64 bits"
+        needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
         raise _malformed(path, place, found, needed)
     dtype: DType | None = BY_SAFETENSORS.get(code)
     strides = in_c_order(shape)
     elements = math.prod(shape)
-    if dtype is None and elements > _LARGEST:
-        raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {_LARGEST} elements")
+    if dtype is None and elements > MOST_ELEMENTS:
+        raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
     if dtype is None:
         refused = f"dtype {code:.60} is not read"
         return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=refused)
@@ -118,7 +116,7 @@ def _naturals(value: Any, most: int) -> bool:
     if type(value) is not list or len(value) > most:
         return False
     for n in value:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
-        if type(n) is not int or not 0 <= n <= _LARGEST:
+        if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
             return False
     return True
 

@@ -16,14 +16,13 @@ from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.readers.dcp.chunks import fault
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.unpickle import unpickle
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeGuard
 
 METADATA = ".metadata"
-_MOST_DIMENSIONS = 64
-_LARGEST = 2**63 - 1
 # Bytes of `.metadata`. A chunk takes about 200: this is five million of them, some 10 GB when read.
 MAX_SIZE = 1_000_000_000
 _AGAIN = "the folder is damaged or not written by torch.distributed.checkpoint: save or copy it again"
@@ -131,7 +130,7 @@ def _entry(name: str, path: tuple[str | int, ...], found: Any, places: Mapping[A
         return Entry(path, (Chunk((), (), *places[name, None]),))
     fields = _fields(found, "TensorStorageMetadata", folder, place)
     shape, listed = fields.get("size"), fields.get("chunks")
-    if not _are_sizes(shape) or not isinstance(listed, list) or len(shape) > _MOST_DIMENSIONS:
+    if not _are_sizes(shape) or not isinstance(listed, list) or len(shape) > MOST_DIMENSIONS:
         raise _broken(folder, place, f"a tensor of size {brief(shape)} in chunks {brief(listed)}")
     chunks = []
     for one in listed:
@@ -170,13 +169,13 @@ def _fields(thing: Any, kind: str, folder: str, place: str) -> dict[str, Any]:
 
 
 def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value)
 
 
 def _is_path(value: Any) -> TypeGuard[tuple[str | int, ...]]:
     if not isinstance(value, tuple) or not value:
         return False
-    return all(type(key) is str or (type(key) is int and abs(key) <= _LARGEST) for key in value)
+    return all(type(key) is str or (type(key) is int and abs(key) <= MOST_ELEMENTS) for key in value)
 
 
 def _is_below(file: str) -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, brief
-from syncheck.readers.pickles.stand_ins import MOST
-from syncheck.snapshots import Tensor
+from syncheck.snapshots import MOST_ELEMENTS, Tensor
 
 if TYPE_CHECKING:
     import os
@@ -71,7 +70,7 @@ def tensor_at(
             needed="as many bytes in both, up to part of an element",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    if (shown := math.prod(place.shape) * place.dtype.size) > MOST:
+    if (shown := math.prod(place.shape) * place.dtype.size) > MOST_ELEMENTS:
         raise MalformedFile(
             path, place=record.label, found=f"tensor '{name}' of sizes {brief(place.shape)} has more than 2**63 bytes",
             needed="fewer", next_step="no library writes this; find out where the file comes from",

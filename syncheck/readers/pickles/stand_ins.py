@@ -15,16 +15,12 @@ from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
 from syncheck.errors import brief
 from syncheck.readers.pickles.hashing import light
 from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.snapshots import Sharding
-
-
-# Sizes, strides, offsets and numbers of elements: torch has them in 63 bits. Dimensions: torch computes on up to 64.
-MOST = 2**63 - 1
-MOST_DIMS = 64
 
 
 class _Frozen:
@@ -170,15 +166,15 @@ class DTypeName(TypeName):
 
 def sizes(value: Any) -> tuple[int, ...]:
     """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n <= MOST for n in value):
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value):
         raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
-    if len(value) > MOST_DIMS:
-        raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMS} are read")
+    if len(value) > MOST_DIMENSIONS:
+        raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMENSIONS} are read")
     return tuple(value)
 
 
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
-    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST:
+    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST_ELEMENTS:
         raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset or a huge one")
     shape, strides = sizes(shape), sizes(strides)
     if len(shape) != len(strides):

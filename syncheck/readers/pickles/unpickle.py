@@ -20,8 +20,9 @@ from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.hashing import light
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
-from syncheck.readers.pickles.stand_ins import ALLOWED, MOST, Storage, StorageType
+from syncheck.readers.pickles.stand_ins import ALLOWED, Storage, StorageType
 from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
+from syncheck.snapshots import MOST_ELEMENTS
 
 TABLE = ALLOWED | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
 
@@ -116,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
         _, kind, key, location, numel = pid[:5]
         light(kind, location)
-        if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST:
+        if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST_ELEMENTS:
             raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
