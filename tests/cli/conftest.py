@@ -13,7 +13,7 @@ from programs_of_ranks import Jobs
 from syncheck.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from syncheck.testing import Rank
@@ -74,3 +74,19 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
         yield started
     finally:
         started.kill()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments: str) -> Done:
+        try:
+            code = main([*arguments])
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return go

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from checkpoints import Done, changed, network, save, save_pth
 
-from syncheck.cli import main
 from syncheck.report.files import ENDINGS, FORMATS
 
 if TYPE_CHECKING:
@@ -24,21 +23,11 @@ COUNTS = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process, in a folder with two ranks whose running means differ."""
+def run(run: Run, tmp_path: Path) -> Run:
+    """Run a command in a folder with two ranks whose running means differ."""
     for rank in range(2):
         save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
-    monkeypatch.chdir(tmp_path)
-
-    def go(*arguments: str) -> Done:
-        try:
-            code = main([*arguments])
-        except SystemExit as stopped:
-            code = int(str(stopped.code))
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return go
+    return run
 
 
 def is_whole(name: str, text: str) -> None:

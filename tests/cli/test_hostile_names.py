@@ -22,7 +22,6 @@ from hostile_names import FILES, NAMES
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
-from syncheck.cli import main
 from syncheck.errors import logged, one_line
 from syncheck.report.files import ENDINGS, FORMATS
 
@@ -34,22 +33,6 @@ if TYPE_CHECKING:
 QUICK = ["\n::set-output name=a::b", "\udcff\udcfe"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FILES if name not in QUICK]
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def go(*arguments: str) -> Done:
-        try:
-            code = main([*arguments])
-        except SystemExit as stopped:
-            code = int(str(stopped.code))
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return go
 
 
 def save_ranks(names: list[str], first: str = "run_rank0.pth", second: str = "run_rank1.pth") -> tuple[str, str]:

@@ -15,8 +15,6 @@ import pytest
 from checkpoints import Done, changed, network, save, save_pth, save_safetensors
 from disks import make_read_only, small_disk
 
-from syncheck.cli import main
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -27,18 +25,11 @@ TWO = ("run_rank0.pth", "run_rank1.pth")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process, in a folder with two ranks that differ."""
+def run(run: Run, tmp_path: Path) -> Run:
+    """Run a command in a folder with two ranks that differ."""
     for rank in range(2):
         save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
-    monkeypatch.chdir(tmp_path)
-
-    def go(*arguments: str) -> Done:
-        code = main([*arguments])
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return go
+    return run
 
 
 def refused(done: Done, text: str) -> None:
