@@ -45,10 +45,10 @@ class Options:
     """How to compare. only: of `params`, `buffers`, `optimizer`, `rng`; empty for all but rng.
 
     include, exclude: globs of whole tensor names. buffers: globs of names that are buffers, where the files do not say.
-    rtol and atol (both), ulp: what differs less is `close`; off by default. close: the tolerance of torch.testing for
-    each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of rtol, atol, ulp; names
-    come before kinds, the first glob that matches counts, and the options before are for the rest.
-    allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
+    rtol, atol, ulp: what differs less is `close`; off by default, and rtol and atol go together. close: the tolerance
+    of torch.testing for each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of
+    rtol, atol, ulp; names come before kinds, the first glob that matches counts, and the options before are for the
+    rest. allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
     grouping. reference: the path or rank of the replica that differences are described against, in place of the
     majority. jobs: threads for large tensors; by default as many as there are processors, at most 4. quick: by stored
     checksums only. rng: compare random number states too, beside all the rest.
@@ -229,8 +229,13 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
 
-    paths: files, folders or globs. histograms: gather them of what differs most at the last step of each run.
-    Returns the whole answer; `report.exit_code` is the command line's.
+    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: gather them of what differs
+    most at the last step of each run, for an HTML page.
+
+        report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
+        print(report.verdict, report.counts.different)
+
+    Returns the whole answer; `report.exit_code` is the command line's. Memory does not grow with the size of tensors.
     Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
     be read do not raise: they are listed, and the verdict is then never "in sync".
     """
