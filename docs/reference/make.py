@@ -20,6 +20,7 @@ sys.path.insert(0, str(HERE.parents[1]))  # the code of this clone, whatever is 
 import from_api  # noqa: E402
 import from_findings  # noqa: E402
 import from_options  # noqa: E402
+import from_results  # noqa: E402
 import from_schema  # noqa: E402
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "findings": from_findings.sections,
     "json-fields": from_schema.fields,
     "json-example": from_schema.example,
+    "measured": from_results.measured,
     "api-syncheck": lambda: from_api.package("syncheck"),
     "api-words": from_api.literals,
     "api-live": lambda: from_api.package("syncheck.live"),
