@@ -59,16 +59,22 @@ def test_commands_end_as_they_say(clone: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_sessions_of_pytest_end_as_they_say(clone: Path) -> None:
-    """Each pytest in the tables ends with its code, without a plugin but the one of syncheck."""
+    """Each pytest in the tables ends with its code, and one that is interrupted while an item compares with 2."""
     asked = [(typed(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
     assert {code for _, code in asked} == {0, 1, 4, 5}
+    (clone / "interrupting.py").write_text(
+        "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    asked.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
     sys.path.insert(0, str(ROOT / "tests" / "pytest_plugin"))
     try:
         from sessions import sessions
     finally:
         sys.path.pop(0)
-    ended = sessions(*[(clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked])
+    wanted = [(clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked]
+    ended = sessions(*wanted, PYTHONPATH=f"{ROOT}:{clone}")
     assert [session.code for session in ended] == [code for _, code in asked]
+    assert " passed" not in ended[-1].out
 
 
 def test_tests_that_are_named_are_there() -> None:
@@ -88,21 +94,6 @@ def test_closed_pipe_is_141(clone: Path) -> None:
     done = subprocess.run(command, cwd=clone, stdout=write, stderr=subprocess.PIPE, env=environment, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_interrupted_pytest_is_2(clone: Path) -> None:
-    """Ctrl-C while an item compares ends pytest with its own code 2, and no item is told to have passed."""
-    (clone / "interrupting.py").write_text(
-        "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "interrupting", f"--rootdir={clone}"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{clone}"}
-    done = subprocess.run(
-        [*command, "--syncheck", "fixtures/in_sync/sync_bn"],
-        cwd=clone, env=environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout
-    assert "passed" not in done.stdout
 
 
 @pytest.mark.parametrize(

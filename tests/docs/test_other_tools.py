@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import syncheck
 from syncheck.testing import assert_in_sync
@@ -17,15 +19,13 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
 
-torch = pytest.importorskip("torch")
-dist = torch.distributed
 pytestmark = pytest.mark.slow
 
 
-def small(first: int = 4) -> Any:
+def small() -> Any:
     """A network with one BatchNorm."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(first, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 
 
 def test_hashes_of_torch_files_tell_nothing(tmp_path: Path) -> None:
