@@ -45,10 +45,10 @@ class Options:
     """How to compare. only: of `params`, `buffers`, `optimizer`, `rng`; empty for all but rng.
 
     include, exclude: globs of whole tensor names. buffers: globs of names that are buffers, where the files do not say.
-    rtol, atol, ulp: what differs less is `close`; off by default, and rtol and atol go together. close: the tolerance
-    of torch.testing for each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of
-    rtol, atol, ulp; names come before kinds, the first glob that matches counts, and the options before are for the
-    rest. allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
+    rtol and atol (both), ulp: what differs less is `close`; off by default. close: the tolerance of torch.testing for
+    each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of rtol, atol, ulp; names
+    come before kinds, the first glob that matches counts, and the options before are for the rest.
+    allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
     grouping. reference: the path or rank of the replica that differences are described against, in place of the
     majority. jobs: threads for large tensors; by default as many as there are processors, at most 4. quick: by stored
     checksums only. rng: compare random number states too, beside all the rest.

@@ -92,7 +92,7 @@ def fields() -> str:
     parts = []
     ordered = sorted(_with_inner(objects).items(), key=lambda pair: [*RECORDS, pair[0]].index(pair[0]))
     for name, found in ordered:
-        said = _said(RECORDS.get(name, ""))
+        said = _said(RECORDS.get(name, name.title().replace("_", "")))
         required = set(found.get("required", ()))
         rows = []
         for key, wanted in found["properties"].items():
@@ -117,9 +117,10 @@ def _with_inner(objects: dict[str, Any]) -> dict[str, Any]:
 
 def _said(record: str) -> dict[str, str]:
     """Return what a record says of its fields, in strings below them or in its docstring."""
-    if not record:
+    try:
+        _, node = sources.home("syncheck.records", record)
+    except KeyError:
         return {}
-    _, node = sources.home("syncheck.records", record)
     if not isinstance(node, ast.ClassDef):
         raise TypeError(record)
     listed = sources.attributes(node)

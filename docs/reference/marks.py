@@ -69,13 +69,14 @@ def items(text: str, names: Iterable[str]) -> list[tuple[tuple[str, ...], str]]:
     one = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
     if not one:
         return [((), text)]
-    begins = re.compile(rf"(?:^|(?<=[.;] ))((?:{one})(?:(?:, | and )(?:{one}))*): |(?<=\. )(?=Returns |Raises )")
+    named = rf"(?:{one})(?:(?:, | and )(?:{one}))*(?: \(both\))?(?:, (?:{one}))*"
+    begins = re.compile(rf"(?:^|(?<=[.;] ))({named}): |(?<=\. )(?=Returns |Raises )")
     found: list[tuple[tuple[str, ...], str]] = []
     last, said = 0, ()
     for match in begins.finditer(text):
         if text[last : match.start()].strip():
             found.append((said, text[last : match.start()].strip()))
-        said = tuple(re.split(r", | and ", match[1])) if match[1] else ()
+        said = tuple(re.findall(rf"\b(?:{one})\b", match[1])) if match[1] else ()
         last = match.end()
     return [*found, (said, text[last:].strip())]
 
