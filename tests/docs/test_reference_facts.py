@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from checkpoints import snapshot
@@ -10,6 +11,7 @@ from checkpoints import snapshot
 from syncheck import layout
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout_names import take_apart
+from syncheck.readers import sniff_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -43,6 +45,31 @@ def test_files_make_the_groups_of_the_table() -> None:
         found = layout.group([snapshot(path) for path in given.strip("`").split()])
         wanted = [group.split() for group in re.findall(r"`([^`]+)`", groups)]
         assert sorted([s.path for _, s in group.ranks] for group in found) == sorted(wanted), given
+
+
+FOLDERS = (
+    ("huggingface", "model.safetensors.index.json"), ("huggingface", "pytorch_model.bin.index.json"),
+    ("huggingface", "model.safetensors config.json"), ("huggingface", "pytorch_model.bin trainer_state.json"),
+    ("accelerate", "model.safetensors random_states_0.pkl"), ("dcp", ".metadata"),
+    ("deepspeed", "mp_rank_00_model_states.pt"), ("deepspeed", "layer_00-model_00-model_states.pt"),
+    ("megatron", "mp_rank_00/model_optim_rng.pt"), ("megatron", "mp_rank_00_001/model_optim_rng.pt"),
+)  # fmt: skip
+
+
+def test_folders_are_known_by_what_the_table_says(tmp_path: Path) -> None:
+    """A folder with the files of a row, and nothing in them, is of that row's format; each row has such a folder."""
+    listed = dict(zip(dict(FOLDERS), (cells[1] for cells in rows("layouts.md", "Folders")), strict=True))
+    for i, (name, files) in enumerate(FOLDERS):
+        for file in files.split():
+            place = tmp_path / str(i) / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+            known = re.findall(r"`([^`]+)`", listed[name] + "`model.safetensors`")
+            assert all(any(fnmatch(part, each.strip("/")) for each in known) for part in file.split("/")), file
+        found = sniff_folder(str(tmp_path / str(i)))
+        assert found is not None, files
+        assert name == found.FORMAT
+    assert sniff_folder(str(tmp_path)) is None
 
 
 def test_every_variable_is_listed() -> None:
