@@ -193,8 +193,8 @@ def _looked_up(group: Group, finding: Finding, known: Known) -> Finding:
     if covered and not new:
         return replace(finding, accepted=True)
     more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-    what = f"{', '.join(map(one_line, new[:_MOST_NAMED]))}{more}" if covered & known else "this finding"
-    return replace(finding, new=new, evidence=f"{finding.evidence.rstrip('.')}. Not in the baseline: {what}")
+    what = f"not in the baseline: {', '.join(map(one_line, new[:_MOST_NAMED]))}{more}"
+    return replace(finding, new=new, evidence=f"{what}; {finding.evidence}")
 
 
 def _gone(report: Report, known: Known) -> Known:

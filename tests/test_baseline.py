@@ -89,7 +89,7 @@ def test_a_new_tensor_under_a_known_code_fails_and_is_named(place: Path) -> None
     report = baseline.accepted(compared(place, "layer0.bn.running_mean", "layer1.bn.running_mean"), known)
     (finding,) = report.groups[0].findings
     assert (report.exit_code, finding.accepted, finding.new) == (1, False, ("layer1.bn.running_mean",))
-    assert finding.evidence.endswith(". Not in the baseline: layer1.bn.running_mean")
+    assert finding.evidence.startswith("not in the baseline: layer1.bn.running_mean; ")
 
 
 def test_another_code_or_kind_is_a_new_finding(place: Path) -> None:
@@ -101,7 +101,7 @@ def test_another_code_or_kind_is_a_new_finding(place: Path) -> None:
         assert judged.exit_code == 1
         assert judged.groups[0].findings[0].new == ("fc.weight",)
     (finding,) = baseline.accepted(report, frozenset()).groups[0].findings
-    assert finding.evidence.endswith(". Not in the baseline: this finding")
+    assert finding.evidence.startswith("not in the baseline: fc.weight; ")
     assert baseline.accepted(report, frozenset({entry})).exit_code == 0
 
 

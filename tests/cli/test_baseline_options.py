@@ -52,7 +52,7 @@ def test_known_findings_pass_and_new_ones_fail(run: Run, differing: Callable[...
     differing("running_mean", "layer0.bn.running_var")
     new = run(command, *FILES)
     assert (new.code, new.lines[-2]) == (1, "OUT OF SYNC")
-    assert "Not in the baseline: layer0.bn.running_var" in re.sub(r"\s+", " ", new.out)
+    assert "not in the baseline: layer0.bn.running_var" in re.sub(r"\s+", " ", new.out)
     differing("layer0.bn.running_mean")
     fixed = run(command, *FILES)
     assert fixed.code == 0
@@ -73,7 +73,7 @@ def test_every_format_tells_of_the_baseline(run: Run, differing: Callable[..., N
     assert re.search(r"^::notice title=syncheck%3A findings of the baseline are fixed::fixed: run no", done.out, re.M)
     assert "::error " in done.out
     text = Path("r.md").read_text()
-    assert "Not in the baseline" in text
+    assert "not in the baseline" in text
     assert fixed in text
     document = json.loads(Path("r.json").read_text())
     jsonschema.validate(document, SCHEMA)

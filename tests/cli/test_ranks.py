@@ -149,7 +149,7 @@ def test_a_baseline_is_read_and_written_by_rank_0(across: Across) -> None:
     across.save(by=0.5, extra=np.full(3, across.rank, np.float32))
     ended = across.compare(across.path, "--baseline", "known.json")
     assert [done.code for done in ended] == [1, 1]
-    assert "Not in the baseline: extra" in ended[0].out.replace("\n", " ")
+    assert "not in the baseline: extra" in ended[0].out.replace("\n", " ")
     ended = across.compare(across.path, "--baseline", "none.json")
     assert [done.code for done in ended] == [2, 2]
     assert "none.json: cannot read the baseline" in ended[0].err

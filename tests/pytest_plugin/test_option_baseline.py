@@ -38,7 +38,7 @@ def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
     assert run.code == 1
     assert [nodeid for nodeid, ended in run.outcomes().items() if ended == "FAILED"] == [".::more::bn-stats"]
     assert any("same: parameters 8 agree; bn-stats 2/6 differ (SYN201 accepted)" in line for line in run.lines)
-    assert "Not in the baseline: layer1.bn.running_var" in " ".join(run.out.split())
+    assert "not in the baseline: layer1.bn.running_var" in " ".join(run.out.split())
     told = [line for line in run.lines if line.startswith("fixed: ")]
     advice = "take it out of the baseline with --syncheck-update-baseline"
     assert told == [f"fixed: less no longer has SYN201 on layer1.bn.running_mean; {advice}"]
