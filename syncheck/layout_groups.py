@@ -99,12 +99,10 @@ def distinct(groups: list[Replicas]) -> list[Replicas]:
             if g.run_id is not None and list(folders.values()).count(folder) > 1:
                 name = f"{name} ({g.run_id[:8]})"
             named.append((name, place))
-        places = [place for _, place in named]
-        differing = (i for i, parts in enumerate(zip(*places, strict=False)) if len(set(parts)) > 1)
-        common = next(differing, min(map(len, places)))
+        places = _telling_apart([place for _, place in named])
         result += [
-            replace(g, run=name, label="/".join((*place[common:], run)))
-            for g, (name, place) in zip(same, named, strict=True)
+            replace(g, run=name, label="/".join((*place, run)))
+            for g, (name, _), place in zip(same, named, places, strict=True)
         ]
     return result
 
@@ -114,6 +112,15 @@ def _place(folder: str) -> tuple[str, ...]:
     parts = take_apart(folder)
     moments = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "step")]
     return tuple(part for part in parts.without(*moments).split("/") if part not in ("", "."))
+
+
+def _telling_apart(places: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the places without the parts at their beginning and end that all of them have."""
+    for _ in range(2):
+        differing = (i for i, parts in enumerate(zip(*places, strict=False)) if len(set(parts)) > 1)
+        common = next(differing, min(map(len, places)))
+        places = [place[common:][::-1] for place in places]
+    return places
 
 
 def _common_folder(paths: Iterable[str]) -> str:

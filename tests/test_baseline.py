@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from checkpoints import changed, network, save, snapshot
 
@@ -133,6 +134,16 @@ def test_what_the_options_leave_out_is_not_fixed(place: Path, options: dict[str,
     assert baseline.updated(report, known) == known
 
 
+def test_what_could_not_be_compared_is_not_fixed(place: Path) -> None:
+    """A random state that --rng found apart is passed over without it, and then neither told nor taken out."""
+    for rank in range(2):
+        save(place / f"ddp_rank{rank}.safetensors", network() | {"rng_state": np.full(8, rank, np.uint8)})
+    known = of(syncheck.compare(place, options=syncheck.Options(rng=True)))
+    assert {entry.kind for entry in known} == {"rng"}
+    report = baseline.accepted(syncheck.compare(place), known)
+    assert (report.groups[0].fixed, baseline.updated(report, known)) == ((), known)
+
+
 def test_a_tensor_that_is_no_more_is_fixed(place: Path) -> None:
     """A layer that was taken out of the model is gone from the baseline too, where all was looked at."""
     known = of(compared(place, "fc.weight")) | {baseline.Entry("ddp", "SYN299", "parameter", "old.weight")}
@@ -223,6 +234,15 @@ def test_labels_have_no_run_id_and_no_step() -> None:
         ]
     )
     assert {(replicas.run_id, replicas.label) for replicas in found} == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
+    plain = layout.group(
+        [
+            snapshot(f"/scratch/{job}/step_{step}/files/ddp_rank{rank}.pth")
+            for job in ("a", "b")
+            for step in (10, 20)
+            for rank in (0, 1)
+        ]
+    )
+    assert [replicas.label for replicas in plain] == ["a/ddp"] * 2 + ["b/ddp"] * 2
     again = layout.group(
         [
             snapshot(f"ckpts/ddp_{job}_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank)
