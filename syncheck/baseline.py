@@ -201,17 +201,21 @@ def _gone(report: Report, known: Known) -> Known:
     """Return what a baseline has and the report does not, of what it looked at.
 
     A tensor that the options leave out, or that could not be compared, was not looked at. Nor was anything for sure
-    where a file could not be read.
+    where a file could not be read, or is not there: it may be that of the odd rank.
     """
     if report.unreadable:
         return frozenset()
     runs: dict[str, list[Group]] = defaultdict(list)
     for group in report.groups:
-        if group.verdict in ("in_sync", "out_of_sync"):
+        if group.verdict in ("in_sync", "out_of_sync") and not _lacks_ranks(group):
             runs[_label(group)].append(group)
     found = {entry for group in report.groups for finding in group.findings for entry in _of(group, finding)}
     seen = {run: _Seen(groups) for run, groups in runs.items()}
     return frozenset(entry for entry in known - found if entry.run in seen and seen[entry.run].has(entry))
+
+
+def _lacks_ranks(group: Group) -> bool:
+    return group.metadata is not None and (group.metadata.world_size or 0) > len(group.replicas)
 
 
 class _Seen:

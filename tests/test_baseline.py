@@ -144,6 +144,19 @@ def test_what_could_not_be_compared_is_not_fixed(place: Path) -> None:
     assert (report.groups[0].fixed, baseline.updated(report, known)) == ((), known)
 
 
+def test_with_a_file_missing_nothing_is_fixed(place: Path) -> None:
+    """Without the file of the odd rank, which the metadata says took part, its finding is not told as fixed."""
+    for rank in range(3):
+        state = changed(network(), *(("fc.weight",) if rank == 2 else ()))
+        block = syncheck.metadata(run="ddp", run_id="a" * 8, rank=rank, world_size=3, step=1)
+        save(place / f"ddp_rank{rank}.pth", {"model": state, "syncheck": block})
+    known = of(syncheck.compare(place))
+    assert {entry.name for entry in known} == {"fc.weight"}
+    (place / "ddp_rank2.pth").unlink()
+    report = baseline.accepted(syncheck.compare(place), known)
+    assert (report.verdict, report.groups[0].fixed, baseline.updated(report, known)) == ("in_sync", (), known)
+
+
 def test_a_tensor_that_is_no_more_is_fixed(place: Path) -> None:
     """A layer that was taken out of the model is gone from the baseline too, where all was looked at."""
     known = of(compared(place, "fc.weight")) | {baseline.Entry("ddp", "SYN299", "parameter", "old.weight")}
