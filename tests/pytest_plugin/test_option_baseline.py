@@ -24,7 +24,11 @@ def write(folder: Path, *endings: str, name: str = "ddp") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("spread", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)])
+# In one process, and spread over two.
+SPREAD = [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("spread", SPREAD)
 def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
     """What is known passes and stays visible, one more tensor fails and is named, and what is fixed is told, in one
     process and spread over two."""
@@ -47,9 +51,10 @@ def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
     assert ("syncheck_accepted", "SYN201") in properties
 
 
-def test_an_update_takes_all_or_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spread", SPREAD)
+def test_an_update_takes_all_or_nothing(tmp_path: Path, spread: tuple[str, ...]) -> None:
     """Where a test of checkpoints did not run, or a file cannot be read, nothing is written and the run does not pass;
-    an update of some runs, spread over two processes too, writes the file and keeps the entries of the others."""
+    an update of some runs writes the file, once, and keeps the entries of the others."""
     entries = {"gone": {"SYN299": {"parameter": ["w"]}}, "zero": {"SYN299": {"parameter": ["fc.weight"]}}}
     before = json.dumps({"syncheck_baseline": 1, "accepted": entries})
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -58,10 +63,10 @@ def test_an_update_takes_all_or_nothing(tmp_path: Path) -> None:
         (folder / "known.json").write_text(before)
     (broken / "ddp_rank2.pth").write_bytes(b"junk")
     some, one, junk, done = sessions(
-        (broken, [*UPDATE, "-k", "bn-stats"]),
+        (broken, [*UPDATE, *spread, "-k", "bn-stats"]),
         (broken, [*UPDATE, ".::ddp::bn-stats"]),
-        (broken, UPDATE),
-        (whole, [*UPDATE, "-n", "2"]),
+        (broken, [*UPDATE, *spread]),
+        (whole, [*UPDATE, *spread]),
     )
     assert (some.code, one.code, junk.code, done.code) == (4, 4, 1, 0), done.out
     assert "ERROR: the baseline is not updated: 3 of the tests of checkpoints did not run, the first is" in some.out
