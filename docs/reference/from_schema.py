@@ -80,6 +80,7 @@ WORDS = {
     "finding.allowed": "whether `--allow` excuses it", "finding.tensors": "those it covers, by name",
     "finding.evidence": "what was seen, with numbers", "finding.cause": "why", "finding.fix": "what to change",
     "history.points": "by step", "points.step": "of the run",
+    "fixed.code": "the finding that the baseline accepts it under",
     "free_running.misfit_free": "how badly the gaps fit statistics that run freely",
     "free_running.misfit_lag": "how badly they fit a lag of one update",
     "histogram.equal": "elements that are equal",

@@ -55,7 +55,7 @@ def test_commands_end_as_they_say(clone: Path, capsys: pytest.CaptureFixture[str
             ended[command] = int(str(stopped.code))
     assert ended == dict(commands)
     assert "Traceback" not in capsys.readouterr().err
-    assert sorted(os.listdir(clone)) == ["fixtures", "more", "prints"]
+    assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
 
 
 def test_sessions_of_pytest_end_as_they_say(clone: Path) -> None:
@@ -64,6 +64,9 @@ def test_sessions_of_pytest_end_as_they_say(clone: Path) -> None:
     assert {code for _, code in asked} == {0, 1, 4, 5}
     (clone / "interrupting.py").write_text(
         "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    assert (
+        main(typed("syncheck compare fixtures/desync/bn_local_stats -q --baseline known.json --update-baseline")) == 0
     )
     asked.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
     sys.path.insert(0, str(ROOT / "tests" / "pytest_plugin"))
