@@ -81,7 +81,7 @@ def _place(action: argparse.Action) -> str:
 
 @dataclass
 class Asked:
-    """Takes down what the plugin declares, in place of pytest's parser: pytest itself is not needed."""
+    """Takes down what the plugin declares, in place of pytest's parser."""
 
     options: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ini: list[tuple[str, ...]] = field(default_factory=list)

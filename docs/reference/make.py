@@ -3,8 +3,8 @@
 python docs/reference/make.py --check    # exit code 1 when a page is not what the code says today
 
 A page is written by hand but for its blocks: what stands between `<!-- made: NAME -->` and `<!-- /made -->` is replaced
-by what `BLOCKS` makes of that name. No torch is needed: nothing is run but a comparison of two small files, and Python
-modules are read, not imported, where importing them would need more than syncheck itself does.
+by what `BLOCKS` makes of that name. pytest is needed, torch is not: nothing is run but a comparison of two small files,
+and modules are read, not imported, where importing them would need more.
 """
 
 from __future__ import annotations
