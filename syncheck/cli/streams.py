@@ -6,6 +6,7 @@ that is a verdict.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import contextmanager
@@ -32,6 +33,11 @@ def reopen() -> None:
     # Python has no object for a stream that was closed when it started.
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    raw: object = getattr(sys.stdout, "buffer", None)
+    if isinstance(raw, io.RawIOBase):
+        # Unbuffered, as by PYTHONUNBUFFERED=1, Python drops without a word what a disk that fills up does not take.
+        buffer = io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(buffer, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
 
 
 @contextmanager
