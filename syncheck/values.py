@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # What is each rank's own by its name.
 _OWN = frozenset("rank local_rank global_rank node_rank host hostname device pid".split())
 
+# Lines that tell of what some ranks lack; each of a thousand ranks may have something of its own.
+_MOST_NOTES = 3
+
 
 def compare_values(
     snapshots: Mapping[int, Snapshot], wanted: Callable[[str, str], bool], kept: Callable[[str, str], bool]
@@ -79,11 +82,13 @@ def lacking(snapshots: Mapping[int, Snapshot]) -> list[str]:
         ranks = tuple(rank for rank, of in tops.items() if top not in of)
         if ranks and not is_random((top,)):
             gone[ranks].append(top)
-    return [
-        f"not on {ranks_text(ranks)}, and so not compared: {', '.join(names[:5])}"
+    notes = [
+        f"not on {ranks_text(ranks)}, and so not compared: {', '.join(f'{name:.80}' for name in names[:5])}"
         + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        for ranks, names in gone.items()
+        for ranks, names in list(gone.items())[:_MOST_NOTES]
     ]
+    more = sum(map(len, list(gone.values())[_MOST_NOTES:]))
+    return notes + ([f"nor compared: {more} more values that not all ranks have"] if more else [])
 
 
 def is_membership(name: str) -> bool:
