@@ -33,11 +33,10 @@ def reopen() -> None:
     # Python has no object for a stream that was closed when it started.
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    raw: object = getattr(sys.stdout, "buffer", None)
-    if isinstance(raw, io.RawIOBase):
+    found = sys.stdout
+    if found is sys.__stdout__ and isinstance(getattr(found, "buffer", None), io.RawIOBase):
         # Unbuffered, as by PYTHONUNBUFFERED=1, Python drops without a word what a disk that fills up does not take.
-        buffer = io.BufferedWriter(raw)
-        sys.stdout = io.TextIOWrapper(buffer, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
+        sys.stdout = os.fdopen(found.fileno(), "w", 1, encoding=found.encoding, errors=found.errors, closefd=False)
 
 
 @contextmanager
