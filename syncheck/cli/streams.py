@@ -16,7 +16,7 @@ from syncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import TextIO
+    from typing import Any, TextIO
 
 
 def reopen() -> None:
@@ -33,8 +33,8 @@ def reopen() -> None:
     # Python has no object for a stream that was closed when it started.
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    found = sys.stdout
-    if found and found is sys.__stdout__ and isinstance(getattr(found, "buffer", None), io.RawIOBase):
+    found: Any = sys.stdout
+    if found is sys.__stdout__ and isinstance(getattr(found, "buffer", None), io.RawIOBase):
         # Unbuffered, as by PYTHONUNBUFFERED=1, Python drops without a word what a disk that fills up does not take.
         sys.stdout = os.fdopen(found.fileno(), "w", 1, encoding=found.encoding, errors=found.errors, closefd=False)
 
