@@ -34,7 +34,8 @@ def reopen() -> None:
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
     found: Any = sys.stdout
-    if found is sys.__stdout__ and isinstance(getattr(found, "buffer", None), io.RawIOBase):
+    own = found is sys.__stdout__
+    if own and isinstance(getattr(found, "buffer", None), io.RawIOBase):
         # Unbuffered, as by PYTHONUNBUFFERED=1, Python drops without a word what a disk that fills up does not take.
         sys.stdout = os.fdopen(found.fileno(), "w", 1, encoding=found.encoding, errors=found.errors, closefd=False)
 
