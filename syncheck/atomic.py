@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import TextIO
 
 
 @contextmanager
@@ -39,8 +40,9 @@ def check_place(path: str) -> None:
 def replace_file(path: str, content: str) -> None:
     """Write a text beside a file and put it in its place, so that the whole new one is there or the old one.
 
-    A link stays, and the file that it leads to is replaced, whose permissions are kept. A process that is killed
-    leaves at most a hidden file `.syncheck-*.tmp`.
+    A link stays, and the file that it leads to is replaced, whose permissions are kept. What is not whole has no name
+    where the system can do that, so that a process that is killed leaves nothing; elsewhere, and in the instant before
+    the new file takes its place, it leaves a hidden file `.syncheck-*.tmp`.
     Raises OSError or ValueError when it cannot be written, also where something lies there that is no file.
     """
     place, mode = _place(path)
@@ -48,18 +50,44 @@ def replace_file(path: str, content: str) -> None:
     beside = os.path.join(os.path.dirname(place), f".syncheck-{os.urandom(8).hex()}.tmp")
     # What replaces a private file is never readable by others, not even while it is written.
     first = 0o666 if mode is None else 0o600
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            if mode is not None:
-                os.chmod(beside, mode)
-            os.fsync(file.fileno())
+        if not _named_when_whole(beside, content, first, mode):
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                _fill(file, content, mode)
         os.replace(beside, place)
     except BaseException:
-        os.unlink(beside)
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
         raise
+
+
+def _named_when_whole(path: str, content: str, first: int, mode: int | None) -> bool:
+    """Write a text into a file without a name, and give it one; False where the system or the file system cannot.
+
+    first, mode: permissions that it has at first, and in the end. Raises OSError where it cannot be written.
+    """
+    try:
+        descriptor = os.open(os.path.dirname(path), os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, first)
+    except (OSError, AttributeError):  # as on NFS; beyond Linux there is no such flag
+        return False
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        _fill(file, content, mode)
+        try:
+            # Only if a folder is given does Python follow the link to the file; that it is none does not matter, for
+            # the path begins at the top. See open(2) on O_TMPFILE.
+            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+        except (OSError, NotImplementedError):  # without /proc
+            return False
+    return True
+
+
+def _fill(file: TextIO, content: str, mode: int | None) -> None:
+    file.write(content)
+    file.flush()
+    if mode is not None:
+        os.fchmod(file.fileno(), mode)
+    os.fsync(file.fileno())
 
 
 def _place(path: str) -> tuple[str, int | None]:

@@ -19,7 +19,7 @@ from syncheck.tensor_parallel import replicated
 from syncheck.tensors import compare_tensor, not_asked_for
 from syncheck.ties import broken_ties
 from syncheck.tolerance import Tolerances
-from syncheck.values import compare_values, in_memory, stores_progress
+from syncheck.values import compare_values, in_memory, lacking, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -263,4 +263,4 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally,
     if stubs:
         notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")
     notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
-    return notes
+    return notes + lacking(snapshots)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import SCALERS
 from syncheck.names import is_random
-from syncheck.records import PROGRESS, ValueDiff
+from syncheck.records import PROGRESS, ValueDiff, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # What is each rank's own by its name.
 _OWN = frozenset("rank local_rank global_rank node_rank host hostname device pid".split())
+
+# Lines that tell of what some ranks lack; each of a thousand ranks may have something of its own.
+_MOST_NOTES = 3
 
 
 def compare_values(
@@ -67,6 +70,25 @@ def _lost(name: str, groups: Collection[tuple[str, str]]) -> bool:
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether all replicas are things in memory, and none is a file."""
     return all(snapshot.format == "memory" for snapshot in snapshots.values())
+
+
+def lacking(snapshots: Mapping[int, Snapshot]) -> list[str]:
+    """Say which values some replicas do not hold at all, such as the scaler's, where all are files of one format."""
+    if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
+        return []
+    tops = {rank: {name.partition(".")[0] for name in snapshot.values} for rank, snapshot in snapshots.items()}
+    gone: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for top in sorted(set().union(*tops.values())):
+        ranks = tuple(rank for rank, of in tops.items() if top not in of)
+        if ranks and not is_random((top,)):
+            gone[ranks].append(top)
+    notes = [
+        f"not on {ranks_text(ranks)}, and so not compared: {', '.join(f'{name:.80}' for name in names[:5])}"
+        + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        for ranks, names in list(gone.items())[:_MOST_NOTES]
+    ]
+    more = sum(map(len, list(gone.values())[_MOST_NOTES:]))
+    return notes + ([f"nor compared: {more} more values that not all ranks have"] if more else [])
 
 
 def is_membership(name: str) -> bool:

@@ -116,3 +116,17 @@ def test_formats_that_hold_no_values(tmp_path: Path) -> None:
     save_safetensors(tmp_path / "rank1.safetensors", network())
     (group,) = syncheck.compare(tmp_path).groups
     assert (group.verdict, group.counts.identical) == ("in_sync", len(network()))
+
+
+def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
+    """Values that not all files of one format hold are named as not compared, five a line and in a few lines."""
+    trees = [training(), training()]
+    del trees[1]["scaler"]
+    assert "not on rank 1, and so not compared: scaler" in group_of(tmp_path, *trees).notes
+    trees = [training(**{f"own{rank}_{i}_{'x' * 200}": i for i in range(7)}) for rank in range(5)]
+    told = [note for note in group_of(tmp_path, *trees).notes if "compared" in note]
+    assert len(told) == 4
+    assert told[0].startswith("not on ranks 1, 2, 3, 4, and so not compared: own0_0_x")
+    assert told[0].endswith("xxx and 2 more")
+    assert told[3] == "nor compared: 14 more values that not all ranks have"
+    assert all(len(note) < 600 for note in told)

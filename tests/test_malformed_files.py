@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Have imported what a comparison of files in order and of one that is malformed imports."""
+    """Have imported what a comparison of two groups, and of a file that is malformed, imports."""
     folder = tmp_path_factory.mktemp("loaded")
-    for name, data in (("m_rank0", INTACT["torch-zip"]), ("m_rank1", INTACT["torch-zip"]), ("m_rank2", b"PK\x03\x04")):
+    names = ("m_rank0", "m_rank1", "n_rank0", "n_rank1")
+    for name, data in (*((name, INTACT["torch-zip"]) for name in names), ("m_rank2", b"PK\x03\x04")):
         (folder / f"{name}.pth").write_bytes(data)
     assert main(["compare", str(folder)]) == 2
 

@@ -6,6 +6,7 @@ that is a verdict.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from syncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import TextIO
+    from typing import Any, TextIO
 
 
 def reopen() -> None:
@@ -32,6 +33,11 @@ def reopen() -> None:
     # Python has no object for a stream that was closed when it started.
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    found: Any = sys.stdout
+    own = found is sys.__stdout__
+    if own and isinstance(getattr(found, "buffer", None), io.RawIOBase):
+        # Unbuffered, as by PYTHONUNBUFFERED=1, Python drops without a word what a disk that fills up does not take.
+        sys.stdout = os.fdopen(found.fileno(), "w", 1, encoding=found.encoding, errors=found.errors, closefd=False)
 
 
 @contextmanager

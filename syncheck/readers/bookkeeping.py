@@ -6,7 +6,9 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.errors import MalformedFile
 from syncheck.names import is_random
+from syncheck.readers.opening import regular
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
@@ -48,6 +50,10 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _number(tensor: Tensor) -> Any:
     code = (">" if tensor.big_endian else "<") + _CODES[tensor.dtype]
-    with open(tensor.path, "rb") as file:
+    with regular(tensor.path) as file:
         file.seek(tensor.offset)
-        return struct.unpack(code, file.read(struct.calcsize(code)))[0]
+        data = file.read(struct.calcsize(code))
+    if len(data) < struct.calcsize(code):  # its place was within the file when that was read
+        again = "it was changed while it was read: run again when nothing writes it"
+        raise MalformedFile(tensor.path, place=f"tensor '{tensor.name}'", found="the file ends before", next_step=again)
+    return struct.unpack(code, data)[0]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
 from syncheck.readers import fingerprint_file, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.bookkeeping import settled
+from syncheck.readers.opening import regular
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -67,13 +67,9 @@ def _reader(head: bytes) -> ModuleType | None:
 
 def _head(path: str) -> bytes:
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            needed = "a file, or a folder that is one checkpoint" if stat.S_ISDIR(mode) else "a file"
-            raise UnreadableFile(path, found=what, needed=needed)
-        with open(path, "rb") as file:
-            return file.read(_HEAD)
+        with regular(path) as file:
+            # A file of the kernel's, as /proc/kmsg, says that it is empty, and to read it may wait without end.
+            return file.read(_HEAD) if os.fstat(file.fileno()).st_size else b""
     except OSError as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else ""
         raise UnreadableFile(path, found=(error.strerror or str(error)).lower(), next_step=hint) from None

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.metadata_block import parse
+from syncheck.readers.opening import regular
 from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Digest, Sharding, Snapshot, Tensor, in_c_order
 
@@ -45,12 +46,12 @@ def read(path: str) -> Snapshot:
 
     Raises MalformedFile for what is no JSON or not as we write it, UnsupportedFormat for a later version.
     """
-    with open(path, "rb") as file:
+    with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SIZE:
             raise _malformed(path, "file", f"{size} bytes", f"at most {MAX_SIZE}")
-        document = _json(file.read(MAX_SIZE), path)
-    version = document[KEY]
+        document = _json(file.read(size), path)
+    version = document.get(KEY)
     if type(version) is not int or version < 1:
         raise _malformed(path, KEY, brief(version), "a version number")
     if version > VERSION:

@@ -15,6 +15,7 @@ from typing import Any
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
+from syncheck.readers.opening import regular
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Metadata, Snapshot, Tensor, in_c_order
 
 FORMAT = "safetensors"
@@ -33,10 +34,13 @@ def read(path: str) -> Snapshot:
 
     Raises MalformedFile for a header that is too long, no JSON, or whose tensors do not tile the file exactly.
     """
-    with open(path, "rb") as file:
+    with regular(path) as file:
         opened = os.fstat(file.fileno())
         size = opened.st_size
-        (length,) = struct.unpack("<Q", file.read(8))
+        first = file.read(8)
+        if len(first) < 8:  # it was longer when its format was told
+            raise _malformed(path, "header", f"{len(first)} bytes", "at least 8")
+        (length,) = struct.unpack("<Q", first)
         if length > min(MAX_HEADER, size - 8):
             raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
         raw = file.read(length)

@@ -14,6 +14,7 @@ import struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
+from syncheck.readers.opening import regular
 from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.places import Record, tensor_at
 from syncheck.readers.pickles.tree import flatten
@@ -44,7 +45,7 @@ def read(path: str) -> Snapshot:
     Raises MalformedFile for a file that is cut short or inconsistent, RefusedFile for a pickle that wants to run
     something, UnsupportedFormat for another version of the format.
     """
-    with open(path, "rb") as file:
+    with regular(path) as file:
         opened = os.fstat(file.fileno())
         stream = _Bounded(file)
         file.seek(len(MAGIC))

@@ -14,6 +14,7 @@ import zlib
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.readers.opening import regular
 from syncheck.readers.pickles.places import Record, tensor_at
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
@@ -48,7 +49,7 @@ def read(path: str) -> Snapshot:
     Raises MalformedFile for a file that is cut short, compressed or inconsistent, RefusedFile for a pickle that wants
     to run something, NotACheckpoint for another kind of zip.
     """
-    with open(path, "rb") as file:
+    with regular(path) as file:
         archive = Archive(file, path)
         pickled = archive.bytes_of("data.pkl")
         tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl")

@@ -46,7 +46,7 @@ def shell(ranks: Ranks, tmp_path: Path) -> Callable[[str], tuple[int, str, str]]
     ranks(network(), changed(network(), "running_mean"))
 
     def run(line: str) -> tuple[int, str, str]:
-        line = line.replace("syncheck", f"{sys.executable} -m syncheck", 1)
+        line = line.replace("syncheck", f"{sys.executable} -m syncheck", "-m syncheck" not in line)
         colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
         environment = {key: value for key, value in os.environ.items() if key not in colours}
         done = subprocess.run(
@@ -91,6 +91,17 @@ def test_a_verdict_without_streams(shell: Callable[[str], tuple[int, str, str]])
 def test_every_command_without_streams(shell: Callable[[str], tuple[int, str, str]], command: str) -> None:
     """Every command, with stdout and stderr closed, full and unread: the code it has else, or 2, or 141 for a pipe."""
     check(shell, command)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_disk_that_takes_a_part(
+    shell: Callable[[str], tuple[int, str, str]], tmp_path: Path, unbuffered: str
+) -> None:
+    """Where a file takes only the first kilobyte, what is lost is told: unbuffered, Python would say nothing of it."""
+    limit = f"ulimit -f 1; exec env PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED={unbuffered} {sys.executable} -m"
+    told = "syncheck: error: stdout: cannot write it: File too large; free some space, or send it elsewhere\n"
+    assert shell(f"trap '' XFSZ; {limit} syncheck {COMPARE} --format json > out.json") == (2, "", told)
+    assert (tmp_path / "out.json").stat().st_size == 1024
 
 
 def test_a_report_is_no_stream(shell: Callable[[str], tuple[int, str, str]], tmp_path: Path) -> None:

@@ -47,9 +47,8 @@ def save_ranks(names: list[str], first: str = "run_rank0.pth", second: str = "ru
             "method": names[0],
             "host": names[0] + str(rank),
         }
-        save_pth(
-            Path("made.pth"), {"model": tensors, "syncheck": about, "epoch": f"{names[0]}{rank}", names[-1]: names[0]}
-        )
+        told = {"epoch": f"{names[0]}{rank}", names[-1]: names[0], f"{names[-1]}{rank}": "on this rank only"}
+        save_pth(Path("made.pth"), {"model": tensors, "syncheck": about} | told)
         os.rename("made.pth", path)
     return first, second
 

@@ -19,20 +19,8 @@ from syncheck.snapshots import Snapshot
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 
-from malformed.torch_parts import (
-    INTACT,
-    MAGIC,
-    PROTOCOL,
-    mapping,
-    named,
-    pickled,
-    state,
-    storage,
-    tensor,
-    torch_legacy,
-    torch_zip,
-    whole,
-)
+from malformed.opcodes import PROTOCOL, mapping, named, pickled, whole
+from malformed.torch_parts import INTACT, MAGIC, state, storage, tensor, torch_legacy, torch_zip
 
 set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))

@@ -167,7 +167,7 @@ def write_text(folder: Path, text: str) -> None:
         (lambda folder: write_index(folder, {"a": 3}), "weight_map: {'a': 3}; needed a file name for each tensor"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "no JSON"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "no JSON"),
-        (_pipe, "model.safetensors.index.json: no regular file"),
+        (_pipe, "model.safetensors.index.json: a pipe, socket or device"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "list; needed a JSON object"),
         (_dangling, "model.safetensors.index.json: no such file or directory"),
         (lambda folder: write_text(folder, '{"weight_map": {"a": "b", "a": "c"}}'), "a name stands twice"),

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from syncheck.errors import CheckpointError, MalformedFile
+from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
 from syncheck.readers import torch_zip
 from syncheck.readers.bookkeeping import settled
+from syncheck.readers.dcp.beside import CHUNKS, EXTRAS, unlisted, with_extras
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.dcp.tree import rebuild
+from syncheck.readers.opening import regular
 from syncheck.readers.pickles.keys import Unending
 from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
 from syncheck.readers.pickles.tree import children, flatten
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FORMAT = "dcp"
-_CHUNKS = ".distcp"
-# Beside the chunks, by torch.save: what Lightning and Megatron-Core keep apart, such as the step.
-_EXTRAS = ("meta.pt", "common.pt")
 ONE_COPY = (
     "a torch.distributed.checkpoint folder holds one copy of each replicated tensor, from any rank: it cannot show "
     "whether the ranks of its own run were in sync"
@@ -44,12 +42,12 @@ def matches_folder(folder: str) -> bool:
     """Whether a folder is of this format: with `.metadata`, or with chunks that have lost it. Raises OSError."""
     if os.path.isfile(os.path.join(folder, METADATA)):
         return True
-    return any(name.endswith(_CHUNKS) for name in os.listdir(folder))
+    return any(name.endswith(CHUNKS) for name in os.listdir(folder))
 
 
 def holds(relative: str) -> bool:
     """Whether a file belongs to such a checkpoint. relative: its path below the folder."""
-    return relative in _EXTRAS or relative.endswith(_CHUNKS)
+    return relative in EXTRAS or relative.endswith(CHUNKS)
 
 
 def read(folder: str) -> Snapshot:
@@ -72,23 +70,9 @@ def read(folder: str) -> Snapshot:
     tensors = {name: replace(found.tensors[id(place)], name=name) for name, place in flat.tensors.items()}
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
-        flat.metadata, (ONE_COPY, *found.notes()),
+        flat.metadata, (ONE_COPY, *found.notes(), *unlisted(folder, found.sizes)),
     )  # fmt: skip
-    for extra in (os.path.join(folder, name) for name in _EXTRAS):
-        if os.path.isfile(extra):
-            whole = _with(whole, torch_zip.read(extra))
-    return settled(whole)
-
-
-def _with(whole: Snapshot, extra: Snapshot) -> Snapshot:
-    return replace(
-        whole,
-        bytes=whole.bytes + extra.bytes,
-        tensors={**extra.tensors, **whole.tensors},
-        values={**extra.values, **whole.values},
-        stubs=tuple(sorted({*whole.stubs, *extra.stubs})),
-        metadata=whole.metadata or extra.metadata,
-    )
+    return settled(with_extras(whole))
 
 
 @dataclass
@@ -104,7 +88,7 @@ class _Found:
     stubs: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
     pickled: int = 0
-    file: io.FileIO | None = None
+    file: BinaryIO | None = None
     opened: str = ""
     read_to: int = 0
     """Where in that file the last record ends."""
@@ -159,15 +143,15 @@ class _Found:
             listed = ", ".join(sorted(self.unknown)[:5]) + (", ..." if len(self.unknown) > 5 else "")
             yield f"objects that torch.save did not write were not compared ({len(self.unknown)}): {listed}"
 
-    def _open(self, chunk: Chunk, place: str) -> io.FileIO:
+    def _open(self, chunk: Chunk, place: str) -> BinaryIO:
         """Return the file of a chunk, which lies within it."""
         if self.file is None or self.opened != chunk.file:
             self.close()
             path = os.path.join(self.folder, chunk.file)
             try:
-                if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
-                    raise MalformedFile(self.folder, place=place, found="no file", needed="a file", next_step=_AGAIN)
-                self.file, self.opened, self.read_to = io.FileIO(path), chunk.file, 0
+                self.file, self.opened, self.read_to = regular(path), chunk.file, 0
+            except UnreadableFile as error:
+                raise MalformedFile(self.folder, place=place, found=error.reason, next_step=_AGAIN) from None
             except (OSError, UnicodeEncodeError) as error:  # a name may hold half a character
                 found = getattr(error, "strerror", None) or "a name that no file can have"
                 raise MalformedFile(
@@ -223,7 +207,7 @@ class _Found:
         return Tensor(name, dtype, shape, in_c_order(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
 
 
-def _is_zip(file: io.FileIO, chunk: Chunk) -> bool:
+def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:
     """Whether a record begins or ends as a zip does; where it only ends as one, its beginning is damaged."""
     if torch_zip.matches(os.pread(file.fileno(), min(chunk.length, len(torch_zip.MAGIC)), chunk.offset)):
         return True
@@ -234,7 +218,7 @@ def _is_zip(file: io.FileIO, chunk: Chunk) -> bool:
 class _View(io.RawIOBase):
     """A stretch of a file as a file of its own."""
 
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:

@@ -7,13 +7,13 @@ imported: the unpickler makes inert stubs of them, and what they were given is c
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DType
-from syncheck.errors import MalformedFile, UnsupportedFormat, brief
+from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat, brief
 from syncheck.readers.dcp.chunks import fault
+from syncheck.readers.opening import regular
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS
@@ -82,20 +82,19 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
 
 
 def _content(folder: str) -> bytes:
-    path = os.path.join(folder, METADATA)
     try:
-        at = os.stat(path)
+        with regular(os.path.join(folder, METADATA)) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_SIZE:
+                raise _broken(folder, METADATA, f"{size} bytes", f"at most {MAX_SIZE}")
+            return file.read(size)
+    except UnreadableFile as error:
+        raise _broken(folder, METADATA, error.reason) from None
     except FileNotFoundError:
         raise MalformedFile(
             folder, found=f"no {METADATA}", needed="that file, which is written last",
             next_step="the save did not finish, or hidden files were not copied: use another checkpoint or copy again",
         ) from None  # fmt: skip
-    if not stat.S_ISREG(at.st_mode):
-        raise _broken(folder, METADATA, "it is no file")
-    if at.st_size > MAX_SIZE:
-        raise _broken(folder, METADATA, f"{at.st_size} bytes", f"at most {MAX_SIZE}")
-    with open(path, "rb") as file:
-        return file.read(MAX_SIZE)
 
 
 def _places(stored: Mapping[Any, Any], folder: str) -> dict[tuple[str, Any], tuple[str, int, int]]:

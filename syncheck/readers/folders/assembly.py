@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.names import free_name
+from syncheck.readers.opening import regular
 from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
@@ -73,8 +73,19 @@ class Assembly:
                 self.values[free_name(full, self.values)] = value
         self.stubs |= set(part.stubs)
         self.bytes += part.bytes
+        self._check_run(part)
         self.metadata = self.metadata or part.metadata
         self.notes += [note for note in part.notes if note not in self.notes]
+
+    def _check_run(self, part: Snapshot) -> None:
+        """Raise MalformedFile where the metadata blocks of two files say that they are of different runs or steps."""
+        for what in ("run_id", "step"):
+            known, own = getattr(self.metadata, what, None), getattr(part.metadata, what, None)
+            if None not in (known, own) and known != own:
+                raise MalformedFile(
+                    part.path, place=f"metadata, {what}", found=brief(own), needed=f"{brief(known)}, as before it",
+                    next_step="it is of another run or step than the rest: save or copy the whole folder again",
+                )  # fmt: skip
 
     def snapshot(self) -> Snapshot:
         """Return the whole. Its path is the folder, its size that of all files read."""
@@ -87,18 +98,12 @@ def read_json(path: str) -> dict[str, Any]:
     """Read a JSON object from a file. Raises MalformedFile for anything else, before reading where it is too long."""
     again = "save or copy it again"
     try:
-        at = os.stat(path)
+        with regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON:
+                raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {MAX_JSON}", next_step=again)
+            raw = file.read(size)
     except OSError as error:  # what is listed in the folder may be a dangling link
-        raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
-    if not stat.S_ISREG(at.st_mode):  # a pipe would block
-        raise UnreadableFile(path, found="no regular file", needed="a file")
-    size = at.st_size
-    if size > MAX_JSON:
-        raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {MAX_JSON}", next_step=again)
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_JSON + 1)
-    except OSError as error:
         raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
     try:
         found = json.loads(raw.decode(), object_pairs_hook=each_once)

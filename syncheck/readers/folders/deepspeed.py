@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.readers.folders.assembly import names_in, numbered
-from syncheck.readers.folders.parallel_parts import read_parts
+from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -23,6 +23,10 @@ _MODEL = re.compile(
     rf"(?P<label>(?:layer_\d+_expert_\d+_|zero_pp_rank_\d+_)?{_MP}|layer_\d+-model_\d+)[-_]model_states\.pt"
 )
 _OPTIMIZER = re.compile(rf"(?:bf16_)?(?P<label>(?:zero_pp_rank|expp_rank)_\d+_{_MP})_optim_states\.pt")
+
+# Parts that are numbered from 0 on without a gap.
+_MODEL_PART = re.compile(r"mp_rank_(\d+)")
+_ZERO_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
 def matches_folder(folder: str) -> bool:
@@ -41,11 +45,14 @@ def read(folder: str) -> Snapshot:
     names = names_in(folder)
     models, optimizers = numbered(_MODEL, names), numbered(_OPTIMIZER, names)
     parts = [
-        (os.path.join(folder, match.string), match["label"] if len(found) > 1 else "", is_optimizer)
+        (os.path.join(folder, match.string), label(match, found), is_optimizer)
         for found, is_optimizer in ((models, False), (optimizers, True))
         for match in found
     ]
     snapshot = read_parts(folder, FORMAT, parts)
+    for found, pattern, what in ((models, _MODEL_PART, "model-parallel parts"), (optimizers, _ZERO_PART, "ZeRO parts")):
+        places = [tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"]))]
+        snapshot = replace(snapshot, notes=(*snapshot.notes, *lacking(places, what)))
     if sum(match.string.startswith("zero_pp_rank_") for match in models) < 2:
         return snapshot
     note = "the ranks in a tag folder are not compared with each other; its *_model_states.pt as files are"

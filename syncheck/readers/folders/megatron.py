@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.readers.folders.assembly import names_in, numbered
-from syncheck.readers.folders.parallel_parts import read_parts
+from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
 
 FORMAT = "megatron"
-_FOLDER = re.compile(r"mp_rank_\d+(?:_\d+){0,2}")
+_FOLDER = re.compile(r"(?P<label>mp_rank_(?P<numbers>\d+(?:_\d+){0,2}))")
 # Whether all in the file is of the optimizer.
 _FILES = {"model_optim_rng.pt": False, "model_rng.pt": False, "optim.pt": True, "distrib_optim.pt": True}
 
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder holds the folder of a model-parallel rank with what Megatron saves in it."""
-    return bool(_found(folder))
+    ranks = numbered(_FOLDER, names_in(folder))
+    return any(os.path.lexists(os.path.join(folder, rank.string, name)) for rank in ranks for name in _FILES)
 
 
 def holds(relative: str) -> bool:
@@ -34,17 +37,26 @@ def holds(relative: str) -> bool:
 
 
 def read(folder: str) -> Snapshot:
-    """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is broken."""
-    found = _found(folder)
-    several = len({os.path.dirname(relative) for relative in found}) > 1
+    """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is broken, or a rank without."""
+    ranks = numbered(_FOLDER, names_in(folder))
     parts = [
-        (os.path.join(folder, relative), os.path.dirname(relative) if several else "", _FILES[relative.split("/")[-1]])
-        for relative in found
+        (os.path.join(folder, rank.string, name), label(rank, ranks), _FILES[name])
+        for rank in ranks
+        for name in _files(os.path.join(folder, rank.string))
     ]
-    return read_parts(folder, FORMAT, parts)
+    snapshot = read_parts(folder, FORMAT, parts)
+    gone = lacking((tuple(map(int, rank["numbers"].split("_"))) for rank in ranks), "model-parallel parts")
+    return replace(snapshot, notes=(*snapshot.notes, *gone))
 
 
-def _found(folder: str) -> list[str]:
-    ranks = [match.string for match in numbered(_FOLDER, names_in(folder))]
-    inside = [f"{rank}/{name}" for rank in ranks for name in _FILES]
-    return [relative for relative in inside if os.path.isfile(os.path.join(folder, relative))]
+def _files(rank: str) -> list[str]:
+    """Return what Megatron saved in the folder of a rank. Raises MalformedFile where there is nothing of it."""
+    try:
+        inside = set(names_in(rank))
+    except OSError as error:
+        raise UnreadableFile(rank, found=(error.strerror or str(error)).lower()) from None
+    found = [name for name in _FILES if name in inside]
+    if not found:
+        again = "the save did not finish, or the copy is not complete: save or copy the whole folder again"
+        raise MalformedFile(rank, found="no file of this rank", needed=f"one of {', '.join(_FILES)}", next_step=again)
+    return found

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from typing import TYPE_CHECKING, Any
 
+from syncheck.errors import MalformedFile, brief
 from syncheck.readers.files import read_file
 from syncheck.readers.folders.assembly import Assembly
+from syncheck.records import PROGRESS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
     from syncheck.snapshots import Snapshot
@@ -24,14 +29,51 @@ def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Snapshot
 
     parts: of each file its path, a label that tells it from the others (empty where there is one), and whether all in
     it is of the optimizer. Labels stand in front of the names, after `optimizer`. Values that all files have alike,
-    such as the iteration, keep their name. Raises CheckpointError for a file that cannot be read.
+    such as the iteration, keep their name. Raises CheckpointError for a file that cannot be read, and for one that was
+    written at another moment of the run.
     """
     whole = Assembly(folder, format_name)
     opened = [read_file(path) for path, _, _ in parts]
+    _check_progress(opened, folder)
     for part, (_, label, optimizer) in zip(opened, parts, strict=True):
         whole.add(part, _labelled(label, optimizer=optimizer))
     whole.values |= _shared(opened)
     return whole.snapshot()
+
+
+def label(match: re.Match[str], found: Sequence[re.Match[str]]) -> str:
+    """Return what tells a file from the others found of its kind: nothing for the first part where it is the only one.
+
+    Another part that stands alone is not the first one, whatever it holds. match: of which `label` is the name.
+    """
+    first = not any(int(number) for number in re.findall(r"\d+", match["label"]))
+    return "" if first and len(found) == 1 else match["label"]
+
+
+def lacking(places: Iterable[tuple[int, ...]], what: str) -> list[str]:
+    """Say how many parts a folder lacks, by the numbers of those that it has. places: of each part its numbers."""
+    there = set(places)
+    if len({len(place) for place in there}) != 1:  # no grid
+        return []
+    most = math.prod(max(column) + 1 for column in zip(*there, strict=True))
+    gone = most - len(there)
+    return [f"{brief(gone)} of {brief(most)} {what} are not in the folder, and were not compared"] if gone else []
+
+
+def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
+    """Raise MalformedFile where parts say of different steps that they are of them: no checkpoint has such."""
+    first: dict[str, Snapshot] = {}
+    for part in opened:
+        for name in PROGRESS.intersection(part.values):
+            other = first.setdefault(name, part)
+            if part.values[name] != other.values[name]:
+                raise MalformedFile(
+                    part.path,
+                    place=name,
+                    found=brief(part.values[name]),
+                    needed=f"{brief(other.values[name])}, as {os.path.relpath(other.path, folder)} has",
+                    next_step="it is of another step than the rest: save or copy the whole folder again",
+                )
 
 
 def _labelled(label: str, *, optimizer: bool) -> Callable[[str], str]:

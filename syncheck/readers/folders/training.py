@@ -36,6 +36,7 @@ _BESIDE = {
 }
 # Of these there may be one for each rank or object, so that their number is said even where there is one.
 _NUMBERED = ("custom_checkpoint",)
+_OF_RANKS = ("rng_state", "random_states")
 _PROGRESS = "trainer_state.json"
 # By these a folder with one known file of weights is told from any folder that has a file of that name.
 _COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_config.json", _PROGRESS})
@@ -80,7 +81,8 @@ def read(folder: str, format_name: str) -> Snapshot:
     for pattern, top in _BESIDE_FILES.items():
         found = numbered(pattern, names)
         for match in found:
-            alone = len(found) == 1 and top not in _NUMBERED
+            # A second optimizer that stands alone is not the first; of the states of a rank, any rank's may.
+            alone = len(found) == 1 and top not in _NUMBERED and (top in _OF_RANKS or not int(match[1] or 0))
             label = "" if alone else (match[1] or ("" if top == "rng_state" else "0"))
             whole.add(read_file(os.path.join(folder, match.string)), below(top, label))
     if in_order:
@@ -102,7 +104,9 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
         path = os.path.join(whole.folder, name)
         part = read_index(path) if INDEX.fullmatch(name) else read_file(path)
         # Accelerate saves several models side by side: model.safetensors, model_1.safetensors.
-        whole.add(part, as_stored if slot == next(iter(slots)) else below(slot, ""))
+        # One with a number is not the first, also where that is missing.
+        first = slot == next(iter(slots)) and not ((one := _WEIGHTS_FILE.fullmatch(name)) and one["number"])
+        whole.add(part, as_stored if first else below(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
     weights = {name for name in names if _WEIGHTS_FILE.fullmatch(name) or SHARD.fullmatch(name)}
     if unused := sorted(weights - used - set(slots.values())):
@@ -120,7 +124,7 @@ def _name_parameters(whole: Assembly) -> None:
 
 def _weights(names: list[str]) -> dict[str, str]:
     """Choose the file or index of each model: where both formats lie there, safetensors, as transformers does."""
-    found: dict[str, tuple[int, str]] = {}
+    found: dict[str, tuple[int, int, str]] = {}
     for name in names:
         index, one = INDEX.fullmatch(name), _WEIGHTS_FILE.fullmatch(name)
         match = index or one
@@ -129,5 +133,7 @@ def _weights(names: list[str]) -> dict[str, str]:
         slot = match["stem"].removeprefix("pytorch_") + (match["number"] or "" if one else "")
         # One file before an index, as transformers.PreTrainedModel.from_pretrained looks for them.
         rank = 2 * (match["ending"] == "bin") + (index is not None)
-        found[slot] = min(found.get(slot, (rank, name)), (rank, name))
-    return {slot: name for slot, (_, name) in sorted(found.items(), key=lambda item: (item[0] != "model", item[0]))}
+        # And of two indexes the one without a variant in its name.
+        chosen = rank, len(name), name
+        found[slot] = min(found.get(slot, chosen), chosen)
+    return {slot: name for slot, (_, _, name) in sorted(found.items(), key=lambda item: (item[0] != "model", item[0]))}

@@ -1,0 +1,107 @@
+"""What a user's limits and mounts take away: the length of files, threads, a folder that is read-only in one place."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth
+from required import unavailable
+
+# Run in a process that may have so many processes and threads, as a user whom such a limit binds, which it does not
+# root. All is imported before, for that user may not be able to read it.
+LIMITED = """
+import os, resource, sys, threading
+import numpy
+from syncheck.cli import main
+devnull, kept = os.open(os.devnull, os.O_WRONLY), os.dup(1)
+os.dup2(devnull, 1)
+main(sys.argv[1:])
+os.dup2(kept, 1)
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    sys.exit(main(sys.argv[1:]))
+sys.exit(77)
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    """A folder with two ranks that differ."""
+    for rank in range(2):
+        save_pth(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
+    return tmp_path
+
+
+@pytest.mark.parametrize("most", [0, 100])
+def test_files_may_not_be_long(ranks: Path, most: int) -> None:
+    """Where the shell limits the length of files, a longer report is told; the old one stays, alone."""
+    (ranks / "out.json").write_text("old")
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "syncheck", "compare", ".", "-o", "out.json"],
+        cwd=ranks,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+    )
+    assert (done.returncode, done.stderr) == (2, "syncheck: error: -o out.json: cannot write it: File too large\n")
+    assert done.stdout.splitlines()[-2] == "OUT OF SYNC"
+    assert (ranks / "out.json").read_text() == "old"
+    assert sorted(os.listdir(ranks)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
+
+
+def test_no_thread_may_start() -> None:
+    """A user who may start no thread gets the verdict with --jobs 4, by the one that there is."""
+    with tempfile.TemporaryDirectory() as folder:  # another user may not look below pytest's
+        os.chmod(folder, 0o755)
+        paths = []
+        for rank in range(2):
+            large = np.zeros(3 << 20, np.float32)
+            large[-1] = rank
+            paths.append(str(save_pth(Path(folder) / f"run_rank{rank}.pth", {"w": large})))
+        command = [sys.executable, "-c", LIMITED, "compare", *paths, "--jobs", "4"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        unavailable("nproc", "the limit of threads binds nobody here")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-2:] == [
+        "OUT OF SYNC",
+        "1 tensors: 0 identical, 0 close, 1 different, 0 not compared",
+    ]
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_read_only_in_one_place(ranks: Path) -> None:
+    """A folder bound read-only, as into a container, on a disk that is not: told before anything is compared."""
+    script = """
+    mount --bind . . && mount -o remount,bind,ro . || exit 77
+    cd "$PWD"
+    for out in out.json new.html; do "$1" -B -m syncheck compare . -o $out; echo $?; done
+    "$1" -B -m syncheck fingerprint run_rank0.pth -o prints; echo $?
+    """
+    command = ["unshare", "-m", "bash", "-c", script, "bash", sys.executable]
+    (ranks / "out.json").write_text("old")
+    try:
+        done = subprocess.run(command, cwd=ranks, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        unavailable("unshare", "there is no such program")
+    if done.returncode:
+        unavailable("unshare", done.stderr.strip())
+    assert done.stdout == "2\n2\n2\n"
+    lines = done.stderr.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines] == ["Read-only file system"] * 3
+    assert lines[0] == "syncheck: error: -o out.json: cannot write it: Read-only file system"
+    assert sorted(os.listdir(ranks)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
+    assert (ranks / "out.json").read_text() == "old"

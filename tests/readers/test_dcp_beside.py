@@ -1,0 +1,61 @@
+"""What lies in a torch.distributed.checkpoint folder beside its chunks is compared, or told; never dropped."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import save_pth
+
+torch = pytest.importorskip("torch")
+
+from dcp_folders import assemble  # noqa: E402
+
+import syncheck  # noqa: E402
+from syncheck.errors import UnreadableFile  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def folder(path: Path) -> Path:
+    """Write a folder of one tensor, `w`."""
+    return assemble(path, {"w": (torch.ones(3), [((0,), (3,))])})
+
+
+@pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
+def test_a_name_that_is_in_both_is_kept_twice(tmp_path: Path, name: str) -> None:
+    """Two folders whose extra files differ in a tensor of a name that a chunk has too are out of sync."""
+    two = [folder(tmp_path / side) for side in "ab"]
+    for i, one in enumerate(two):
+        save_pth(one / name, {"w": np.full(3, i, np.float32), "step": 5})
+    (group,) = syncheck.compare(*two).groups
+    assert [(diff.name, diff.status) for diff in group.tensors] == [("w#2", "different")]
+    save_pth(two[1] / name, {"w": np.zeros(3, np.float32), "step": 6})
+    assert syncheck.compare(*two).exit_code == 1
+
+
+@pytest.mark.parametrize("how", ["pipe", "dangling"])
+def test_an_extra_file_that_cannot_be_read(tmp_path: Path, how: str) -> None:
+    """What bears the name of such a file and is none makes the folder unreadable."""
+    one = folder(tmp_path / "a")
+    if how == "pipe":
+        os.mkfifo(one / "meta.pt")
+    else:
+        (one / "meta.pt").symlink_to("nowhere")
+    with pytest.raises(UnreadableFile, match=r"meta\.pt: "):
+        syncheck.read(str(one))
+
+
+def test_chunks_of_another_save_are_counted(tmp_path: Path) -> None:
+    """Files of chunks that `.metadata` does not name, such as those of another save, are named as not compared."""
+    one = folder(tmp_path / "a")
+    (before,) = syncheck.read(str(one)).notes
+    for rank in (3, 4):
+        (one / f"__{rank}_0.distcp").write_bytes(b"of an earlier save")
+    assert syncheck.read(str(one)).notes == (
+        before,
+        "files of chunks that .metadata does not name were not compared (2): __3_0.distcp, __4_0.distcp",
+    )

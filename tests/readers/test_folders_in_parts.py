@@ -1,0 +1,206 @@
+"""Folders whose parts are missing, of another run, renumbered, or no files: told, and never passed over in silence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import network, save, save_pth
+from test_training_folders import accelerate, adam, deepspeed, megatron
+
+import syncheck
+from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.readers import opening, safetensors_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from syncheck.records import Report
+
+BLOCK = {"run": "a", "run_id": "one", "step": 5}
+
+
+def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Path], Any]) -> Report:
+    """Compare two folders that are made, and then harmed, in one way."""
+    made = [make(folder / side / name) for side in ("a", "b")]
+    for one in made:
+        plant(one)
+    return syncheck.compare(*made)
+
+
+def replaced(relative: str, how: str) -> Callable[[Path], None]:
+    """Return what puts something that cannot be read in the place of a file."""
+
+    def plant(folder: Path) -> None:
+        path = folder / relative
+        path.unlink()
+        if how == "pipe":
+            os.mkfifo(path)
+        elif how == "folder":
+            path.mkdir()
+        elif how == "nothing":
+            pass
+        elif how == "a file for the folder":
+            path.parent.rmdir()
+            path.parent.touch()
+        else:
+            path.symlink_to({"loop": path.name, "dangling": "nowhere", "device": "/dev/zero"}[how])
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("pipe", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
+        ("device", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
+        ("folder", "mp_rank_01/model_optim_rng.pt: a folder; needed a file, or a folder that is one checkpoint"),
+        ("loop", "mp_rank_01/model_optim_rng.pt: too many levels of symbolic links"),
+        ("dangling", "mp_rank_01/model_optim_rng.pt: no such file or directory. Check the path."),
+        ("nothing", "mp_rank_01: no file of this rank; needed one of model_optim_rng.pt, "),
+        ("a file for the folder", "mp_rank_01: not a directory"),
+    ],
+)
+def test_a_part_that_is_no_file_in_both(tmp_path: Path, how: str, told: str) -> None:
+    """Two Megatron folders that lack the same part are not in sync by the part that is left: each is unreadable."""
+    report = both(tmp_path, megatron, "iter_0000500", replaced("mp_rank_01/model_optim_rng.pt", how))
+    assert (report.verdict, report.exit_code) == ("undecided", 2)
+    assert [file.reason.startswith(told) for file in report.unreadable] == [True, True]
+
+
+def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
+    """The second part of one folder, alone, is never compared with the first of the other, though they are equal."""
+    tree = {"model": network(), "optimizer": adam()}
+    zero = {"optimizer_state_dict": {"base_optimizer_state": adam()}}
+    for side, rank in (("a", 0), ("b", 1)):
+        save_pth(tmp_path / "megatron" / side / f"mp_rank_0{rank}" / "model_optim_rng.pt", tree)
+        save_pth(tmp_path / "tag" / side / f"mp_rank_0{rank}_model_states.pt", {"module": network()})
+        save_pth(tmp_path / "zero" / side / "mp_rank_00_model_states.pt", {"module": network()})
+        save_pth(tmp_path / "zero" / side / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", zero)
+        number = f"_{rank}" if rank else ""
+        save(tmp_path / "model" / side / f"model{number}.safetensors", network())
+        save_pth(tmp_path / "model" / side / "random_states_0.pkl", {"step": 1})
+        save(tmp_path / "optimizer" / side / "model.safetensors", network())
+        save_pth(tmp_path / "optimizer" / side / f"optimizer{number}.bin", adam())
+    for kind in ("megatron", "tag", "zero", "model", "optimizer"):
+        report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
+        assert (kind, report.exit_code) == (kind, 1)
+        assert {diff.reason for group in report.groups for diff in group.tensors} == {"missing"}
+
+
+def test_random_states_of_any_rank_are_of_the_folder(tmp_path: Path) -> None:
+    """Each node's folder has the random states of its own rank: under one name, and not compared."""
+    for rank in range(2):
+        save(tmp_path / f"node{rank}" / "model.safetensors", network())
+        save_pth(tmp_path / f"node{rank}" / f"random_states_{rank}.pkl", {"torch_manual_seed": np.full(4, rank)})
+    (group,) = syncheck.compare(tmp_path).groups
+    assert (group.verdict, group.kinds["rng"].tensors, group.kinds["rng"].not_compared) == ("in_sync", 1, 1)
+
+
+@pytest.mark.parametrize("format_name", ["megatron", "deepspeed"])
+def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
+    """A part that says it is of another iteration makes its folder unreadable, though its tensors are equal."""
+    if format_name == "megatron":
+        left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
+        tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
+        save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
+        told = (
+            "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as mp_rank_00/model_optim_rng.pt has. It is of"
+        )
+    else:
+        left, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
+        tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}
+        save_pth(right / "mp_rank_01_model_states.pt", tree)
+        told = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as mp_rank_00_model_states.pt has. It is of"
+    report = syncheck.compare(left, right)
+    assert report.exit_code == 2
+    (unreadable,) = report.unreadable
+    assert unreadable.path == str(right)
+    assert unreadable.reason.startswith(told)
+
+
+@pytest.mark.parametrize("change", [{"run_id": "two"}, {"step": 6}])
+def test_a_part_of_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Parts whose metadata blocks name two runs or steps are of no one checkpoint."""
+    folder = megatron(tmp_path / "iter_0000500")
+    for rank, block in enumerate((BLOCK, BLOCK | change)):
+        save_pth(folder / f"mp_rank_0{rank}" / "model_optim_rng.pt", {"model": network(), "syncheck": block})
+    (name,) = change
+    with pytest.raises(MalformedFile, match=f"mp_rank_01/model_optim_rng.pt: metadata, {name}: .* as before it"):
+        syncheck.read(str(folder))
+    save_pth(folder / "mp_rank_01" / "model_optim_rng.pt", {"model": network(), "syncheck": BLOCK | {"rank": 1}})
+    assert syncheck.read(str(folder)).metadata is not None
+
+
+def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
+    """Where the numbers of the parts leave a gap, what is compared is in sync, and the gap is told."""
+    report = both(tmp_path / "megatron", megatron, "iter_0000500", lambda folder: shutil.rmtree(folder / "mp_rank_00"))
+    (group,) = report.groups
+    assert "1 of 2 model-parallel parts are not in the folder, and were not compared" in group.notes
+    lost = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    report = both(
+        tmp_path / "deepspeed",
+        lambda path: deepspeed(path, model_parallel=2),
+        "global_step500",
+        lambda folder: (folder / lost).unlink(),
+    )
+    (group,) = report.groups
+    assert "1 of 4 ZeRO parts are not in the folder, and were not compared" in group.notes
+    number = "9" * 200
+    folder = megatron(tmp_path / "huge" / "iter_0000500", ("mp_rank_00", f"mp_rank_{number}"))
+    assert "model-parallel parts are not in the folder" in syncheck.read(str(folder)).notes[0]
+    folder = megatron(tmp_path / "mixed" / "iter_0000500", ("mp_rank_00", "mp_rank_01_000"))
+    assert syncheck.read(str(folder)).notes == ()
+
+
+def test_a_scaler_that_one_folder_lacks_is_told(tmp_path: Path) -> None:
+    """Without its scaler and scheduler a folder of `save_state` is in sync in what is compared; these are named."""
+    left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
+    assert not any("not on rank" in note for note in syncheck.compare(left, right).groups[0].notes)
+    (right / "scaler.pt").unlink()
+    (right / "scheduler.bin").unlink()
+    (group,) = syncheck.compare(left, right).groups
+    assert group.verdict == "in_sync"
+    assert "not on rank 1, and so not compared: scaler, scheduler" in group.notes
+
+
+def test_an_index_of_a_variant_does_not_stand_for_the_model(tmp_path: Path) -> None:
+    """Of the model's own index and one of a variant, which sorts before it, the own one is read."""
+    for name, value in (("model.safetensors.index.json", 1.0), ("model.safetensors.index.fp16.json", 2.0)):
+        part = f"model-{value:05.0f}-of-00002.safetensors"
+        save(tmp_path / part, {f"w{value:.0f}": np.full(3, value, np.float32)})
+        (tmp_path / name).write_text(f'{{"weight_map": {{"w{value:.0f}": "{part}"}}}}')
+    assert set(syncheck.read(str(tmp_path)).tensors) == {"w1"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", ".metadata"])
+def test_files_of_the_kernel_are_not_read(tmp_path: Path, name: str) -> None:
+    """A link to /proc/kmsg, to read which waits without end: what says that it has no bytes is taken at its word."""
+    source = "/proc/self/status"  # has bytes, as it too denies
+    if not os.path.exists(source):
+        pytest.skip("no /proc here")
+    (tmp_path / name).symlink_to(source)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(MalformedFile, match=r"(the file is empty|no JSON: Expecting value|\.metadata: )"):
+        syncheck.read(str(tmp_path))
+
+
+def test_what_becomes_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe in the place of what was a file a moment ago is refused, and nobody waits for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    before = os.stat(__file__)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", lambda *_, **__: before)
+        with pytest.raises(UnreadableFile, match="a pipe, socket or device; needed a file"):
+            opening.regular(str(tmp_path / "pipe"))
+
+
+def test_what_was_longer_a_moment_ago(tmp_path: Path) -> None:
+    """A safetensors file that is cut to nothing after its format was told is malformed, and no crash."""
+    (tmp_path / "a.safetensors").write_bytes(b"\x10\0")
+    with pytest.raises(MalformedFile, match="header: 2 bytes; needed at least 8"):
+        safetensors_file.read(str(tmp_path / "a.safetensors"))

@@ -1,0 +1,89 @@
+"""Files that are written whole or not at all: what a process leaves that is killed at any step of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from syncheck import atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Put a text into the place of another one in a process that kills itself when it calls a function of os.
+KILLED = """
+import os, signal, sys
+from syncheck import atomic
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(os, sys.argv[2], kill)
+atomic.replace_file(sys.argv[1], "new" * 100_000)
+"""
+
+
+def without_a_name(folder: Path) -> bool:
+    """Whether the file system can hold a file that has no name."""
+    try:
+        os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o600))
+    except (OSError, AttributeError):
+        return False
+    return os.path.exists("/proc/self/fd")
+
+
+@pytest.mark.parametrize(("call", "left"), [("fsync", 0), ("link", 0), ("replace", 1)])
+def test_what_a_killed_process_leaves(tmp_path: Path, call: str, left: int) -> None:
+    """kill -9 while a file is written leaves the old one and nothing beside it; but for the instant of renaming."""
+    if not without_a_name(tmp_path):
+        pytest.skip("this file system has no files without a name")
+    (tmp_path / "out.json").write_text("old")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out.json"), call], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "out.json").read_text() == "old"
+    beside = [path for path in tmp_path.iterdir() if path.name != "out.json"]
+    assert [path.read_text() for path in beside] == ["new" * 100_000] * left
+    atomic.replace_file(str(tmp_path / "out.json"), "newer")  # which what was left does not hinder
+    assert (tmp_path / "out.json").read_text() == "newer"
+
+
+@pytest.mark.parametrize("lacking", ["open", "link"])
+def test_where_no_file_is_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    """Where the file system or /proc does not allow it, the file is written under a name beside, with the same end."""
+    real, refused = getattr(os, lacking), list[Any]()
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        if lacking == "link" or arguments[1] & os.O_TMPFILE == os.O_TMPFILE:
+            refused.append(arguments)
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(*arguments, **named)
+
+    (tmp_path / "out.json").touch(mode=0o600)
+    monkeypatch.setattr(os, lacking, fails)
+    atomic.replace_file(str(tmp_path / "out.json"), "new")
+    assert refused
+    assert (tmp_path / "out.json").read_text() == "new"
+    assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "replace"])
+def test_nothing_is_left_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Ctrl-C at any step leaves the old file, and no other."""
+    (tmp_path / "out.json").write_text("old")
+    real = getattr(os, call)
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        if call == "link":
+            real(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        atomic.replace_file(str(tmp_path / "out.json"), "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert (tmp_path / "out.json").read_text() == "old"
