@@ -42,24 +42,40 @@ class _Frozen:
 class Storage(_Frozen):
     """A storage record of the archive: its key, dtype (None when untyped) and size in elements.
 
-    itemsize: bytes of an element; None for a storage class that is not known.
+    itemsize: bytes of an element; None for a storage class that is not known. start, size: of the elements that this
+    one is, where it is a part of the record.
     """
 
-    __slots__ = ("dtype", "itemsize", "key", "numel")
+    __slots__ = ("dtype", "itemsize", "key", "numel", "size", "start")
     dtype: DType | None
     itemsize: int | None
     key: str
     numel: int
+    start: int
+    size: int
 
-    def __init__(self, dtype: DType | None, key: str, numel: int, itemsize: int | None = None) -> None:
+    def __init__(
+        self,
+        dtype: DType | None,
+        key: str,
+        numel: int,
+        itemsize: int | None = None,
+        start: int = 0,
+        size: int | None = None,
+    ) -> None:
         self._fill(dtype=dtype, key=key, numel=numel, itemsize=itemsize)
+        self._fill(start=start, size=numel if size is None else size)
+
+    def same(self, other: Storage) -> bool:
+        """Whether two are the same elements of one record."""
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
     def as_tensor(self) -> TensorPlace:
         """Return the place of all its elements, of all its bytes where it is untyped."""
         if self.itemsize is None:
             return refused_place("a storage of a class that is not known")
-        numel = self.numel if self.dtype else self.numel * self.itemsize
-        return TensorPlace(self, self.dtype or DTYPES["uint8"], 0, (numel,), (1,))
+        unit = 1 if self.dtype else self.itemsize
+        return TensorPlace(self, self.dtype or DTYPES["uint8"], self.start * unit, (self.size * unit,), (1,))
 
 
 class TensorPlace(_Frozen):
@@ -179,6 +195,11 @@ def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | N
     shape, strides = sizes(shape), sizes(strides)
     if len(shape) != len(strides):
         raise pickle.UnpicklingError(f"{len(shape)} sizes but {len(strides)} strides")
+    if storage.size != storage.numel:
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        if dtype is not storage.dtype or (0 not in shape and offset + last >= storage.size):
+            raise pickle.UnpicklingError(f"a tensor beyond the {storage.size} elements of its view of a storage")
+        offset += storage.start
     lazy = ",".join(name for name in ("conj", "neg") if isinstance(bits, dict) and bits.get(name))
     return TensorPlace(storage, dtype, offset, shape, strides, lazy)
 

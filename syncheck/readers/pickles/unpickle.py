@@ -84,9 +84,10 @@ class Source(Stream, Protocol):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage]) -> None:
+    def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage] | None) -> None:
         super().__init__(stream)
         self.path, self.place, self.storages = path, place, storages
+        self.views: dict[str, Storage] = {}
         self.stubs: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -108,21 +109,40 @@ class _Unpickler(pickle.Unpickler):
         return self.stubs[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source, before torch 1.6
+        legacy = self.storages is not None
+        if legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source
             light(pid)
             return pid[1]
-        # The sixth, of files before torch 0.4, says which part of a storage another one is.
-        known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
-        if not known or pid[0] != "storage":
+        # As many as torch.load takes apart; before torch 1.6 the sixth says which part of a storage another one is.
+        if not isinstance(pid, tuple) or len(pid) != (6 if legacy else 5) or pid[0] != "storage":
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
         _, kind, key, location, numel = pid[:5]
         light(kind, location)
         if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST_ELEMENTS:
             raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
+        if not isinstance(location, (str, bytes)) or not isinstance(kind, (StorageType, type)):
+            raise pickle.UnpicklingError(f"storage class or location is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
         storage = Storage(row[0], key, numel, row[1])
+        if self.storages is None:
+            return storage
         self.storages.setdefault(key, storage)
+        if key in self.views:
+            raise pickle.UnpicklingError(f"a storage with the key of a view, in {brief(pid)}")
+        return storage if pid[5] is None else self._view(storage, pid[5], self.storages)
+
+    def _view(self, root: Storage, view: Any, storages: dict[str, Storage]) -> Storage:
+        """Return the part of a storage that another one was, in files of before torch 0.4."""
+        if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
+            raise pickle.UnpicklingError(f"the view of a storage is {brief(view)}")
+        key, start, size = view
+        if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= root.numel:
+            raise pickle.UnpicklingError(f"a view of {brief(view)} into a storage of {root.numel} elements")
+        storage = Storage(root.dtype, root.key, root.numel, root.itemsize, start, size)
+        # torch.load takes the first of those that bear one key.
+        if key in storages or not self.views.setdefault(key, storage).same(storage):
+            raise pickle.UnpicklingError(f"two views of one key, {brief(key)}")
         return storage
 
 
@@ -131,9 +151,9 @@ def unpickle(
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
-    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: to be filled,
-    by key. Raises RefusedFile for a global that can only be there to run something, and MalformedFile for anything
-    else that is wrong with the stream.
+    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
+    of before torch 1.6 only, to be filled by key. Raises RefusedFile for a global that can only be there to run
+    something, and MalformedFile for anything else that is wrong with the stream.
     """
     wrong = memo.fault(data) if isinstance(data, bytes) else data.memo_fault()
     if wrong:
@@ -142,7 +162,7 @@ def unpickle(
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
-    unpickler = _Unpickler(stream, path, place, {} if storages is None else storages)
+    unpickler = _Unpickler(stream, path, place, storages)
     try:
         tree = unpickler.load()
     except RefusedFile:
