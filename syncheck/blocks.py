@@ -177,9 +177,10 @@ class Files:
         """
         import numpy as np
 
-        lengths = [span.stop - span.start for span in box]
-        strides = [stride * size for stride in tensor.strides]
-        at = tensor.offset + sum(span.start * stride for span, stride in zip(box, strides, strict=True))
+        at = tensor.offset + sum(span.start * stride * size for span, stride in zip(box, tensor.strides, strict=True))
+        # A box has few elements, so that few of its dimensions are longer than 1: no more than any numpy takes.
+        spans = [(span.stop - span.start, stride * size) for span, stride in zip(box, tensor.strides, strict=True)]
+        lengths, strides = [n for n, _ in spans if n != 1], [stride for n, stride in spans if n != 1]
         inner = sorted(range(len(lengths)), key=lambda axis: -(lengths[axis] - 1) * strides[axis])
         outer: list[int] = []
         reach, wanted, reads = size, size * math.prod(lengths), 1
