@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.names import free_name
+from syncheck.readers import bounds
 from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
@@ -100,6 +101,8 @@ def read_json(path: str) -> dict[str, Any]:
             raw = file.read(MAX_JSON + 1)
     except OSError as error:
         raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
+    if wrong := bounds.json_fault(raw):
+        raise MalformedFile(path, found=wrong, needed="fewer", next_step=again)
     try:
         found = json.loads(raw.decode(), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:

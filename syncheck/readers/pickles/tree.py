@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS
+from syncheck.readers import bounds
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.optimizer_names import in_order, parameter_names
@@ -47,7 +48,9 @@ class Flat:
         self.nodes += parts
         self.letters += parts * len(name)
         if self.nodes > self.most or self.letters > MAX_LETTERS:
-            raise _endless(path, name, "containers unfold without end", f"at most {self.most} parts")
+            many = self.most == bounds.MOST_ENTRIES and self.letters <= MAX_LETTERS
+            found = f"more than {self.most} parts" if many else "containers unfold without end"
+            raise _endless(path, name, found, f"at most {self.most} parts")
 
     def free(self, name: str, taken: Mapping[str, Any]) -> str:
         """Keep both of two that end at one name, as in {'model': sd, 'state_dict': sd}: the second is `name#2`."""
@@ -68,7 +71,7 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES) -> Flat:
     give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
     `optimizer.<parameter>.<state>`. size: bytes of the pickle. Raises MalformedFile for trees that do not end.
     """
-    flat = Flat(most=MAX_NODES + NODES_PER_BYTE * size)
+    flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, bounds.MOST_ENTRIES))
     try:
         return _flatten(tree, path, flat)
     except keys.Unending:

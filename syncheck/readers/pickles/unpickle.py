@@ -15,6 +15,7 @@ import pickle
 from typing import Any, Protocol
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
+from syncheck.readers import bounds
 from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.hashing import light
@@ -105,6 +106,8 @@ class _Unpickler(pickle.Unpickler):
                 next_step="do not load this file with weights_only=False; find out where it comes from",
             )
         if full not in self.stubs:
+            if len(self.stubs) == bounds.MOST_CLASSES:
+                raise pickle.UnpicklingError(f"more than {bounds.MOST_CLASSES} classes that are not known")
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
 
@@ -147,15 +150,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(
-    data: bytes | Source, path: str, place: str, storages: dict[str, Storage] | None = None
+    data: bytes | Source,
+    path: str,
+    place: str,
+    storages: dict[str, Storage] | None = None,
+    most: tuple[int, int] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
     data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. Raises RefusedFile for a global that can only be there to run
-    something, and MalformedFile for anything else that is wrong with the stream.
+    of before torch 1.6 only, to be filled by key. most: texts and objects, where not those of `bounds`. Raises
+    RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
     """
-    wrong = memo.fault(data) if isinstance(data, bytes) else data.memo_fault()
+    wrong = memo.fault(data, 0, most) if isinstance(data, bytes) else data.memo_fault()
     if wrong:
         raise MalformedFile(
             path, place=place, found=f"the pickle would take all memory or time: {wrong}",
@@ -165,7 +172,7 @@ def unpickle(
     unpickler = _Unpickler(stream, path, place, storages)
     try:
         tree = unpickler.load()
-    except RefusedFile:
+    except (RefusedFile, MemoryError):  # what it asks for was held against the file before
         raise
     # A broken stream can fail in any way that the C unpickler and our stand-ins can.
     except Exception as error:  # noqa: BLE001
