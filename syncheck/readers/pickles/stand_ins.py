@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Sharding
 
 
+_put = object.__setattr__
+
+
 class _Frozen:
     """Once built it stays as it is: BUILD may try to set the attributes of anything that the stream has made."""
 
@@ -55,16 +58,15 @@ class Storage(_Frozen):
     size: int
 
     def __init__(
-        self,
-        dtype: DType | None,
-        key: str,
-        numel: int,
-        itemsize: int | None = None,
-        start: int = 0,
+        self, dtype: DType | None, key: str, numel: int, itemsize: int | None = None, start: int = 0,
         size: int | None = None,
-    ) -> None:
-        self._fill(dtype=dtype, key=key, numel=numel, itemsize=itemsize)
-        self._fill(start=start, size=numel if size is None else size)
+    ) -> None:  # fmt: skip
+        _put(self, "dtype", dtype)  # one by one, which is faster, and there is one of a tensor
+        _put(self, "key", key)
+        _put(self, "numel", numel)
+        _put(self, "itemsize", itemsize)
+        _put(self, "start", start)
+        _put(self, "size", numel if size is None else size)
 
     def same(self, other: Storage) -> bool:
         """Whether two are the same elements of one record."""
@@ -107,8 +109,16 @@ class TensorPlace(_Frozen):
         lazy: str = "",
         refused: str = "",
     ) -> None:
-        self._fill(storage=storage, dtype=dtype, offset=offset, shape=shape, strides=strides)
-        self._fill(lazy=lazy, refused=refused, data=None, big_endian=False, sharding=None)
+        _put(self, "storage", storage)
+        _put(self, "dtype", dtype)
+        _put(self, "offset", offset)
+        _put(self, "shape", shape)
+        _put(self, "strides", strides)
+        _put(self, "lazy", lazy)
+        _put(self, "refused", refused)
+        _put(self, "data", None)
+        _put(self, "big_endian", False)
+        _put(self, "sharding", None)
 
     def as_part(self, sharding: Sharding) -> TensorPlace:
         """Return the same place, as a rank's part of a DTensor."""
@@ -182,11 +192,18 @@ class DTypeName(TypeName):
 
 def sizes(value: Any) -> tuple[int, ...]:
     """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value):
-        raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
+    if not isinstance(value, (tuple, list)):
+        raise _no_sizes(value)
+    for n in value:  # twice as fast as all(), and called twice a tensor
+        if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
+            raise _no_sizes(value)
     if len(value) > MOST_DIMENSIONS:
         raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMENSIONS} are read")
     return tuple(value)
+
+
+def _no_sizes(value: Any) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
 
 
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
@@ -200,7 +217,7 @@ def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | N
         if dtype is not storage.dtype or (0 not in shape and offset + last >= storage.size):
             raise pickle.UnpicklingError(f"a tensor beyond the {storage.size} elements of its view of a storage")
         offset += storage.start
-    lazy = ",".join(name for name in ("conj", "neg") if isinstance(bits, dict) and bits.get(name))
+    lazy = ",".join(name for name in ("conj", "neg") if bits.get(name)) if isinstance(bits, dict) else ""
     return TensorPlace(storage, dtype, offset, shape, strides, lazy)
 
 

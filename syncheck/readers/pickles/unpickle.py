@@ -50,6 +50,7 @@ REFUSED_NAMES = frozenset({"types.CodeType", "types.FunctionType", "operator.att
 
 # Characters of a name that is kept and printed; nobody's classes have longer ones.
 _LONGEST = 1_000
+_AHEAD = 1 << 17  # bytes
 # Names that Python 2 protocols write.
 ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
 
@@ -168,7 +169,8 @@ def unpickle(
             path, place=place, found=f"the pickle would take all memory or time: {wrong}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    # Buffered, for of what has a `peek` the unpickler takes more than an opcode at a time.
+    stream = io.BufferedReader(io.BytesIO(data), _AHEAD) if isinstance(data, bytes) else data
     unpickler = _Unpickler(stream, path, place, storages)
     try:
         tree = unpickler.load()
