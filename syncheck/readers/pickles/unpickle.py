@@ -10,7 +10,6 @@ A pickle names the callables that rebuild its objects. Each name is looked up in
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any, Protocol
 
@@ -50,7 +49,6 @@ REFUSED_NAMES = frozenset({"types.CodeType", "types.FunctionType", "operator.att
 
 # Characters of a name that is kept and printed; nobody's classes have longer ones.
 _LONGEST = 1_000
-_AHEAD = 1 << 17  # bytes
 # Names that Python 2 protocols write.
 ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
 
@@ -83,6 +81,32 @@ class Source(Stream, Protocol):
 
     def memo_fault(self) -> str:
         """Return what `memo.fault` says of the pickle that comes next."""
+
+
+class _Bytes:
+    """Bytes as a stream: of what has a `peek` the unpickler takes more than an opcode at a time.
+
+    Never more is made than there are bytes, as io.BufferedReader would.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def peek(self, size: int) -> bytes:
+        return self._data[self._at : self._at + size]
+
+    def read(self, size: int) -> bytes:
+        found = self._data[self._at : self._at + size]
+        self._at += len(found)
+        return found
+
+    def readinto(self, buffer: bytearray) -> int:
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def readline(self) -> bytes:
+        return self.read((self._data.find(b"\n", self._at) + 1 or len(self._data)) - self._at)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -169,8 +193,7 @@ def unpickle(
             path, place=place, found=f"the pickle would take all memory or time: {wrong}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    # Buffered, for of what has a `peek` the unpickler takes more than an opcode at a time.
-    stream = io.BufferedReader(io.BytesIO(data), _AHEAD) if isinstance(data, bytes) else data
+    stream = _Bytes(data) if isinstance(data, bytes) else data
     unpickler = _Unpickler(stream, path, place, storages)
     try:
         tree = unpickler.load()
