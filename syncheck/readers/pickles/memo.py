@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 _FEW = 1 << 20
 _ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
 _STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
+# Of which no two have one hash, as -1 and -2 have, and 1.0 and 2.0**61.
+_COUNT = rb"(?:[N\x88\x89]|K.|M..|J.{3}[\x00-\x7f])"
 # Tuples that nobody need look into: of a few numbers, or consumed at once by a call, which looks itself.
-_TUPLE = rb"\((?:ATOM{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
+_TUPLE = rb"\((?:COUNT{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
+_TUPLE = _TUPLE.replace(b"ATOM", _ATOM).replace(b"COUNT", _COUNT).replace(b"STORE", _STORE)
 # As many opcodes as stand between two texts, with arguments of a fixed size or up to the end of the line. What stores
 # at a number of _FEW or more is not among them, nor are other tuples, long integers and STOP.
 _RUN = re.compile(
-    rb"(?:" + _TUPLE.replace(b"ATOM", _ATOM).replace(b"STORE", _STORE) + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
+    rb"(?:" + _TUPLE + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
     rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
     rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
     re.DOTALL,
