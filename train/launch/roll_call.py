@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PATIENCE = 5.0  # seconds for the other ranks to notice too; torchrun ends all 30 s after the first
+GRACE = 1.0  # seconds in which a process that has lost its connections ends
 POLL = 0.05  # seconds
 
 
@@ -60,10 +61,18 @@ def _call(meeting: Meeting) -> str:
                 break
             time.sleep(POLL)
     except RuntimeError:  # rank 0 served the store, and has gone; first, or because it has lost another
-        if meeting.zero is None or not has_ended(meeting.zero):
+        if meeting.zero is None or not _ends(meeting.zero):
             return ""
         return f"{_named([meeting.zero])}, which has ended: see its own message, if it has left one"
     return _sentence(ended, stopped, waiting)
+
+
+def _ends(other: Rank) -> bool:
+    """Tell whether a process has ended. The kernel closes its connections first, which is how it was noticed."""
+    deadline = time.monotonic() + GRACE
+    while not (gone := has_ended(other)) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    return gone
 
 
 def _sentence(ended: Sequence[Rank], stopped: Sequence[Rank], waiting: Sequence[int]) -> str:

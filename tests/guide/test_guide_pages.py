@@ -1,0 +1,68 @@
+"""Each page of docs/guide runs as it stands there: its files, its commands, and what it says that they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import GUIDE, ROOT, Command, agrees, commands, read
+
+PAGES = sorted(GUIDE.glob("[0-9]*.md"))
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_runs(path: Path, tmp_path: Path) -> None:
+    """What a reader saves and types from the top of a page to its end prints and ends as the page says."""
+    for name in (
+        "train",
+        "syncheck",
+        "fixtures",
+        "pyproject.toml",
+    ):  # read from a clone
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1", "COLUMNS": "100", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    for step in read(path).steps:
+        if not isinstance(step, Command):
+            (tmp_path / step[0]).write_text(step[1], encoding="utf-8")
+            continue
+        with (tmp_path / "printed").open("w+") as out:
+            done = subprocess.run(
+                ["bash", "-o", "pipefail", "-c", step.typed], cwd=tmp_path, env=environment,
+                stdout=out, stderr=subprocess.STDOUT, timeout=300, check=False,
+            )  # fmt: skip
+            out.seek(0)
+            printed = out.read()
+        assert done.returncode == step.code, f"$ {step.typed}\n{printed}"
+        assert agrees(step.printed, printed), f"$ {step.typed}\n{printed}\nthe page says\n" + "\n".join(step.printed)
+
+
+@pytest.mark.parametrize("path", sorted(GUIDE.glob("*.md")), ids=lambda path: path.stem)
+def test_a_page_is_whole(path: Path) -> None:
+    """Its links lead somewhere, and no code of it is left out of the test that runs it."""
+    text = path.read_text(encoding="utf-8")
+    targets = [target for target in LINK.findall(text) if not target.startswith("http")]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+    if path in PAGES:
+        assert read(path).others == []
+        assert any("train/" in target for target in targets), "it ends with what to read in train/"
+
+
+def test_what_is_printed_has_to_be_what_stands_there() -> None:
+    """`...` stands for any lines or characters, and nothing else is forgiven."""
+    (command,) = commands("$ echo one \\\n    two  # exit code 3\nloss 0.5 after ...s\n...\nlast\n")
+    assert (command.typed, command.code) == ("echo one two  # exit code 3", 3)
+    assert agrees(command.printed, "loss 0.5 after 12.3s\nanything\nat all\nlast\n")
+    assert agrees(command.printed, "loss 0.5 after 12.3s\nlast\n")
+    assert not agrees(command.printed, "loss 0.6 after 12.3s\nlast\n")
+    assert not agrees(command.printed, "loss 0.5 after 12.3s\nlast\nmore\n")
+    assert not agrees(("one",), "")
