@@ -27,12 +27,15 @@ from malformed.torch_parts import (
     mapping,
     named,
     pickled,
+    saved,
     state,
     storage,
     tensor,
     torch_legacy,
     torch_zip,
     whole,
+    with_zip64,
+    zipped,
 )
 
 set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
@@ -57,6 +60,32 @@ TAKES = [
     b"Pa\n", b"ix\nY\n", b"\x80\x04", b"\x97", b"\x82\x01", b".",
 ]  # fmt: skip
 STREAMS = st.lists(st.one_of(st.sampled_from(PUSHES), st.sampled_from(TAKES), st.binary(max_size=2)), max_size=30)
+
+# What a persistent id is made of: the parts of a storage, and others.
+PARTS = [
+    "storage",
+    "module",
+    "0",
+    "1",
+    "cpu",
+    0,
+    6,
+    -1,
+    2**70,
+    None,
+    (),
+    ("1", 1, 4),
+    ("1", 9, 9),
+    ("0", 0, 6),
+    (1, 2, 3),
+]
+PERSISTENT = st.one_of(
+    st.lists(st.sampled_from([*PARTS, named("torch", "FloatStorage"), b"]"]), max_size=7).map(tuple),
+    st.tuples(
+        st.just("storage"), st.just(named("torch", "FloatStorage")), st.sampled_from(["0", "1", 0]),
+        st.sampled_from(["cpu", "", None]), st.sampled_from([6, 5, 0, -1]),
+    ).flatmap(lambda five: st.lists(st.sampled_from(PARTS), max_size=2).map(lambda more: (*five, *more))),
+)  # fmt: skip
 
 
 def trees(form: str) -> st.SearchStrategy[bytes]:
@@ -154,6 +183,25 @@ def test_any_damage_of_the_pickle(form: str, examples: int) -> None:
 def test_any_stream_of_opcodes(form: str, examples: int) -> None:
     """Opcodes in any order, with the names that files use."""
     for_all(STREAMS.map(lambda parts: around(form, PROTOCOL + b"".join(parts) + b".")), examples)
+
+
+@EXAMPLES
+@FORMATS
+def test_any_persistent_id(form: str, examples: int) -> None:
+    """Storages whose parts are anything, more or fewer than there are: those that torch takes apart among them."""
+    for_all(PERSISTENT.map(lambda parts: around(form, whole(mapping(("w", tensor(pickled(parts) + b"Q")))))), examples)
+
+
+@EXAMPLES
+def test_any_end_of_a_directory(examples: int) -> None:
+    """Any numbers at the end of a zip, with zip64 and without."""
+    numbers = st.one_of(st.sampled_from([0, 1, 3, 4, 5, 44, 100, 65535]), st.integers(0, 65535))
+    old = st.fixed_dictionaries({}, optional=dict.fromkeys(("count", "here", "disk", "shift", "size"), numbers))
+    names = ("count", "here", "length", "shift", "disk", "disks", "place")
+    new = st.fixed_dictionaries({}, optional=dict.fromkeys(names, numbers))
+    both = st.tuples(old, st.none() | new)
+    made = both.map(lambda said: (zipped(*saved(state()), **said[0]), said[1]))
+    for_all(made.map(lambda one: one[0] if one[1] is None else with_zip64(one[0], **one[1])), examples)
 
 
 @EXAMPLES
