@@ -83,10 +83,14 @@ def test_few_opcodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memo._FEW_OPCODES * 216 < 1 << 30  # bytes of an empty set, which one byte makes
 
 
-def test_bytes_that_are_made_before_they_are_read(tmp_path: Path) -> None:
-    """A bytearray of 2**40 bytes that are not there is malformed; Python would make room for it first."""
-    path = save_records(tmp_path / "a_rank0.pth", b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"abc.")
-    assert "it asks for 1099511627776 bytes, beyond its end" in refused(path)
+CLAIMS = [b"\x96" + struct.pack("<Q", 2**40), b"\x8e" + struct.pack("<Q", 2**60), b"B" + b"\xff" * 4]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=["bytearray", "long bytes", "bytes"])
+def test_bytes_that_are_made_before_they_are_read(claim: bytes, tmp_path: Path) -> None:
+    """Bytes that are not there are malformed, whatever memory there is; Python would make room for them first."""
+    path = save_records(tmp_path / "a_rank0.pth", b"\x80\x05" + claim + b"abc.")
+    assert f"it asks for {int.from_bytes(claim[1:], 'little')} bytes, beyond its end" in refused(path)
     save_records(path, pickle.dumps({"b": bytearray(5)}, 5))
     assert syncheck.read(str(path)).values == {"b": bytearray(5)}
 

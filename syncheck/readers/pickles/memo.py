@@ -35,7 +35,8 @@ _RUN = re.compile(
 )
 # Opcodes of tuples, frozen sets, and of integers that may be long.
 _ODD = b"t\x85\x86\x87\x91\x8a\x8bIL"
-_BYTEARRAY = 0x96
+# Those for which Python makes room before it reads: bytes and bytearray.
+_MADE_FIRST = b"B\x8e\x96"
 # Opcodes with a length before their text or bytes: how many bytes the length has.
 _COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
 
@@ -85,7 +86,7 @@ def fault(data: bytes | mmap, start: int = 0, most: tuple[int, int] | None = Non
             odd = odd or (length > 8 and code in _ODD)
             at += 1 + width + length
             texts += 1
-            if at > end and code == _BYTEARRAY:  # which is made before its bytes are read
+            if at > end and length > _FEW and code in _MADE_FIRST:
                 return f"it asks for {length} bytes, beyond its end"
         elif run and run.end() > run.start() and code not in b"rp":  # it was as long as one may be
             continue
