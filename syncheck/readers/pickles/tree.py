@@ -26,6 +26,7 @@ NODES_PER_BYTE = 4
 # Characters of all names: a long key stands in the name of everything below it.
 MAX_LETTERS = 1 << 28
 MAX_DEPTH = 200
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
@@ -140,6 +141,8 @@ def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
         elif isinstance(node, _PLAIN):
             flat.values[flat.free(name, flat.values)] = keys.plain(node)
         else:
+            if isinstance(node, _CONTAINERS) and flat.nodes + len(node) > flat.most:
+                flat.count(path, name, len(node))  # and end, before they have names
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
