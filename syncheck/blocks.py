@@ -14,7 +14,7 @@ import stat
 import sys
 from collections import OrderedDict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from syncheck import pieces
 from syncheck.dtypes import DTYPES
@@ -158,8 +158,7 @@ class Files:
         if tensor.data is None:
             rows = [self._gathered(tensor, box, row.size) for box in boxes]
         else:
-            steps = [s * row.size for s in tensor.strides]
-            data: Any = tensor.data
+            data, steps = cast("Any", tensor.data), [s * row.size for s in tensor.strides]
             view: Any = np.ndarray(tensor.shape, f"V{row.size}", data, tensor.offset, steps)
             rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
         values = np.concatenate(rows).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))
@@ -172,14 +171,15 @@ class Files:
     def _gathered(self, tensor: Tensor, box: pieces.Box, size: int) -> Any:
         """Return a box of a tensor whose elements do not lie in C order: its elements, in C order.
 
-        By reads where it can be: a mapping of a file that is cut while it is copied kills the process. size: bytes of
-        an element.
+        By reads where it can be: a mapping of a file that is cut while it is copied kills the process.
+        size: bytes of an element.
         """
         import numpy as np
 
-        lengths = [span.stop - span.start for span in box]
-        strides = [stride * size for stride in tensor.strides]
-        at = tensor.offset + sum(span.start * stride for span, stride in zip(box, strides, strict=True))
+        at = tensor.offset + size * sum(span.start * step for span, step in zip(box, tensor.strides, strict=True))
+        # Of few elements, few dimensions are longer than 1: no more than any numpy takes.
+        long = [axis for axis, span in enumerate(box) if span.stop - span.start != 1]
+        lengths, strides = [box[i].stop - box[i].start for i in long], [tensor.strides[i] * size for i in long]
         inner = sorted(range(len(lengths)), key=lambda axis: -(lengths[axis] - 1) * strides[axis])
         outer: list[int] = []
         reach, wanted, reads = size, size * math.prod(lengths), 1

@@ -94,7 +94,8 @@ def _put(to: memoryview, box: Box, cut: Box, data: bytes | bytearray, size: int)
     import numpy as np  # rows of the box are put together from several parts
 
     shape, spans = [], []
-    for whole, part in zip(box, cut, strict=True):
+    # Without dimensions of length 1: numpy before version 2 has 32 at most.
+    for whole, part in [both for both in zip(box, cut, strict=True) if both[0].stop - both[0].start != 1]:
         shape.append(whole.stop - whole.start)
         spans.append(slice(part.start - whole.start, part.stop - whole.start))
     # As bytes: numpy copies runs of them at once, whatever the dtype.

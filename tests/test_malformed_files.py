@@ -31,6 +31,8 @@ def _loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name, data in (*((name, INTACT["torch-zip"]) for name in names), ("m_rank2", b"PK\x03\x04")):
         (folder / f"{name}.pth").write_bytes(data)
     assert main(["compare", str(folder)]) == 2
+    index = next(case for case in write.CASES if case.name == "index-missing-shard")
+    assert main(["compare", str(write.put(index, folder)), str(folder / "m_rank0.pth")]) == 2
 
 
 def intact_beside(data: bytes | dict[str, bytes]) -> bytes:

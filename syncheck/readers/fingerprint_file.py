@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.metadata_block import parse
+from syncheck.readers import bounds
 from syncheck.readers.opening import regular
 from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Digest, Sharding, Snapshot, Tensor, in_c_order
@@ -66,6 +67,8 @@ def read(path: str) -> Snapshot:
     if not _is_text(algorithm) or not algorithm:
         raise _malformed(path, "algorithm", brief(algorithm), "a name")
     tensors = _dict(document, "tensors", path)
+    if len(tensors) > bounds.MOST_TENSORS:
+        raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {bounds.MOST_TENSORS}")
     metadata = None if document.get("metadata") is None else parse(document["metadata"], path)
     return Snapshot(
         path,
@@ -80,6 +83,9 @@ def read(path: str) -> Snapshot:
 
 
 def _json(raw: bytes, path: str) -> dict[str, Any]:
+    if wrong := bounds.json_fault(raw, b'"shape"'):
+        raise _malformed(path, "file", wrong, "fewer")
+
     def constant(name: str) -> float:
         raise ValueError(f"{name} is no JSON")
 

@@ -15,6 +15,7 @@ from typing import Any
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
+from syncheck.readers import bounds
 from syncheck.readers.opening import regular
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Metadata, Snapshot, Tensor, in_c_order
 
@@ -46,6 +47,8 @@ def read(path: str) -> Snapshot:
         raw = file.read(length)
     header = _json(raw, path)
     strings = header.pop("__metadata__", {})
+    if len(header) > bounds.MOST_TENSORS:
+        raise _malformed(path, "header", f"{len(header)} tensors", f"at most {bounds.MOST_TENSORS}")
     if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
         raise _malformed(path, "__metadata__", "values that are no strings", "strings")
     tensors = {name: _tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
@@ -63,6 +66,8 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json(raw: bytes, path: str) -> dict[str, Any]:
+    if wrong := bounds.json_fault(raw, b'"data_offsets"'):
+        raise _malformed(path, "header", wrong, "fewer")
     try:
         # Decoded here: json would take UTF-16 and lone surrogates too, which the format has not.
         header = json.loads(raw.decode(), object_pairs_hook=each_once)

@@ -14,6 +14,7 @@ import zlib
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.readers import zip_end
 from syncheck.readers.opening import regular
 from syncheck.readers.pickles.places import Record, tensor_at
 from syncheck.readers.pickles.tree import flatten
@@ -34,6 +35,8 @@ _MOST_DIRECTORY = 1 << 27
 # An attribute of MS-DOS. torch.load takes such a record for an empty one, as it does one of which 0 bytes are stored,
 # and leaves in the tensor what memory held: mz_zip_reader_extract_to_mem of miniz, which it reads zips with.
 _IS_FOLDER = 0x10
+# Records that torch.load reads beside the pickle and the data, where they are there; of the first a whole number.
+_NUMBERS, _BESIDE = ("version", ".data/version", ".storage_alignment"), (".data/serialization_id", ".format_version")
 _AGAIN = "save or copy the file again"
 _STRANGE = "no library writes this; find out where the file comes from"
 
@@ -81,6 +84,7 @@ class Archive:
         self.size = file.seek(0, os.SEEK_END)
         try:
             infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(file))).infolist()
+            wrong = zip_end.fault(file, infos)
         except (
             zipfile.BadZipFile,
             ValueError,
@@ -106,6 +110,8 @@ class Archive:
                 path, place="zip directory", found=f"the records begin at byte {first}", needed="byte 0",
                 next_step="if it is a part of a torch.distributed.checkpoint folder, give the folder",
             )  # fmt: skip
+        if wrong:
+            raise MalformedFile(path, place="zip directory", found=wrong[0], needed=wrong[1], next_step=_AGAIN)
         pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
             what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
@@ -114,6 +120,12 @@ class Archive:
             )
         self.stem = pickles[0].removesuffix("data.pkl")
         self.places: dict[str, tuple[int, int]] = {}
+        for name in _NUMBERS:
+            if self.stem + name in self.records and not (number := self.bytes_of(name)).strip().isdigit():
+                raise self._malformed(name, repr(number[:20]), "a whole number", _AGAIN)
+        for name in _BESIDE:
+            if self.stem + name in self.records:
+                self.place_of(name)
 
     def place_of(self, name: str) -> tuple[int, int]:
         """Return (offset, size) in bytes of a record's data."""

@@ -20,7 +20,19 @@ from syncheck.snapshots import Snapshot
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 
 from malformed.opcodes import PROTOCOL, mapping, named, pickled, whole
-from malformed.torch_parts import INTACT, MAGIC, state, storage, tensor, torch_legacy, torch_zip
+from malformed.torch_parts import (
+    INTACT,
+    MAGIC,
+    legacy_state,
+    saved,
+    state,
+    storage,
+    tensor,
+    torch_legacy,
+    torch_zip,
+    with_zip64,
+    zipped,
+)
 
 set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
@@ -34,7 +46,8 @@ PUSHES = [
     named("torch._utils", "_rebuild_tensor_v2"), named("collections", "OrderedDict"), named("builtins", "set"),
     named("builtins", "frozenset"), named("torch", "Size"), named("torch", "FloatStorage"), named("x", "Y"),
     named("numpy", "dtype"), named("numpy.core.multiarray", "_reconstruct"), named("torch", "device"), storage(),
-    tensor(), pickled((1, (2, 3))), pickled("state") + b"}", pickled("syncheck") + b"}", pickled(("storage",)),
+    storage("0", 6, None, None), storage("0", 6, None, ("1", 1, 4)), tensor(), tensor(storage("0", 6, None, None)),
+    pickled((1, (2, 3))), pickled("state") + b"}", pickled("syncheck") + b"}", pickled(("storage",)),
     named("torch._tensor", "_rebuild_from_type_v2"), named("builtins", "complex"), named("copyreg", "_reconstructor"),
 ]  # fmt: skip
 TAKES = [
@@ -43,14 +56,45 @@ TAKES = [
     b"Pa\n", b"ix\nY\n", b"\x80\x04", b"\x97", b"\x82\x01", b".",
 ]  # fmt: skip
 STREAMS = st.lists(st.one_of(st.sampled_from(PUSHES), st.sampled_from(TAKES), st.binary(max_size=2)), max_size=30)
-TREES = st.recursive(
-    st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(tensor()), st.just(storage())).map(pickled),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4).map(lambda parts: pickled(tuple(parts))),
-        st.lists(st.tuples(inner, inner), max_size=4).map(lambda pairs: mapping(*pairs)),
-    ),
-    max_leaves=20,
-)
+
+# What a persistent id is made of: the parts of a storage, and others.
+PARTS = [
+    "storage",
+    "module",
+    "0",
+    "1",
+    "cpu",
+    0,
+    6,
+    -1,
+    2**70,
+    None,
+    (),
+    ("1", 1, 4),
+    ("1", 9, 9),
+    ("0", 0, 6),
+    (1, 2, 3),
+]
+PERSISTENT = st.one_of(
+    st.lists(st.sampled_from([*PARTS, named("torch", "FloatStorage"), b"]"]), max_size=7).map(tuple),
+    st.tuples(
+        st.just("storage"), st.just(named("torch", "FloatStorage")), st.sampled_from(["0", "1", 0]),
+        st.sampled_from(["cpu", "", None]), st.sampled_from([6, 5, 0, -1]),
+    ).flatmap(lambda five: st.lists(st.sampled_from(PARTS), max_size=2).map(lambda more: (*five, *more))),
+)  # fmt: skip
+
+
+def trees(form: str) -> st.SearchStrategy[bytes]:
+    """Return a strategy of containers with the tensors and storages of a format."""
+    of = storage() if form == "torch-zip" else storage("0", 6, None, None)
+    return st.recursive(
+        st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(tensor(of)), st.just(of)).map(pickled),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4).map(lambda parts: pickled(tuple(parts))),
+            st.lists(st.tuples(inner, inner), max_size=4).map(lambda pairs: mapping(*pairs)),
+        ),
+        max_leaves=20,
+    )
 
 
 @st.composite
@@ -126,7 +170,8 @@ def test_any_damage(form: str, examples: int) -> None:
 @FORMATS
 def test_any_damage_of_the_pickle(form: str, examples: int) -> None:
     """A pickle that was damaged before it got its checksum, so that the unpickler sees it."""
-    for_all(damages(state()).map(lambda pickle: around(form, pickle)), examples)
+    whole_one = state() if form == "torch-zip" else legacy_state()
+    for_all(damages(whole_one).map(lambda pickle: around(form, pickle)), examples)
 
 
 @EXAMPLES
@@ -138,9 +183,28 @@ def test_any_stream_of_opcodes(form: str, examples: int) -> None:
 
 @EXAMPLES
 @FORMATS
+def test_any_persistent_id(form: str, examples: int) -> None:
+    """Storages whose parts are anything, more or fewer than there are: those that torch takes apart among them."""
+    for_all(PERSISTENT.map(lambda parts: around(form, whole(mapping(("w", tensor(pickled(parts) + b"Q")))))), examples)
+
+
+@EXAMPLES
+def test_any_end_of_a_directory(examples: int) -> None:
+    """Any numbers at the end of a zip, with zip64 and without."""
+    numbers = st.one_of(st.sampled_from([0, 1, 3, 4, 5, 44, 100, 65535]), st.integers(0, 65535))
+    old = st.fixed_dictionaries({}, optional=dict.fromkeys(("count", "here", "disk", "shift", "size"), numbers))
+    names = ("count", "here", "length", "shift", "disk", "disks", "place")
+    new = st.fixed_dictionaries({}, optional=dict.fromkeys(names, numbers))
+    both = st.tuples(old, st.none() | new)
+    made = both.map(lambda said: (zipped(*saved(state()), **said[0]), said[1]))
+    for_all(made.map(lambda one: one[0] if one[1] is None else with_zip64(one[0], **one[1])), examples)
+
+
+@EXAMPLES
+@FORMATS
 def test_any_tree(form: str, examples: int) -> None:
     """Containers of anything, with keys of anything."""
-    for_all(TREES.map(lambda tree: around(form, whole(tree))), examples)
+    for_all(trees(form).map(lambda tree: around(form, whole(tree))), examples)
 
 
 @EXAMPLES

@@ -40,8 +40,8 @@ def unseen(name: str, data: bytes) -> set[int]:
     """Return the places of bytes that say nothing of what is compared; what else is flipped must be noticed.
 
     Zip: of a record's own header the version, flags, times and checksum; of its entry in the directory the versions,
-    flags, times, checksum of data, comment and attributes; the record `version`, the name of `byteorder`, how many
-    records and disks there are. Legacy pickles: the protocol up to 5, a tensor's device, its requires_grad, the name
+    flags, times, checksum of data and attributes; the record `version`, the name of `byteorder`, the length of the
+    comment at the end. Legacy pickles: the protocol up to 5, a tensor's device, its requires_grad, the name
     of its hooks' class, facts of the machine.
     """
     free: set[int] = set()
@@ -53,12 +53,12 @@ def unseen(name: str, data: bytes) -> set[int]:
             free |= set(range(at + 4, at + 18))
             at = data.find(b"PK\x03\x04", at + 1)
         at = data.find(b"PK\x01\x02")
-        while at >= 0:  # versions, flags, times, checksum of data, comment, attributes
-            free |= set(range(at + 4, at + 10)) | set(range(at + 12, at + 20)) | set(range(at + 30, at + 42))
+        while at >= 0:  # versions, flags, times, checksum of data, attributes
+            free |= set(range(at + 4, at + 10)) | set(range(at + 12, at + 20)) | set(range(at + 36, at + 42))
             last = at
             at = data.find(b"PK\x01\x02", at + 1)
-        free |= set(range(last, len(data) - 18))  # of `version`; numbers of disks and records follow
-        free |= set(range(len(data) - 18, len(data) - 10)) | {len(data) - 2, len(data) - 1}
+        free |= set(range(last, len(data) - 22))  # of `version`
+        free |= {len(data) - 2, len(data) - 1}
         # Without its name in the directory there is no byte order, as in old files, which are little-endian.
         second = data.rindex(BYTE_ORDER)
         free |= set(range(second - 26, second + len(BYTE_ORDER)))

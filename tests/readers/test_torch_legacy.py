@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import syncheck
 from syncheck.blocks import Files, ranges
 from syncheck.errors import MalformedFile, RefusedFile, UnsupportedFormat
 
-if TYPE_CHECKING:
-    from pathlib import Path
+sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
+
+from malformed.torch_parts import legacy_state, mapping, storage, tensor, torch_legacy, whole
 
 
 def save(path: Path, tree: Any) -> str:
@@ -131,6 +133,50 @@ def test_a_storage_beyond_the_end_is_refused_before_it_is_read(tmp_path: Path) -
             syncheck.read(str(path))
     path.write_bytes(data.replace(count, (76).to_bytes(8, "little")))
     with pytest.raises(MalformedFile, match=r"tensor 'w' ends at byte 308 of a record of 304"):
+        syncheck.read(str(path))
+
+
+def viewing(*views: Any) -> bytes:
+    """Return a file in which the tensors a, b, ... are four elements of parts of one storage of six float32."""
+    tensors = [tensor(storage("0", 6, None, view), 0, (2, 2), (2, 1)) for view in views]
+    return torch_legacy(whole(mapping(*((name, one) for name, one in zip("abc", tensors, strict=False)))))
+
+
+def test_storages_that_are_parts_of_others_are_read(tmp_path: Path) -> None:
+    """Before torch 0.4 a storage could be a part of another one: its tensors have the bytes that torch finds."""
+    path = tmp_path / "f.pth"
+    path.write_bytes(viewing(None, ("9", 2, 4), ("8", 1, 4)))
+    tensors, wanted = syncheck.read(str(path)).tensors, torch.load(path)
+    assert wanted["b"].tolist() == [[2, 3], [4, 5]]
+    for name, value in wanted.items():
+        assert content(tensors[name]) == value.numpy().tobytes()
+    path.write_bytes(torch_legacy(whole(mapping(("s", storage("0", 6, None, ("9", 2, 3)))))))
+    assert content(syncheck.read(str(path)).tensors["s"]) == torch.arange(2.0, 5.0).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [("9", 3, 4)], [("9", -1, 4)], [("9", 2, -1)], [("9", 2**70, 4)], [("9", 2, 3)], [(9, 2, 4)], [("9", 2)],
+        [5], [("0", 2, 4)], [("9", 1, 4), ("9", 2, 4)],
+    ],
+)  # fmt: skip
+def test_a_part_that_is_not_within_its_storage_is_malformed(views: list[Any], tmp_path: Path) -> None:
+    """Neither is one that is no three parts, holds less than its tensor, or has another one's key."""
+    path = tmp_path / "f.pth"
+    path.write_bytes(viewing(*views))
+    with pytest.raises(MalformedFile, match="view"):
+        syncheck.read(str(path))
+
+
+@pytest.mark.parametrize("view", [(), (None, None)])
+def test_a_storage_has_six_parts(view: tuple[None, ...], tmp_path: Path) -> None:
+    """As many as torch takes apart: with one fewer or more neither reads the file."""
+    path = tmp_path / "f.pth"
+    path.write_bytes(torch_legacy(legacy_state(of=storage("0", 6, None, *view))))
+    with pytest.raises(ValueError, match="values to unpack"):
+        torch.load(path)
+    with pytest.raises(MalformedFile, match="is not a storage"):
         syncheck.read(str(path))
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import syncheck
 from syncheck.errors import MalformedFile
+from syncheck.readers.pickles import hashing
+from syncheck.readers.pickles.keys import text
+from syncheck.readers.pickles.unpickle import unpickle
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 
 from malformed.opcodes import Part, called, listing, mapping, named, pickled, whole
 from malformed.torch_files import doubled
 from malformed.torch_parts import DATA, Member, saved, state, storage, tensor, torch_zip, zipped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LISTS = b"K\x01q\x00" + b"".join(b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
 CALLS = b"".join(b"h\xf0h%ch%c\x86q%cR0" % (i, i, i + 1) for i in range(2, 60))
@@ -55,6 +64,66 @@ def test_keys_are_hashed_in_bounded_time(tmp_path: Path, pair: tuple[Part, Part]
     """Tuples that share or hold tuples, and integers of one hash, are found before Python hashes them."""
     with pytest.raises(MalformedFile):
         read(tmp_path, pair)
+
+
+def tuples(pieces: Sequence[bytes], length: int, count: int) -> list[bytes]:
+    """Return so many tuples of that length as opcodes, no two alike, of pieces that have one hash."""
+    return [
+        b"(" + b"".join(parts) + b"t" for parts in itertools.islice(itertools.product(pieces, repeat=length), count)
+    ]
+
+
+ONE_HASH = {
+    "negative": ([pickled(-1), pickled(-2)], 15),
+    "large": ([pickled(1 + i * (2**61 - 1)) for i in range(4)], 8),
+    "floats": ([b"G" + struct.pack(">d", 2.0**i) for i in (0, 61, 122, 183)], 8),
+}
+
+
+KINDS = pytest.mark.parametrize("kind", ONE_HASH)
+WRAPS = pytest.mark.parametrize("wrap", [b"", b"\x85", b"\x91"], ids=["tuples", "nested", "frozen"])
+
+
+def of_one_hash(kind: str, wrap: bytes, count: int) -> bytes:
+    """Return the opcodes of a dictionary of so many keys of one hash, each None. wrap: what they are within."""
+    pieces, length = ONE_HASH[kind]
+    before, behind = (b"(", wrap) if wrap == b"\x91" else (b"", wrap)
+    keys = tuples(pieces, length, count)
+    return b"}(" + b"".join(before + key + behind + b"N" for key in keys) + b"u"
+
+
+@KINDS
+@WRAPS
+def test_tuples_of_one_hash(kind: str, wrap: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many tuples, the keys that had one hash have as many as there are keys, and are the same keys."""
+    pickled_keys = whole(of_one_hash(kind, wrap, 500))
+    plain, _ = unpickle(pickled_keys, "a", "b")
+    monkeypatch.setattr(hashing, "_MOST_KEYS", 100)
+    salted, _ = unpickle(pickled_keys, "a", "b")
+    assert len(set(map(hash, salted))) == 500
+    # The hash of a frozen set is made anew of those of its members.
+    assert wrap == b"\x91" or (len(set(map(hash, plain))), list(plain)) == (1, list(salted))
+    assert list(map(text, plain)) == list(map(text, salted))
+
+
+@pytest.mark.slow
+@KINDS
+@WRAPS
+def test_thirty_thousand_tuples_of_one_hash(kind: str, wrap: bytes, tmp_path: Path) -> None:
+    """They are read within seconds; in quadratic time it would be a minute."""
+    assert len(read(tmp_path, ("v", of_one_hash(kind, wrap, 30_000))).values) == 30_000
+
+
+def test_equal_keys_stay_equal(tmp_path: Path) -> None:
+    """Among many tuples, those that Python takes for one key are one: of 1, 1.0 and True, of numbers of any size."""
+    keys = [*tuples([b"K\x00", b"K\x02"], 14, 12_000), b"(NK\x01t", b"(N\x88t", b"(NG" + struct.pack(">d", 1.0) + b"t"]
+    keys += [
+        b"(" + pickled("a") + pickled(2**70) + b"t",
+        b"(" + pickled("a") + b"G" + struct.pack(">d", 2.0**70) + b"t",
+    ]
+    found = read(tmp_path, ("v", b"}(" + b"".join(key + pickled(i) for i, key in enumerate(keys)) + b"u"))
+    assert len(found.values) == 12_002
+    assert (found.values["v.(None, 1)"], found.values[f"v.('a', {2**70})"]) == (12_002, 12_004)
 
 
 def test_honest_keys_pass(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.names import free_name
+from syncheck.readers import bounds
 from syncheck.readers.opening import regular
 from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import Metadata, Snapshot, Tensor
@@ -105,6 +106,8 @@ def read_json(path: str) -> dict[str, Any]:
             raw = file.read(size)
     except OSError as error:  # what is listed in the folder may be a dangling link
         raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
+    if wrong := bounds.json_fault(raw):
+        raise MalformedFile(path, found=wrong, needed="fewer", next_step=again)
     try:
         found = json.loads(raw.decode(), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:

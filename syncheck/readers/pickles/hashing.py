@@ -3,7 +3,8 @@
 The hash of a tuple is computed anew each time, from all that it unfolds to, and one of a million levels overruns the
 stack. So the opcodes are followed with a number for each object, how many parts it unfolds to, and nothing is built.
 Only pickles with tuples that are not the arguments of a call, and not a few numbers, are looked at: no torch file has
-many. What remains: tuples of integers that were chosen to have equal hashes make a dictionary quadratic in its size.
+many. Of tuples of numbers that were chosen to have equal hashes a dictionary takes quadratic time: where there are
+thousands of such keys, tuples get hashes that nobody can foresee.
 Opcodes: pickletools.py of Python 3.11 to 3.14.
 """
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # Parts of one key, and of all keys together beside those that a file has bytes for.
 MOST_PARTS = 10_000
 _MOST_ALL = 10_000_000
+# Keys of several parts, of which a few seconds are spent at worst; then `fault` says MANY, and hashes are to be salted.
+_MOST_KEYS = 10_000
+MANY = "many keys of several parts"
 # What an integer beyond 64 bits counts for as a key: those of 2**61 - 1 times a number all have one hash.
 _BIG = 1_000
 _PUSH = frozenset(b"N\x88\x89)]}\x8f")
@@ -55,13 +59,41 @@ def fault(data: bytes | mmap, start: int) -> str:
 
     What is no opcode, or takes what is not there, is left for the unpickler to refuse: it gets no further than that.
     """
+    follower = _Follower(data, start)
     try:
-        _Follower(data, start).run()
+        follower.run()
     except (IndexError, ValueError):
-        return ""
+        pass
     except _Heavy as heavy:
         return str(heavy)
-    return ""
+    return MANY if follower.keys > _MOST_KEYS else ""
+
+
+def _salted(part: Any) -> int:
+    """Return the hash of a number's text, which differs from run to run; of equal numbers the same."""
+    if isinstance(part, float) and part.is_integer():
+        part = int(part)
+    if isinstance(part, int):
+        return hash(hex(part))
+    return hash(str(part) if isinstance(part, float) else part)
+
+
+class Salted(tuple[Any, ...]):
+    """A tuple whose hash nobody can foresee; its parts are such tuples, too."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(_salted, self)))
+
+
+class SaltedSet(frozenset[Any]):
+    """A frozen set whose hash nobody can foresee."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(frozenset(map(_salted, self)))
 
 
 class _Follower:
@@ -70,6 +102,7 @@ class _Follower:
     def __init__(self, data: bytes | mmap, start: int) -> None:
         self.data, self.at = data, start
         self.left = _MOST_ALL + 4 * (len(data) - start)
+        self.keys = 0
         self.stack: list[int] = []
         self.marks: list[list[int]] = []
         self.memo: dict[int, int] = {}
@@ -139,6 +172,7 @@ class _Follower:
 
     def _hash(self, keys: list[int]) -> None:
         self.left -= sum(keys)
+        self.keys += len(keys) - keys.count(1)
         if self.left < 0 or max(keys, default=0) > MOST_PARTS:
             raise _Heavy(f"its keys unfold to more than {MOST_PARTS} parts, or all to more than {_MOST_ALL}")
 

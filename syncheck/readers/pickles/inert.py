@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from syncheck.readers.pickles.hashing import light
+from syncheck.readers.pickles.hashing import SaltedSet, light
 
 
 class Inert:
@@ -87,7 +87,7 @@ def set_of(given: Any = ()) -> set[Any]:
 
 def frozen_of(given: Any = ()) -> frozenset[Any]:
     """Stand in for frozenset."""
-    return frozenset(_checked(given))
+    return SaltedSet(_checked(given))
 
 
 class Complex(complex):

@@ -48,8 +48,12 @@ def tensor_at(
         dtype = place.dtype.name if place.dtype else "unknown"
         return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=reason)
     record = record_of(place.storage)
-    last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
-    whole = not place.offset and last + 1 == math.prod(place.shape) == record.size / place.dtype.size
+    if len(place.shape) == 1:  # as most of many small ones
+        elements, last = place.shape[0], (place.shape[0] - 1) * place.strides[0]
+    else:
+        elements = math.prod(place.shape)
+        last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
+    whole = not place.offset and last + 1 == elements == record.size / place.dtype.size
     end = 0 if 0 in place.shape else (place.offset + last + 1) * place.dtype.size
     if end > record.size:
         raise MalformedFile(
@@ -70,7 +74,7 @@ def tensor_at(
             needed="as many bytes in both, up to part of an element",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    if (shown := math.prod(place.shape) * place.dtype.size) > MOST_ELEMENTS:
+    if (shown := elements * place.dtype.size) > MOST_ELEMENTS:
         raise MalformedFile(
             path, place=record.label, found=f"tensor '{name}' of sizes {brief(place.shape)} has more than 2**63 bytes",
             needed="fewer", next_step="no library writes this; find out where the file comes from",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS
+from syncheck.readers import bounds
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.optimizer_names import in_order, parameter_names
@@ -25,6 +26,7 @@ NODES_PER_BYTE = 4
 # Characters of all names: a long key stands in the name of everything below it.
 MAX_LETTERS = 1 << 28
 MAX_DEPTH = 200
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
@@ -47,7 +49,9 @@ class Flat:
         self.nodes += parts
         self.letters += parts * len(name)
         if self.nodes > self.most or self.letters > MAX_LETTERS:
-            raise _endless(path, name, "containers unfold without end", f"at most {self.most} parts")
+            many = self.most == bounds.MOST_ENTRIES and self.letters <= MAX_LETTERS
+            found = f"more than {self.most} parts" if many else "containers unfold without end"
+            raise _endless(path, name, found, f"at most {self.most} parts")
 
     def free(self, name: str, taken: Mapping[str, Any]) -> str:
         """Keep both of two that end at one name, as in {'model': sd, 'state_dict': sd}: the second is `name#2`."""
@@ -68,7 +72,7 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES) -> Flat:
     give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
     `optimizer.<parameter>.<state>`. size: bytes of the pickle. Raises MalformedFile for trees that do not end.
     """
-    flat = Flat(most=MAX_NODES + NODES_PER_BYTE * size)
+    flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, bounds.MOST_ENTRIES))
     try:
         return _flatten(tree, path, flat)
     except keys.Unending:
@@ -137,6 +141,8 @@ def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
         elif isinstance(node, _PLAIN):
             flat.values[flat.free(name, flat.values)] = keys.plain(node)
         else:
+            if isinstance(node, _CONTAINERS) and flat.nodes + len(node) > flat.most:
+                flat.count(path, name, len(node))  # and end, before they have names
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue

@@ -10,14 +10,15 @@ A pickle names the callables that rebuild its objects. Each name is looked up in
 
 from __future__ import annotations
 
-import io
 import pickle
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
+from syncheck.readers import bounds
 from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.dtensor import SUBCLASSES
-from syncheck.readers.pickles.hashing import light
+from syncheck.readers.pickles.hashing import MANY, Salted, SaltedSet, light
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.stand_ins import ALLOWED, Storage, StorageType
@@ -83,10 +84,39 @@ class Source(Stream, Protocol):
         """Return what `memo.fault` says of the pickle that comes next."""
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage]) -> None:
-        super().__init__(stream)
+class _Bytes:
+    """Bytes as a stream: of what has a `peek` the unpickler takes more than an opcode at a time.
+
+    Never more is made than there are bytes, as io.BufferedReader would.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def peek(self, size: int) -> bytes:
+        return self._data[self._at : self._at + size]
+
+    def read(self, size: int) -> bytes:
+        found = self._data[self._at : self._at + size]
+        self._at += len(found)
+        return found
+
+    def readinto(self, buffer: bytearray) -> int:
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def readline(self) -> bytes:
+        return self.read((self._data.find(b"\n", self._at) + 1 or len(self._data)) - self._at)
+
+
+class _Rules:
+    """What an unpickler makes of names and storages."""
+
+    def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage] | None) -> None:
+        super().__init__(stream)  # type: ignore[call-arg]  # of the unpickler that it stands before
         self.path, self.place, self.storages = path, place, storages
+        self.views: dict[str, Storage] = {}
         self.stubs: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -104,48 +134,93 @@ class _Unpickler(pickle.Unpickler):
                 next_step="do not load this file with weights_only=False; find out where it comes from",
             )
         if full not in self.stubs:
+            if len(self.stubs) == bounds.MOST_CLASSES:
+                raise pickle.UnpicklingError(f"more than {bounds.MOST_CLASSES} classes that are not known")
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source, before torch 1.6
+        legacy = self.storages is not None
+        if legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source
             light(pid)
             return pid[1]
-        # The sixth, of files before torch 0.4, says which part of a storage another one is.
-        known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
-        if not known or pid[0] != "storage":
+        # As many as torch.load takes apart; before torch 1.6 the sixth says which part of a storage another one is.
+        if not isinstance(pid, tuple) or len(pid) != (6 if legacy else 5) or pid[0] != "storage":
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
         _, kind, key, location, numel = pid[:5]
         light(kind, location)
         if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST_ELEMENTS:
             raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
+        if not isinstance(location, (str, bytes)) or not isinstance(kind, (StorageType, type)):
+            raise pickle.UnpicklingError(f"storage class or location is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
         storage = Storage(row[0], key, numel, row[1])
+        if self.storages is None:
+            return storage
         self.storages.setdefault(key, storage)
+        if key in self.views:
+            raise pickle.UnpicklingError(f"a storage with the key of a view, in {brief(pid)}")
+        return storage if pid[5] is None else self._view(storage, pid[5], self.storages)
+
+    def _view(self, root: Storage, view: Any, storages: dict[str, Storage]) -> Storage:
+        """Return the part of a storage that another one was, in files of before torch 0.4."""
+        if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
+            raise pickle.UnpicklingError(f"the view of a storage is {brief(view)}")
+        key, start, size = view
+        if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= root.numel:
+            raise pickle.UnpicklingError(f"a view of {brief(view)} into a storage of {root.numel} elements")
+        storage = Storage(root.dtype, root.key, root.numel, root.itemsize, start, size)
+        # torch.load takes the first of those that bear one key.
+        if key in storages or not self.views.setdefault(key, storage).same(storage):
+            raise pickle.UnpicklingError(f"two views of one key, {brief(key)}")
         return storage
 
 
+class _Unpickler(_Rules, pickle.Unpickler):
+    pass
+
+
+_Slow: Any = pickle._Unpickler  # noqa: SLF001 - Python's own, in which each opcode can be another
+
+
+class _SaltedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
+    """Some twenty times as slow: its tuples and frozen sets have hashes that nobody can foresee."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Slow.dispatch)
+
+    def _salt(self, opcode: int) -> None:
+        _Slow.dispatch[opcode](self)
+        self.stack[-1] = (SaltedSet if opcode == pickle.FROZENSET[0] else Salted)(self.stack[-1])
+
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET):
+        dispatch[_code[0]] = partial(_salt, opcode=_code[0])
+
+
 def unpickle(
-    data: bytes | Source, path: str, place: str, storages: dict[str, Storage] | None = None
+    data: bytes | Source,
+    path: str,
+    place: str,
+    storages: dict[str, Storage] | None = None,
+    most: tuple[int, int] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
-    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: to be filled,
-    by key. Raises RefusedFile for a global that can only be there to run something, and MalformedFile for anything
-    else that is wrong with the stream.
+    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
+    of before torch 1.6 only, to be filled by key. most: texts and objects, where not those of `bounds`. Raises
+    RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
     """
-    wrong = memo.fault(data) if isinstance(data, bytes) else data.memo_fault()
-    if wrong:
+    wrong = memo.fault(data, 0, most) if isinstance(data, bytes) else data.memo_fault()
+    if wrong and wrong != MANY:
         raise MalformedFile(
             path, place=place, found=f"the pickle would take all memory or time: {wrong}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    stream = io.BytesIO(data) if isinstance(data, bytes) else data
-    unpickler = _Unpickler(stream, path, place, {} if storages is None else storages)
+    stream = _Bytes(data) if isinstance(data, bytes) else data
+    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(stream, path, place, storages)
     try:
         tree = unpickler.load()
-    except RefusedFile:
+    except (RefusedFile, MemoryError):  # what it asks for was held against the file before
         raise
     # A broken stream can fail in any way that the C unpickler and our stand-ins can.
     except Exception as error:  # noqa: BLE001

@@ -1,0 +1,30 @@
+"""How much one file may hold: the numbers, which SECURITY.md states. No checkpoint that was trained comes near them.
+
+The largest models that were published have some hundred thousand tensors in a file, with the optimizer's, and a state
+dict some million values. A file of 100 MB can claim a hundred million.
+"""
+
+from __future__ import annotations
+
+# Tensors of a safetensors file or a fingerprint.
+MOST_TENSORS = 1_000_000
+# Texts of a pickle, and parts of all its containers.
+MOST_ENTRIES = 5_000_000
+# Objects that a pickle builds, or JSON, each counted by what it takes in memory: 1 for some hundred bytes.
+MOST_OBJECTS = 20_000_000
+# The same of the `.metadata` of torch.distributed.checkpoint, which has several for each chunk: of a million chunks.
+MOST_INDEX_TEXTS, MOST_INDEX_OBJECTS = 20_000_000, 60_000_000
+# Names of classes that are not known.
+MOST_CLASSES = 10_000
+
+
+def json_fault(raw: bytes, entry: bytes = b"") -> str:
+    """Say whether a JSON text has too many parts to be parsed; empty where it has not.
+
+    entry: a key that each of its tensors has.
+    """
+    if entry and raw.count(entry) > MOST_TENSORS:
+        return f"more than {MOST_TENSORS} tensors"
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_OBJECTS:
+        return f"more than {MOST_OBJECTS} parts"
+    return ""
