@@ -87,15 +87,13 @@ def _lacking(error: Exception) -> str:
 
 
 def _report_crash(argv: list[str]) -> None:
-    import platform
     import traceback
 
-    from syncheck.cli import streams
-    from syncheck.report.files import version
+    from syncheck.cli import about, streams
 
     streams.say(
         f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
-        f"  syncheck {version()}, Python {platform.python_version()}, {platform.platform()}\n"
-        f"  arguments: {argv}"
+        + "".join(f"  {line}\n" for line in about.lines())
+        + f"  arguments: {argv}"
     )

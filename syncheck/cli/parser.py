@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from syncheck.config import COLORS
 from syncheck.errors import logged, one_line
-from syncheck.report.files import ENDINGS, FORMATS, version
+from syncheck.report.files import ENDINGS, FORMATS
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
 3 a crash of syncheck, 130 interrupted"""
@@ -21,7 +21,9 @@ class _Version(argparse.Action):
     """Look the version up only when it is asked for: that costs as much as all the rest of the start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        print(f"syncheck {version()}")
+        from syncheck.cli import about
+
+        print("\n".join(about.lines()))
         parser.exit()
 
 
@@ -53,7 +55,7 @@ def build() -> argparse.ArgumentParser:
         "If not: which tensors, which ranks, why, and what to change.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions that a bug report needs")
     # With a prog of its own, argparse does not format the usage, which would import rich on every start.
     add = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="syncheck").add_parser
 

@@ -168,7 +168,7 @@ def test_ended_while_writing(tmp_path: Path, number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["html", "json", "md", "xml", "txt", "fingerprint"])
+@pytest.mark.parametrize("ending", ["html", "json", "fingerprint"])
 def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
     """60 runs killed at random moments, from the start to beyond the end: the output is whole, or the old one."""
     many(tmp_path, 400)
@@ -198,11 +198,11 @@ def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["html", "json", "md", "xml", "txt"])
 def test_killed_while_writing(tmp_path: Path, ending: str) -> None:
-    """20 kills while a report is being written: never half of one."""
+    """Eight kills while a report is being written: never half of one."""
     many(tmp_path, 2000)
     out = tmp_path / f"out.{ending}"
     hit = 0
-    for _ in range(20):
+    for _ in range(8):
         out.write_text("old")
         hit += ended_while_writing(tmp_path, ending, signal.SIGKILL, "report", ".") == -signal.SIGKILL
         content = out.read_text()

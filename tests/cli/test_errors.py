@@ -166,7 +166,8 @@ def test_no_arguments(cli: Run) -> None:
 
 def test_help_and_version_are_0(cli: Run) -> None:
     """Help names the exit codes, and goes to stdout."""
-    assert cli("--version").out.startswith("syncheck ")
+    done = cli("--version")
+    assert (done.code, done.err) == (0, "")
     for arguments in (("--help",), ("compare", "--help"), ("report", "--help"), ("show", "-h")):
         done = cli(*arguments)
         assert (done.code, done.err) == (0, "")

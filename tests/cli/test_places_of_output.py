@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -109,7 +110,7 @@ def test_names_from_the_project_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.syncheck]\noutput = ["a\\u0000b.json"]\n')
     done = run("compare", *TWO)
     assert (done.code, done.out) == (2, "")
-    assert "cannot write it: embedded null byte" in done.err
+    assert re.search(r"cannot write it: .*embedded null ", done.err)  # Python 3.13 says which call it was
 
 
 def test_no_checkpoint_is_lost(run: Run, tmp_path: Path) -> None:
@@ -149,8 +150,8 @@ def test_a_verdict_survives_its_report(run: Run, tmp_path: Path, monkeypatch: py
     """Where one of three files cannot be written after all, it is told, the others and stdout have the verdict: 2."""
     replace = os.replace
 
-    def failing(source: str, target: str) -> None:
-        if target.endswith(".xml"):
+    def failing(source: str | Path, target: str | Path) -> None:
+        if str(target).endswith(".xml"):
             raise OSError(28, "No space left on device")
         replace(source, target)
 

@@ -58,7 +58,7 @@ def test_keys_and_values_of_any_size(state: Any, name: str) -> None:
 def test_keys_that_are_objects_have_one_name_everywhere() -> None:
     """A key of an unknown class is written by its class, never by its address."""
     names = flat(pickle.dumps({PurePosixPath("x"): 1, "s": {PurePosixPath("y")}}, 2)).values
-    assert list(names) == ["<pathlib.PurePosixPath>", "s.0.0"]
+    assert list(names) == [f"<{PurePosixPath.__module__}.PurePosixPath>", "s.0.0"]  # Python 3.13 moved it
 
 
 def test_an_error_has_no_address() -> None:

@@ -1,0 +1,32 @@
+"""A program of a user, for `mypy --strict`: what syncheck gives has types, and wrong uses of it are errors.
+
+An ignored error that is none is an error too (warn_unused_ignores), so that a public name of no type would be noticed.
+"""
+
+from __future__ import annotations
+
+import syncheck
+from syncheck.testing import assert_in_sync, compare
+
+
+def judged() -> int:
+    """Use what README shows."""
+    report: syncheck.Report = syncheck.compare("ckpts/*.pth", options=syncheck.Options(allow=("SYN201",)))
+    codes: list[str] = [finding.code for group in report.groups for finding in group.findings]
+    counted: int = report.groups[0].counts.identical + len(codes)
+    snapshot: syncheck.Snapshot = syncheck.read("a.pth")
+    names: list[str] = sorted(snapshot.tensors)
+    try:
+        assert_in_sync("ckpts/*.pth", only="params")
+        report = compare("ckpts/*.pth")
+    except syncheck.OutOfSync as error:
+        print(error.report.verdict, names)
+    return counted
+
+
+def wrong() -> None:
+    """Each line is a mistake."""
+    verdict: int = syncheck.compare("ckpts/*.pth").verdict  # type: ignore[assignment]
+    syncheck.Options(alow=("SYN201",))  # type: ignore[call-arg]
+    syncheck.read(3)  # type: ignore[arg-type]
+    print(verdict)
