@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import changed, network, save, save_header
-from programs_of_ranks import SYNCHECK, TORCHRUN, finished, free_port, nothing_left, wait_for
+from processes import alive, free_port, wait_for
+from programs_of_ranks import SYNCHECK, TORCHRUN, finished
 
 if TYPE_CHECKING:
     from programs_of_ranks import Jobs
@@ -36,7 +37,7 @@ def test_torchrun(jobs: Jobs, tmp_path: Path) -> None:
     assert jobs.codes() == {0: 1, 1: 1}
     assert done.code == 1
     assert "syncheck: " not in done.err
-    assert nothing_left(jobs.started[0])
+    assert not alive(jobs.started[0])
 
 
 @pytest.mark.slow
@@ -112,7 +113,7 @@ def test_a_process_that_is_killed_under_torchrun(jobs: Jobs, tmp_path: Path) -> 
     wait_for(victim)
     os.kill(victim()[0], signal.SIGKILL)
     assert finished(launcher).code == 1
-    assert nothing_left(launcher)
+    assert not alive(launcher)
 
 
 @pytest.mark.slow

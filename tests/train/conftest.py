@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import processes
 import pytest
 from programs import RUN, Programs
 
@@ -45,10 +45,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 @pytest.fixture
 def free_port() -> int:
     """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return processes.free_port()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from programs import ROOT
+from processes import ROOT
 from scenarios import load
 
 from train.rank_scores import score_run

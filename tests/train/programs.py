@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from processes import ROOT, Processes
 from scenarios import differing, load
 
 if TYPE_CHECKING:
@@ -18,40 +17,17 @@ if TYPE_CHECKING:
 
 Run = subprocess.CompletedProcess[str]
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "train" / "run.py"
 TRAIN = (sys.executable, RUN)
 # A training of a second, which leaves one file per rank.
 SHORT = ("--width", 4, "--max-steps", 3, "--save-per-rank", "--progress", "none", "--timeout", 30)
-# Variables that launchers set; pytest itself may have been started by one.
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
 
-class Programs:
-    """Programs as a user starts them, each in a session of its own; none outlives the test."""
+class Programs(Processes):
+    """The trainer's programs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.temporary = folder / "tmp"  # torchrun, for one, leaves folders behind
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        """Start one outside any launcher, in the test's folder; keyword arguments are environment variables."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER)}
-        self.temporary.mkdir(exist_ok=True)
-        kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"  # the scripts say `python`
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd or self.folder,
-            env={**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.started.append(process)
-        return process
+    # The scripts say `python`.
+    variables: ClassVar = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def finish(self, process: subprocess.Popen[str], timeout: float = 60) -> Run:
         """Wait for one, and for its output."""
@@ -61,32 +37,6 @@ class Programs:
     def run(self, *command: Any, timeout: float = 60, cwd: Path | None = None, **environment: str) -> Run:
         """Start one and wait for it."""
         return self.finish(self.start(*command, cwd=cwd, **environment), timeout)
-
-    def kill(self) -> None:
-        """End all that were started, with all that these have started."""
-        for process in self.started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def alive(process: subprocess.Popen[str]) -> bool:
-    """Tell whether anything is left of a program's session, some time after it."""
-    for _ in range(100):
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def wait_for(condition: Any, timeout: float = 30, pause: float = 0.02) -> None:
-    """Wait until a function returns something true, asking it again after each pause."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(pause)
 
 
 def command(pid: int) -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bench_rows import MACHINE, epoch, record, row
-from programs import ROOT, alive, children, wait_for
+from processes import ROOT, alive, wait_for
+from programs import children
 
 from train.bench.__main__ import main
 from train.bench.cases import CASES, chosen

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluated import FIXTURES, SYNCED, change, copy_synced, scores
-from programs import ROOT, SHORT, TRAIN, Programs
+from processes import ROOT
+from programs import SHORT, TRAIN, Programs
 from scenarios import SMALL, SMALLEST, load, run
 
 from train.data import load_data

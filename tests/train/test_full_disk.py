@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from disks import make_read_only, small_disk
-from programs import TRAIN, alive, wait_for
+from processes import alive, wait_for
+from programs import TRAIN
 from scenarios import load
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs import TRAIN, alive, children, wait_for
+from processes import alive, wait_for
+from programs import TRAIN, children
 from scenarios import trained
 
 from train.data import DistributedBatchSampler, load_data

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import ROOT, RUN
+from processes import ROOT
+from programs import RUN
 
 from train.run import main
 

@@ -9,7 +9,8 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, alive
+from processes import alive
+from programs import SHORT, TRAIN
 from scenarios import SMALL, fsdp, run, tensors
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import ROOT
+from processes import ROOT
 from resumed import TINY, Crash, Stops
 from scenarios import SMALL, fsdp, load
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, TRAIN, Programs, children, errors, imports_torch, wait_for
+from processes import wait_for
+from programs import RUN, TRAIN, Programs, children, errors, imports_torch
 from resumed import differences
 from scenarios import load
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import LAUNCHER
+from processes import LAUNCHER
 from scenarios import differing, load
 
 from train.options import build_parser, settings_from

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import ROOT
+from processes import ROOT
 
 import syncheck
 

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, TRAIN, alive, children, command, environment, errors, wait_for
+from processes import alive, wait_for
+from programs import RUN, TRAIN, children, command, environment, errors
 from scenarios import differing, load
 
 if TYPE_CHECKING:

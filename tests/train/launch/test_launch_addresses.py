@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from programs import LAUNCHER
+from processes import LAUNCHER
 
 from train.run import main
 

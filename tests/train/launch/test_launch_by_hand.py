@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, alive, assert_trained, errors, imports_torch, wait_for
+from processes import alive, wait_for
+from programs import SHORT, TRAIN, assert_trained, errors, imports_torch
 from torch.distributed import TCPStore
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs import TRAIN, errors, wait_for
+from processes import wait_for
+from programs import TRAIN, errors
 
 from train.errors import RankError, UserError
 from train.launch import RankContext, process_group

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import TRAIN, alive
+from processes import alive
+from programs import TRAIN
 
 if TYPE_CHECKING:
     from programs import Programs

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from namespaces import ip, two_hosts
-from programs import ROOT, SHORT, TRAIN, assert_trained, errors
+from processes import ROOT
+from programs import SHORT, TRAIN, assert_trained, errors
 from required import unavailable
 
 if TYPE_CHECKING:

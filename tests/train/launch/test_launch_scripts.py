@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import ROOT, RUN, SHORT, assert_trained
+from processes import ROOT
+from programs import RUN, SHORT, assert_trained
 
 if TYPE_CHECKING:
     from programs import Programs

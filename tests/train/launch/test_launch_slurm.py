@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import NODES, Cluster
-from programs import ROOT, RUN, SHORT, TRAIN, assert_trained, command, environment
+from processes import ROOT
+from programs import RUN, SHORT, TRAIN, assert_trained, command, environment
 from scenarios import differing
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, alive, assert_trained, children, command, imports_torch, wait_for
+from processes import alive, wait_for
+from programs import SHORT, TRAIN, assert_trained, children, command, imports_torch
 
 from train.launch import Ending
 from train.launch.spawn import verdict, wait

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN, SHORT, TRAIN, alive, assert_trained, children, errors
+from processes import alive
+from programs import RUN, SHORT, TRAIN, assert_trained, children, errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster
-from programs import ROOT, RUN, TRAIN, alive, errors
+from processes import ROOT, alive
+from programs import RUN, TRAIN, errors
 
 if TYPE_CHECKING:
     import subprocess
