@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, layout, reference, series
+from syncheck import baseline, comparison, kinds, layout, reference, series
 from syncheck import paths as files
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
@@ -48,10 +48,12 @@ class Options:
     rtol and atol (both), ulp: what differs less is `close`; off by default. close: the tolerance of torch.testing for
     each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of rtol, atol, ulp; names
     come before kinds, the first glob that matches counts, and the options before are for the rest.
-    allow: codes of findings that do not fail. group_by: a regular expression over paths instead of the automatic
-    grouping. reference: the path or rank of the replica that differences are described against, in place of the
-    majority. jobs: threads for large tensors; by default as many as there are processors, at most 4. quick: by stored
-    checksums only. rng: compare random number states too, beside all the rest.
+    allow: codes of findings that do not fail. baseline: a file that `syncheck compare --update-baseline` wrote; what it
+    has does not fail either. It is for checkpoints: what is in memory is compared without it.
+    group_by: a regular expression over paths instead of the automatic grouping. reference: the path or rank of the
+    replica that differences are described against, in place of the majority. jobs: threads for large tensors; by
+    default as many as there are processors, at most 4. quick: by stored checksums only. rng: compare random number
+    states too, beside all the rest.
     Raises OptionError, a UsageError, for values that make no sense.
     """
 
@@ -65,6 +67,7 @@ class Options:
     close: bool = False
     tolerance: Mapping[str, object] = field(default_factory=dict, hash=False)
     allow: tuple[str, ...] = ()
+    baseline: str | None = None
     group_by: str | None = None
     reference: str | int | None = None
     jobs: int | None = None
@@ -101,6 +104,7 @@ class Options:
             ("rtol", (int, float), "a number"),
             ("atol", (int, float), "a number"),
             ("ulp", int, "a whole number"),
+            ("baseline", str, "a path"),
             ("group_by", str, "a regular expression"),
             ("reference", (str, int), "a path or a rank"),
             ("jobs", int, "a whole number"),
@@ -171,10 +175,12 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     """Open the checkpoints under the paths and sort them into groups of replicas.
 
     paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, or no
-    path at all, and for a reference that is none of the replicas. Files that cannot be read do not raise: they are
-    listed.
+    path at all, for a reference that is none of the replicas, and for a baseline that cannot be read. Files that cannot
+    be read do not raise: they are listed.
     """
     options = options or Options()
+    if options.baseline is not None:
+        baseline.read(options.baseline)  # what is wrong with it is told before anything is compared
     if not paths:
         raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = files.open_all([str(path) for path in paths])
@@ -215,7 +221,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(judged_group(group, runs.get(group.run, ()), allow) for group in groups)
-    return Report(
+    report = Report(
         verdict=overall(judged, unreadable),
         groups=judged,
         unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
@@ -224,13 +230,19 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
+    return report if options.baseline is None else baseline.accepted(report, baseline.read(options.baseline))
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
 
-    paths: files, folders or globs. histograms: gather them of what differs most at the last step of each run.
-    Returns the whole answer; `report.exit_code` is the command line's.
+    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: gather them of what differs
+    most at the last step of each run, for an HTML page.
+
+        report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
+        print(report.verdict, report.counts.different)
+
+    Returns the whole answer; `report.exit_code` is the command line's. Memory does not grow with the size of tensors.
     Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
     be read do not raise: they are listed, and the verdict is then never "in sync".
     """

@@ -1,4 +1,4 @@
-"""Records of a second look at what differs: what points to a cause. Part of `records`; read from there."""
+"""Small records: of a second look at what differs, and of what stands beside tensors. Read from `records`."""
 
 from __future__ import annotations
 
@@ -108,3 +108,36 @@ class Histogram:
     def elements(self) -> int:
         """How many were looked at."""
         return self.equal + sum(self.counts) + self.not_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Names that are one tensor, sharing its memory, on some ranks, and several tensors on the others."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Those on which they are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Tensors that the ranks hold in parts, all laid out alike."""
+
+    kind: str
+    """`DTensor`, `model parallel`, or `optimizer` where the metadata says that each rank has a part of its state."""
+    layout: str
+    """In words."""
+    tensors: int
+    compared: int
+    """Those of which at least two ranks hold the same part."""
+    replica_groups: tuple[tuple[int, ...], ...] = ()
+    """The sets of ranks that were compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A finding that the baseline accepts, or a part of it, which is not found any more."""
+
+    code: str
+    names: tuple[str, ...]
+    """Tensors and values."""

@@ -80,6 +80,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     return Group(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
+        label=replicas.label,
         step=replicas.step,
         verdict="alone" if len(snapshots) == 1 else "undecided",
         replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),

@@ -3,6 +3,7 @@
     [tool.syncheck]
     checkpoints = ["ckpts/*.pth"]
     allow = ["SYN201"]
+    baseline = "syncheck-baseline.json"
     rtol = 1e-5
     atol = 1e-8
     limit = 20
@@ -62,6 +63,7 @@ KEYS = {
     "close": _FLAG,
     "tolerance": _RULES,
     "allow": _STRINGS,
+    "baseline": _STRING,
     "group-by": _STRING,
     "reference": _PLACE,
     "jobs": _WHOLE,
@@ -207,6 +209,8 @@ def _config(path: str, table: Mapping[str, Any]) -> Config:
         raise UsageError(f"{path}: {error.spelled(_WORDS)}") from None
     if "output" in printing:
         printing["output"] = tuple(os.path.relpath(os.path.join(folder, file)) for file in printing["output"])
+    if "baseline" in values:
+        values["baseline"] = os.path.join(folder, values["baseline"])
     place = values.get("reference")
     if isinstance(place, str) and not place.isdecimal():
         values["reference"] = os.path.join(folder, place)

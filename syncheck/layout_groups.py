@@ -26,7 +26,8 @@ class Replicas:
     """Snapshots that ought to be equal, in the order of their ranks.
 
     run: a name for the group. step: of the run, where known. ranks: each member's rank, or its position where nothing
-    tells its rank. note: how the group was found.
+    tells its rank. note: how the group was found. label: the name, where `run` tells it from others of this call by a
+    folder or a run_id, without what is of this machine and this launch only.
     """
 
     run: str
@@ -34,6 +35,7 @@ class Replicas:
     ranks: Ranked
     note: str
     run_id: str | None = None
+    label: str = ""
 
 
 def classes(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
@@ -86,16 +88,39 @@ def distinct(groups: list[Replicas]) -> list[Replicas]:
         folders = {
             run_id: _common_folder(s.path for g in found for _, s in g.ranks) for run_id, found in launches.items()
         }
+        named: list[tuple[str, tuple[str, ...]]] = []
         for g in same:
             folder, name = folders[g.run_id], run
+            place: tuple[str, ...] = ()
             if g.run_id is None and repeated:
                 folder = os.path.dirname(g.ranks[0][1].path)
             if len(launches) > 1 or (g.run_id is None and repeated):
-                name = f"{folder}/{run}" if folder else run
+                name, place = f"{folder}/{run}" if folder else run, _place(folder)
             if g.run_id is not None and list(folders.values()).count(folder) > 1:
                 name = f"{name} ({g.run_id[:8]})"
-            result.append(replace(g, run=name))
+            named.append((name, place))
+        places = _telling_apart([place for _, place in named])
+        result += [
+            replace(g, run=name, label="/".join((*place, run)))
+            for g, (name, _), place in zip(same, named, places, strict=True)
+        ]
     return result
+
+
+def _place(folder: str) -> tuple[str, ...]:
+    """Return the parts of a folder's path, ranks and steps left open: they come and go with the files given."""
+    parts = take_apart(folder)
+    moments = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "step")]
+    return tuple(part for part in parts.without(*moments).split("/") if part not in ("", "."))
+
+
+def _telling_apart(places: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the places without the parts at their beginning and end that all of them have."""
+    for _ in range(2):
+        differing = (i for i, parts in enumerate(zip(*places, strict=False)) if len(set(parts)) > 1)
+        common = next(differing, min(map(len, places)))
+        places = [place[common:][::-1] for place in places]
+    return places
 
 
 def _common_folder(paths: Iterable[str]) -> str:

@@ -14,10 +14,13 @@ from syncheck.clues import (
     FIRST_MOMENTS,
     MEASURED,
     Evidence,
+    Fixed,
     FreeRunning,
     Histogram,
     History,
     HistoryPoint,
+    Shards,
+    Tie,
     Trend,
 )
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
-    "Finding", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
+    "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
     "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "ranks_text",
 ]  # fmt: skip
 
@@ -112,30 +115,6 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
-    """Names that are one tensor, sharing its memory, on some ranks, and several tensors on the others."""
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    """Those on which they are one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """Tensors that the ranks hold in parts, all laid out alike."""
-
-    kind: str
-    """`DTensor`, `model parallel`, or `optimizer` where the metadata says that each rank has a part of its state."""
-    layout: str
-    """In words."""
-    tensors: int
-    compared: int
-    """Those of which at least two ranks hold the same part."""
-    replica_groups: tuple[tuple[int, ...], ...] = ()
-    """The sets of ranks that were compared."""
-
-
-@dataclass(frozen=True, slots=True)
 class ValueDiff:
     """A Python value that is not equal on all replicas."""
 
@@ -184,11 +163,15 @@ class Finding:
     allowed: bool = False
     history: History | None = None
     """In the group of a run's last step, where several steps were compared."""
+    accepted: bool = False
+    """Whether the baseline has all of it."""
+    new: tuple[str, ...] = ()
+    """Tensors and values that the baseline does not have under this code; empty without one."""
 
     @property
     def fails(self) -> bool:
         """Whether it makes the group out of sync."""
-        return self.severity != "info" and not self.allowed
+        return self.severity != "info" and not (self.allowed or self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +211,10 @@ class Group:
     """Ranks whose parameters and optimizer state, where they differ, are the others' of an earlier step: that step."""
     free_running: FreeRunning | None = None
     """Of a run's last step whose running statistics differ: what its steps tell of their synchronization."""
+    label: str = ""
+    """What a baseline calls the run; empty: the same as `run`."""
+    fixed: tuple[Fixed, ...] = ()
+    """What the baseline has of the run and no step of it shows any more; in the group of the last step."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

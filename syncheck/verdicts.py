@@ -22,6 +22,11 @@ def judged_group(group: Group, run: Sequence[Group], allow: frozenset[str]) -> G
         # The final files may lie beside a history that has their step too.
         is_last = bool(run) and run[-1].step == group.step
         findings = diagnose(group, (*run[:-1], group) if is_last else (), allow)
+    return with_findings(group, findings)
+
+
+def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
+    """Return a group of several replicas with these findings, and the verdict that follows."""
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"

@@ -69,6 +69,7 @@ ALLOWED = {
     | {"histograms"},
     "diagnose": BASE | {"suspects", "history", "kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
+    "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
     "report": BASE | {"kinds", "series", "atomic", "report"},
     "paths": BASE | {"readers", "syncheck"},
@@ -79,7 +80,7 @@ ALLOWED = {
     | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "pieces", "api", "live"}
     | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks", "ties"},
     "testing": BASE | {"api", "live", "report"},
-    "pytest_plugin": BASE | {"api", "readers", "config", "live", "testing", "report", "pytest_plugin"},
+    "pytest_plugin": BASE | {"api", "baseline", "readers", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},
 }
 

@@ -44,6 +44,7 @@ EVERY_KEY = {
     "close": ("true", True),
     "tolerance": ('{bn_mean = "close", "fc.*" = {ulp = 1}}', {"bn_mean": "close", "fc.*": {"ulp": 1}}),
     "allow": ('["SYN201"]', ("SYN201",)),
+    "baseline": ("'/known.json'", "/known.json"),
     "group-by": ("'run(.)'", "run(.)"),
     "reference": ("1", 1),
     "jobs": ("2", 2),
@@ -103,7 +104,15 @@ def test_what_is_given_wins(project: Path, key: str) -> None:
     """A value given replaces the file's, whole and not added up; what is not given does not; all tolerances are one."""
     path = write(project, ALL_BUT_CLOSE)
     other: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "ulp": 0, "group-by": "other", "only": ["rng"]}
-    other |= {"close": False, "tolerance": {"fc.*": "close"}, "reference": "x", "jobs": 9, "quick": False, "rng": False}
+    other["baseline"] = "x"
+    other |= {
+        "close": False,
+        "tolerance": {"fc.*": "close"},
+        "reference": "x",
+        "jobs": 9,
+        "quick": False,
+        "rng": False,
+    }
     given = {name.replace("-", "_"): other.get(name, ["SYN203"]) for name in TOGETHER.get(key, (key,))}
     found = config.load(path.parent)
     not_given = dict.fromkeys(("include", "exclude"), ()) | {"buffers": [], "ulp": None, "group_by": None}

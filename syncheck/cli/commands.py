@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.cli import output
+from syncheck.cli import baselines, output
 from syncheck.errors import CheckpointError, UsageError, logged, one_line
 from syncheck.report import files
 
@@ -42,14 +43,17 @@ def _across_ranks(arguments: argparse.Namespace) -> int:
 
     if not ranks.leads():
         arguments.quiet = True
-    option = "-o"
+    option, baseline = "-o", baselines.Baseline()
 
     def choose() -> tuple[Options, bool]:
-        nonlocal option
+        nonlocal option, baseline
         options, option = _chosen(arguments, _project(arguments))
+        if ranks.leads():  # which alone needs the file
+            baseline = _baseline(arguments, options)
+        options = replace(options, baseline=None)  # of a project, it has another path on each machine
         return options, files.asks_for_histograms(arguments.output)
 
-    ranks.run(arguments.paths, choose, lambda found: told(arguments, found, "comparison", option))
+    ranks.run(arguments.paths, choose, lambda found: told(arguments, found, "comparison", option, baseline))
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -102,19 +106,25 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
 
     project = _project(arguments)
     options, option = _chosen(arguments, project)
+    baseline = _baseline(arguments, options)
     paths = arguments.paths or project.checkpoints or ["ckpts"]
+    options = replace(options, baseline=None)
     found = api.compare(*paths, options=options, histograms=files.asks_for_histograms(arguments.output))
     for broken in found.unreadable:
         output.tell(f"error: {broken.path}: {broken.reason}")
-    return told(arguments, found, layout, option)
+    return told(arguments, found, layout, option, baseline)
 
 
-def told(arguments: argparse.Namespace, found: Report, layout: str, option: str = "-o") -> int:
+def _baseline(arguments: argparse.Namespace, options: Options) -> baselines.Baseline:
+    return baselines.opened(options.baseline, update=arguments.update_baseline, quiet=arguments.quiet)
+
+
+def told(arguments: argparse.Namespace, found: Report, layout: str, option: str, baseline: baselines.Baseline) -> int:
     """Write and print a report as the arguments ask for; return the exit code.
 
     A file that cannot be written is told of, and makes it 2; the others and what is printed come out all the same.
     """
-    unwritten = None
+    found, unwritten = baseline.judged(found)
     for path in arguments.output:
         try:
             files.write_file(path, found, option)

@@ -187,6 +187,12 @@ def _excusing(how: Any) -> None:
         metavar="CODE",
         help="a finding that does not fail the run; repeatable",
     )
+    how.add_argument(
+        "--baseline", metavar="FILE", help="findings in this file do not fail the run; what it lacks does, and is named"
+    )
+    how.add_argument(
+        "--update-baseline", action="store_true", help="write to that file what is found now, which is accepted then"
+    )
     _flag(how, "--exit-zero", "exit 0 where it would be 1")
 
 

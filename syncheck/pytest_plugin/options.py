@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # Seconds. A gloo group that hangs does so for 30 minutes by default.
 TIMEOUT = 60.0
+_OPTION = re.compile(r"(?<![\w-])--(?=(?:allow|(?:update-)?baseline|group-by|include|exclude|buffers)\b)")
 # Of pytest.Config.getoption: which of them say how to compare, by the name that `syncheck.Options` has for it.
 COMPARING = {
     "only": "syncheck_only",
@@ -21,6 +22,7 @@ COMPARING = {
     "ulp": "syncheck_ulp",
     "close": "syncheck_close",
     "allow": "syncheck_allow",
+    "baseline": "syncheck_baseline",
     "group_by": "syncheck_group_by",
     "reference": "syncheck_reference",
     "jobs": "syncheck_jobs",
@@ -49,6 +51,16 @@ def add(parser: pytest.Parser) -> None:
     many("--syncheck-exclude", "GLOB", "leave out tensors whose name matches")
     many("--syncheck-buffers", "GLOB", "names that are buffers, where the files do not say")
     many("--syncheck-allow", "CODE", "a finding that fails no test")
+    group.addoption(
+        "--syncheck-baseline",
+        metavar="FILE",
+        help="findings in this file fail no test; what it lacks does, and is named",
+    )
+    group.addoption(
+        "--syncheck-update-baseline",
+        action="store_true",
+        help="write to that file what is found on the checkpoints of this run, which is accepted then",
+    )
     many("--syncheck-output", "FILE", "write the report on the checkpoints to .html, .json, .md, .txt or .xml")
     group.addoption("--syncheck-rtol", type=float, metavar="R", help="|a-b| <= atol + rtol * max(|a|,|b|) is close")
     group.addoption("--syncheck-atol", type=float, metavar="A", help="see --syncheck-rtol; both or none")
@@ -91,4 +103,4 @@ def in_pytests_words(said: str | Exception) -> str:
 
     if isinstance(said, OptionError):
         return said.spelled(Words("--syncheck-", " "))
-    return re.sub(r"(?<![\w-])--(?=(?:allow|group-by|include|exclude|buffers)\b)", "--syncheck-", str(said))
+    return _OPTION.sub("--syncheck-", str(said))

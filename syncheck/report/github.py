@@ -42,6 +42,8 @@ class Annotation:
 def render(report: Report) -> str:
     """Return the commands, at most MOST of each level, and then verdict and counts for the log."""
     found = [*_untold(report), *_findings(report)]
+    if fixed := words.fixed_lines(report.groups):
+        found.append(Annotation("notice", "syncheck: findings of the baseline are fixed", tuple(fixed[:MOST])))
     lines: list[str] = []
     for level in LEVELS:
         lines += map(command, _bounded([one for one in found if one.level == level]))

@@ -34,6 +34,7 @@ def render(report: Report, version: str) -> str:
         f'<h1 class="{report.verdict}">{text(words.verdict_line(report))}</h1>',
         f"<p>{text(words.counts_line(report))}</p>",
         *(f'<p class="closure">{text(closure.sentence)}</p>' for closure in report.closures),
+        *(f"<p>{text(told)}</p>" for told in words.fixed_lines(report.groups)),
     ]
     if runs:
         body += ["<h2>Runs</h2>", _matrix([groups[-1] for groups in runs.values()]), *_charts(report)]

@@ -59,6 +59,7 @@ def _group(group: Group) -> dict[str, Any]:
         "ties": [asdict(tie) for tie in group.ties],
         "values": [_value(diff) for diff in group.values],
         "findings": [asdict(finding) for finding in group.findings],
+        "fixed": [asdict(fixed) for fixed in group.fixed],
         "stale": {str(rank): step for rank, step in group.stale.items()},
         "free_running": None if group.free_running is None else asdict(group.free_running),
         "notes": list(group.notes),

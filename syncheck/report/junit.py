@@ -85,6 +85,8 @@ def _properties(suite: ET.Element, group: Group) -> None:
     told |= {name: str(getattr(group.counts, name)) for name in ("tensors", "different", "not_compared")}
     if group.left_out:
         told["left_out"] = str(group.left_out)
+    if group.fixed:
+        told["fixed"] = "; ".join(words.fixed_lines([group]))
     properties = ET.SubElement(suite, "properties")
     for name, value in told.items():
         ET.SubElement(properties, "property", name=f"syncheck_{name}", value=_short(value))

@@ -77,7 +77,10 @@ def _joined(blocks: Sequence[str]) -> str:
 
 def _head(report: Report) -> list[str]:
     closures = [f"**{text(closure.sentence)}**" for closure in report.closures[:_MOST_ITEMS]]
-    return [f"## syncheck: {text(words.verdict_line(report))}", words.counts_line(report), *closures]
+    fixed = [f"- {text(told)}" for told in words.fixed_lines(report.groups)]
+    more = [f"- and {len(fixed) - _MOST_ITEMS} more"] if len(fixed) > _MOST_ITEMS else []
+    told = ["\n".join([*fixed[:_MOST_ITEMS], *more])] if fixed else []
+    return [f"## syncheck: {text(words.verdict_line(report))}", words.counts_line(report), *told, *closures]
 
 
 def _tail(report: Report) -> list[str]:

@@ -164,4 +164,9 @@ def _drift(report: Report) -> Grid:
 
 
 def _closing(report: Report) -> list[Part]:
-    return [line(words.verdict_line(report), STYLES[report.verdict]), line(words.counts_line(report))]
+    fixed = lines(words.fixed_lines(report.groups), "green")
+    return [
+        *([*fixed, BLANK] if fixed else []),
+        line(words.verdict_line(report), STYLES[report.verdict]),
+        line(words.counts_line(report)),
+    ]

@@ -20,6 +20,7 @@ VERDICTS = {
 }
 
 _MOST_VALUES = 5
+_MOST_FIXED = 3
 
 
 def counts_line(report: Report) -> str:
@@ -38,9 +39,14 @@ def verdict_line(report: Report) -> str:
     """Return the verdict, with the reason where it could not be told."""
     by_what = " by stored checksum" if report.quick and report.verdict != "undecided" else ""
     text = VERDICTS[report.verdict] + by_what
-    allowed = sorted({f.code for g in report.groups for f in g.findings if f.allowed})
-    if report.verdict == "in_sync" and allowed:
-        text += f" but for allowed findings: {', '.join(allowed)}"
+    if report.verdict == "in_sync":
+        findings = [finding for group in report.groups for finding in group.findings]
+        excused = (
+            ("allowed findings", sorted({finding.code for finding in findings if finding.allowed})),
+            ("findings of the baseline", sorted({finding.code for finding in findings if finding.accepted})),
+        )
+        told = [f"{what}: {', '.join(codes)}" for what, codes in excused if codes]
+        text += f" but for {' and '.join(told)}" if told else ""
     if report.verdict == "undecided":
         text += f": {_why_undecided(report)}"
     elif report.unreadable:
@@ -186,8 +192,27 @@ def suspects(finding: Finding) -> str:
 
 def headline(finding: Finding) -> str:
     """Name a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
-    allowed = ", allowed" if finding.allowed else ""
-    return f"{finding.code} {finding.slug} ({finding.severity}{allowed}) on {suspects(finding)}"
+    excused = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
+    return f"{finding.code} {finding.slug} ({finding.severity}{excused}) on {suspects(finding)}"
+
+
+def _short(name: str, most: int = 120) -> str:
+    name = one_line(name)
+    return name if len(name) <= most else f"{name[: most // 2 - 2]}...{name[1 - most // 2 :]}"
+
+
+def fixed_lines(groups: Sequence[Group]) -> list[str]:
+    """Say what of the baseline is not found any more, a line for each run and code."""
+    lines = []
+    for group in groups:
+        for fixed in group.fixed:
+            shown = ", ".join(map(_short, fixed.names[:_MOST_FIXED]))
+            more = f" and {len(fixed.names) - _MOST_FIXED} more" if len(fixed.names) > _MOST_FIXED else ""
+            lines.append(
+                f"fixed: {_short(group.label or group.run)} no longer has {_short(fixed.code)} on {shown}{more}; "
+                "take it out of the baseline with --update-baseline"
+            )
+    return lines
 
 
 def group_title(group: Group) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import syncheck
@@ -135,3 +136,20 @@ def test_a_file_with_a_brace_in_its_name(across: Across) -> None:
     ended = across.compare(across.path.replace("run_rank", "run_"))
     assert [done.code for done in ended] == [2, 2]
     assert all("1 replica" in done.out or "nothing to compare" in done.out for done in ended), ended
+
+
+def test_a_baseline_is_read_and_written_by_rank_0(across: Across) -> None:
+    """The file that rank 0 alone has counts on both ranks; a new finding fails on both, and so does a missing file."""
+    across.save(by=0.5)
+    ended = across.compare(across.path, "--baseline", "known.json", "--update-baseline")
+    assert [done.code for done in ended] == [0, 0]
+    assert ended[0].err == "syncheck: known.json: 1 name in 1 run accepted: 1 added, 0 removed\n"
+    assert sorted(os.listdir()) == (["known.json"] if across.rank == 0 else [])
+    assert [done.code for done in across.compare(across.path, "--baseline", "known.json")] == [0, 0]
+    across.save(by=0.5, extra=np.full(3, across.rank, np.float32))
+    ended = across.compare(across.path, "--baseline", "known.json")
+    assert [done.code for done in ended] == [1, 1]
+    assert "not in the baseline: extra" in ended[0].out.replace("\n", " ")
+    ended = across.compare(across.path, "--baseline", "none.json")
+    assert [done.code for done in ended] == [2, 2]
+    assert "none.json: cannot read the baseline" in ended[0].err

@@ -28,7 +28,7 @@ def hostile(name: str) -> Report:
         name, "bn_mean", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=2, numel=2, max_abs=1.5
     )
     missing = TensorDiff(name, "bn_mean", "float32", (2,), "not_compared", reason="missing", detail=name)
-    finding = Finding("SYN201", "bn-local-stats", "warning", (0, 1), (name,), name, name, f"fix {name}.")
+    finding = Finding("SYN201", "bn-local-stats", "warning", (0, 1), (name,), name, name, f"fix {name}.", new=(name,))
     replicas = (Replica(name, 0, "torch-zip", 1, 8), Replica(name, 1, "torch-zip", 1, 8))
     bad = Group(
         name, name, 3, "out_of_sync", replicas, Counts(2, different=1, not_compared=1), (diff, missing), (finding,),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
+    from syncheck.pytest_plugin.checkpoints.update import Update
     from syncheck.records import Report
 
 _MOST_IDS = 6
@@ -36,6 +37,10 @@ def configure(config: pytest.Config) -> None:
     if asked.paths:
         with _usage():
             config.pluginmanager.register(_plugin(config, asked, outputs), "syncheck-checkpoints")
+    elif config.getoption("syncheck_update_baseline"):
+        raise pytest.UsageError(
+            "--syncheck-update-baseline: there is no checkpoint to compare; name some with --syncheck GLOB"
+        )
     elif outputs:
         raise pytest.UsageError(
             f"--syncheck-output {outputs[0]}: there is no checkpoint to report on; name some with --syncheck GLOB"
@@ -65,7 +70,12 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     check_endings(outputs, option="--syncheck-output")
     # As the fixture does; pytest's own options are those of the rootdir too.
     how = project.options(project.load(config.rootpath), **options.given(config))
+    update = None
     with judging.folder(start):
+        if config.getoption("syncheck_update_baseline"):
+            from syncheck.pytest_plugin.checkpoints.update import begun
+
+            how, update = begun(how, asked)
         found = api.find(*asked.paths, options=how)
     root = start if is_same(start, config.rootpath) else config.rootpath
     planned = plan(found, how, start, root)
@@ -75,11 +85,12 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
         found,
         how,
         start,
-        whole=bool(outputs) and writes,
+        whole=(bool(outputs) or update is not None) and writes,
         width=width,
         histograms=asks_for_histograms(outputs) and writes,
+        accepting=update is not None,
     )
-    return CheckpointPlugin(judge, _chosen(planned, asked, config), outputs)
+    return CheckpointPlugin(judge, _chosen(planned, asked, config), outputs, update)
 
 
 def _chosen(planned: list[Planned], asked: Asked, config: pytest.Config) -> list[Planned]:
@@ -130,10 +141,13 @@ def _in_pytests_words(report: Report) -> Report:
 class CheckpointPlugin:
     """The hooks of a run that judges checkpoints."""
 
-    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str]) -> None:
+    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], update: Update | None = None) -> None:
         self.judge = judge
         self.planned = planned
         self.outputs = outputs
+        self.update = update
+        self.updated = ""
+        self.ran: set[str] = set()
         self.written: list[str] = []
         self.errors: list[str] = []
 
@@ -176,6 +190,11 @@ class CheckpointPlugin:
             report.longrepr = reason
         return report
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember what ran, in any process."""
+        if report.when == "call":
+            self.ran.add(report.nodeid)
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the report; a run of several processes compares once more here, for no process has seen all."""
         finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -183,6 +202,8 @@ class CheckpointPlugin:
             return
         for path in self.outputs:
             self._write(path)
+        if self.update is not None:
+            self._update(self.update)
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
@@ -197,6 +218,14 @@ class CheckpointPlugin:
                 keep(path, "--syncheck-output")
                 write_file(path, report, option="--syncheck-output")
             self.written.append(path)
+        except SyncheckError as error:
+            self.errors.append(options.in_pytests_words(error))
+
+    def _update(self, update: Update) -> None:
+        from syncheck.errors import SyncheckError
+
+        try:
+            self.updated = update.write(self.judge, [one for one in self.planned if one.nodeid not in self.ran])
         except SyncheckError as error:
             self.errors.append(options.in_pytests_words(error))
 

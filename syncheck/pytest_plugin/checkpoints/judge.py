@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck import api
+from syncheck import api, baseline
 from syncheck.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class Judge:
 
     whole: compare all at once, because the whole report will be needed; else run by run, so that processes that run
     some of the items compare only what these need. width: columns of the terminal on which failures are shown.
-    histograms: gather those of what differs most, for a page.
+    histograms: gather those of what differs most, for a page. accepting: whether every finding is accepted, for the
+    baseline is to have what is found.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Judge:
         whole: bool,
         width: int,
         histograms: bool = False,
+        accepting: bool = False,
     ) -> None:
         self.found = found
+        self._accepting = accepting
         self._histograms = histograms
         self.options = options
         self.width = width
@@ -105,7 +108,8 @@ class Judge:
     def _judged(self, found: api.Found) -> Report | CheckpointError:
         with folder(self._start):
             try:
-                return api.judge(found, self.options, histograms=self._histograms)
+                report = api.judge(found, self.options, histograms=self._histograms)
+                return baseline.accepted(report, baseline.failing(report)) if self._accepting else report
             except CheckpointError as error:
                 return error
 

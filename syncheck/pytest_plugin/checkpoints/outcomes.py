@@ -138,6 +138,8 @@ def _told(
     if group is not None:
         told["replicas"] = str(len(group.replicas))
         # The first tells only how the group was found.
+        if group.fixed:
+            told["fixed"] = text.bounded(in_pytests_words("; ".join(words.fixed_lines([group]))), 1000)
         if group.notes[1:]:
             told["notes"] = text.bounded(in_pytests_words("; ".join(group.notes[1:])), 500)
     if group is not None and planned is not None:
@@ -148,6 +150,9 @@ def _told(
     allowed = dict.fromkeys(finding.code for finding in listed if finding.allowed)
     if allowed:
         told["allowed"] = ",".join(allowed)
+    accepted = dict.fromkeys(finding.code for finding in listed if finding.accepted)
+    if accepted:
+        told["accepted"] = ",".join(accepted)
     if counts is not None:
         for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
             told[name] = str(getattr(counts, name))

@@ -65,9 +65,14 @@ def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
     for note, count in notes.most_common(_MOST_NOTES):
         on = f" on {count} of {len(groups)} groups" if len(groups) > 1 else ""
         reporter.line(f"note{on}: {note}")
+    for fixed in dict.fromkeys(_first(items, "fixed") for items in groups.values()):
+        if fixed:
+            reporter.line(fixed, green=True)
     how = in_force(plugin.judge.options)
     if how:
         reporter.line(f"options in force: {how}")
+    if plugin.updated:
+        reporter.line(f"baseline written: {plugin.updated}")
     for path in plugin.written:
         reporter.line(f"report written: {path}")
     for error in plugin.errors:
@@ -129,7 +134,8 @@ def _item(item: str, told: Mapping[str, str]) -> str:
         if int(told.get(name, 0)):
             parts.append(f"{told[name]}/{tensors} {said}")
     stands = ", ".join(parts) or (f"{tensors} " if tensors else "") + _SAID[told["verdict"]]
-    codes = [f"{code} allowed" if code in _codes(told, "allowed") else code for code in _codes(told, "findings")]
+    excused = {code: how for how in ("allowed", "accepted") for code in _codes(told, how)}
+    codes = [f"{code} {excused[code]}" if code in excused else code for code in _codes(told, "findings")]
     return f"{item} {stands}" + (f" ({', '.join(codes)})" if codes else "")
 
 

@@ -1,0 +1,109 @@
+"""`--syncheck-baseline FILE` and `--syncheck-update-baseline`."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import changed, network, save
+from sessions import sessions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = ["-v", "--syncheck", "*.pth", "--syncheck-baseline", "known.json"]
+UPDATE = [*FILES, "--syncheck-update-baseline"]
+
+
+def write(folder: Path, *endings: str, name: str = "ddp") -> Path:
+    """Write a run of two ranks, the second of which differs in the tensors whose names end so."""
+    for rank in range(2):
+        save(folder / f"{name}_rank{rank}.pth", changed(network(), *(endings if rank else ())))
+    return folder
+
+
+# In one process, and spread over two.
+SPREAD = [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
+    """What is known passes and stays visible, one more tensor fails and is named, and what is fixed is told, in one
+    process and spread over two."""
+    entries = {"SYN201": {"bn_mean": ["layer0.bn.running_mean", "layer1.bn.running_mean"]}}
+    accepted = dict.fromkeys(("same", "more", "less"), entries)
+    (tmp_path / "known.json").write_text(json.dumps({"syncheck_baseline": 1, "accepted": accepted}))
+    write(tmp_path, "running_mean", name="same")
+    write(tmp_path, "running_mean", "layer1.bn.running_var", name="more")
+    write(tmp_path, "layer0.bn.running_mean", name="less")
+    (run,) = sessions((tmp_path, [*FILES, *spread, "--junitxml=r.xml"]))
+    assert run.code == 1
+    assert [nodeid for nodeid, ended in run.outcomes().items() if ended == "FAILED"] == [".::more::bn-stats"]
+    assert any("same: parameters 8 agree; bn-stats 2/6 differ (SYN201 accepted)" in line for line in run.lines)
+    assert "not in the baseline: layer1.bn.running_var" in " ".join(run.out.split())
+    told = [line for line in run.lines if line.startswith("fixed: ")]
+    advice = "take it out of the baseline with --syncheck-update-baseline"
+    assert told == [f"fixed: less no longer has SYN201 on layer1.bn.running_mean; {advice}"]
+    assert "options in force: baseline known.json" in run.lines
+    properties = {(one.get("name"), one.get("value")) for one in ET.parse(tmp_path / "r.xml").iter("property")}
+    assert ("syncheck_accepted", "SYN201") in properties
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_an_update_takes_all_or_nothing(tmp_path: Path, spread: tuple[str, ...]) -> None:
+    """Where a test of checkpoints did not run, or a file cannot be read, nothing is written and the run does not pass;
+    an update of some runs writes the file, once, and keeps the entries of the others."""
+    entries = {"gone": {"SYN299": {"parameter": ["w"]}}, "zero": {"SYN299": {"parameter": ["fc.weight"]}}}
+    before = json.dumps({"syncheck_baseline": 1, "accepted": entries})
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        write(write(folder, name="zero"), "running_mean")
+        (folder / "known.json").write_text(before)
+    (broken / "ddp_rank2.pth").write_bytes(b"junk")
+    some, one, junk, done = sessions(
+        (broken, [*UPDATE, *spread, "-k", "bn-stats"]),
+        (broken, [*UPDATE, ".::ddp::bn-stats"]),
+        (broken, [*UPDATE, *spread]),
+        (whole, [*UPDATE, *spread]),
+    )
+    assert (some.code, one.code, junk.code, done.code) == (4, 4, 1, 0), done.out
+    assert "ERROR: the baseline is not updated: 3 of the tests of checkpoints did not run, the first is" in some.out
+    assert "--syncheck-update-baseline takes the tests of all checkpoints: leave out .::ddp::bn-stats" in one.out
+    assert "ERROR: the baseline is not updated: ddp_rank2.pth could not be read" in junk.out
+    assert (broken / "known.json").read_text() == before
+    assert "baseline written: known.json: 3 names in 2 runs accepted: 2 added, 1 removed" in done.lines
+    assert json.loads((whole / "known.json").read_text())["accepted"].keys() == {"ddp", "gone"}
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    """A missing file, one that is none, an update without a file or without checkpoints: one line and exit code 4."""
+    write(tmp_path)
+    (tmp_path / "junk.json").write_text("{}")
+    asked = {
+        "known.json: cannot read the baseline: No such file or directory; --syncheck-update-baseline writes": FILES,
+        "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
+        "--syncheck-update-baseline: needs --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
+        "--syncheck-update-baseline: there is no checkpoint to compare": UPDATE[3:],
+    }
+    for says, run in zip(asked, sessions(*((tmp_path, arguments) for arguments in asked.values())), strict=True):
+        assert run.code == pytest.ExitCode.USAGE_ERROR
+        assert run.out.startswith(f"ERROR: {says}"), run.out
+        assert run.out.strip().count("\n") == 0
+
+
+def test_the_fixture_and_the_project(tmp_path: Path) -> None:
+    """The baseline of [tool.syncheck] counts for the tests of checkpoints and for the fixture `syncheck`, from any
+    folder below."""
+    write(tmp_path, "running_mean")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n[tool.syncheck]\nbaseline = 'known.json'\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "test_suite.py").write_text(
+        "def test_files(syncheck):\n    syncheck.assert_in_sync('ddp_*.pth')\n"
+    )
+    update, both = sessions(
+        (tmp_path, ["--syncheck", "*.pth", "--syncheck-update-baseline"]),
+        (tmp_path, ["--syncheck", "*.pth", "below"]),
+    )
+    assert (update.code, both.code) == (0, 0), both.out
