@@ -236,8 +236,13 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
 
-    paths: files, folders or globs. histograms: gather them of what differs most at the last step of each run.
-    Returns the whole answer; `report.exit_code` is the command line's.
+    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: gather them of what differs
+    most at the last step of each run, for an HTML page.
+
+        report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
+        print(report.verdict, report.counts.different)
+
+    Returns the whole answer; `report.exit_code` is the command line's. Memory does not grow with the size of tensors.
     Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
     be read do not raise: they are listed, and the verdict is then never "in sync".
     """

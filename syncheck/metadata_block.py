@@ -44,7 +44,10 @@ def metadata(
     config: Mapping[str, Any] | None = None,
     host: str | None = None,
 ) -> dict[str, Any]:
-    """Describe one rank's checkpoint in plain JSON values.
+    """Describe one rank's checkpoint in plain JSON values, to be saved beside its tensors under the key `syncheck`.
+
+        block = metadata(run="ddp", rank=rank, world_size=2, step=100, model=ddp.module, optimizer=optimizer)
+        torch.save({"model": ddp.module.state_dict(), "syncheck": block}, f"ckpts/rank{rank}.pth")
 
     run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that
     files of two launches are never taken for replicas of each other; by default torchrun's own id, if it has one.
@@ -54,9 +57,10 @@ def metadata(
     never does (DDP with forward_sync_buffers=False, FSDP), None where that is not known.
     mesh: coordinates of this rank by mesh dimension. optimizer_sharded: True where each rank holds its own part of the
     optimizer's state, as with ZeRO; give its own optimizer then, whose parameters say which part that is. averaging: of
-    local SGD, when models are averaged: ``period`` and ``warmup_steps`` in optimizer steps, ``last_step`` the last at
+    local SGD, when models are averaged: `period` and `warmup_steps` in optimizer steps, `last_step` the last at
     which they were (0: not yet).
-    config: what distinguishes this run from others; runs that differ in ``sync_bn`` only are reported as a pair.
+    config: what distinguishes this run from others; runs that differ in `sync_bn` only are reported as a pair.
+    host: the machine's name; by default that of this one.
 
     Raises ValueError for a rank outside 0..world_size-1.
     """

@@ -100,7 +100,11 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of one checkpoint: what it is and where its bytes lie. The bytes stay on disk."""
+    """One tensor of one checkpoint: what it is and where its bytes lie. The bytes stay on disk.
+
+    shape: elements by dimension, as torch has it; empty for a scalar. path: of the file that its bytes lie in.
+    big_endian: whether the most significant byte of an element comes first.
+    """
 
     name: str
     """As stored, without its container; optimizer state is `optimizer.<parameter>.<state>`."""
@@ -144,7 +148,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One replica's checkpoint, opened: names and places, no data."""
+    """One replica's checkpoint, opened: names and places, no data.
+
+    path: of the file or folder. format: how it was read, such as `torch-zip`. bytes: of the file, or of all files of
+    the folder. tensors: by name. metadata: what `syncheck.metadata()` wrote, None where there is no such block.
+    """
 
     path: str
     format: str

@@ -35,8 +35,9 @@ __all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
 class Rank:
     """What the fixture `syncheck_rank` gives a test: who this process is.
 
-    rank: 0 to world_size - 1. shared: a folder that all ranks of this test see, empty at first; tmp_path is each rank's
-    own. seed: that random, numpy and torch were seeded with, another one on each rank, the same in each run.
+    rank: 0 to world_size - 1. world_size: how many ranks the test runs on. shared: a folder that all ranks of this test
+    see, empty at first; tmp_path is each rank's own. seed: that random, numpy and torch were seeded with, another one
+    on each rank, the same in each run.
     """
 
     rank: int
@@ -92,8 +93,10 @@ def assert_in_sync(
     """Raise OutOfSync unless replicas are the same model; return the report if they are.
 
     things, options, group, across_ranks, comparing: as `compare` takes them. limit: rows of tensors in the error's text
-    for each group of replicas, 0 for all. What could not be told fails too: nothing compared, an unreadable file, a
-    tensor of a kind that is not read, such as a sparse one, unless exclude= leaves it out. Only shards are passed over.
+    for each group of replicas, 0 for all.
+
+    What could not be told fails too: nothing compared, an unreadable file, a tensor of a kind that is not read, such as
+    a sparse one, unless exclude= leaves it out. Only shards are passed over.
     In a process group all ranks raise, with one text, or none does. Raises UsageError as `compare` does.
     """
     __tracebackhide__ = True
@@ -120,7 +123,11 @@ def compare(
     (model, optimizer) is one too, and so is the path of one file. In memory plain values count as tensors do, missing
     ones too; exclude= leaves them out by name. across_ranks: True or False to choose, on all ranks alike; in a process
     group two things of one kind, such as two models, need it. group: of torch.distributed, by default all ranks.
-    options: or its fields by name as comparing, a single text for a tuple.
+    options: how to compare. comparing: fields of `syncheck.Options` by name, in place of those of options; a single
+    text stands for a tuple.
+
+        report = compare((model, optimizer), (other, other_optimizer), only="params")
+
     Raises UsageError for a call that cannot be carried out; in a process group on all ranks, with one text.
     """
     __tracebackhide__ = True
@@ -128,7 +135,10 @@ def compare(
 
 
 def message(report: Report, limit: int = 10) -> str:
-    """Say what a report found in a text of bounded size. limit: rows of tensors a group, 0 for all."""
+    """Say what a report found in a text of bounded size: what `assert_in_sync` raises with.
+
+    limit: rows of tensors a group, 0 for all.
+    """
     from syncheck.report import failure
 
     return failure.message(report, limit)

@@ -40,8 +40,12 @@ def sniff_folder(folder: str) -> ModuleType | None:
 
 
 def read(path: str) -> Snapshot:
-    """Open a checkpoint of any known format, a file or a folder.
+    """Open a checkpoint of any known format, a file or a folder; the bytes of its tensors stay on disk.
 
+        for name, tensor in read("ckpts/ddp_rank0.pth").tensors.items():
+            print(name, tensor.dtype, tensor.shape)  # such as bn1.running_mean float32 (64,)
+
+    path: of the file or folder; the format is told by its content. Nothing in it is imported or run.
     Raises CheckpointError with the place, what was found and what to do next.
     """
     if os.path.isdir(path):

@@ -47,11 +47,12 @@ class Changed(NamedTuple):
 
 @dataclass(frozen=True)
 class Resync:
-    """What `resync` did; the same on all ranks. before, after: the reports, one where nothing had to be done.
+    """What `resync` did; the same on all ranks.
 
+    before: the report that found what to do. after: the one that proves it done; the same where nothing was to be done.
     sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, those
-    that were created among them. values: set to the source's. created, removed: optimizer state that a rank lacked,
-    or had more than the source.
+    that were created among them. values: plain ones, set to the source's. created: optimizer state that a rank lacked.
+    removed: what it had more of it than the source.
     """
 
     before: Report
@@ -113,8 +114,9 @@ def resync(
     Random number generators and gradients are left alone. No parameter is replaced by another object.
 
     source: "majority", the ranks in the largest set, of more than half, of every tensor that differs; or the rank, of
-    the whole world, whose model is the right one. The other arguments are those of `check`, which is called before
-    and after; checking: further ones, such as allow. With rng=True nothing else is done than without.
+    the whole world, whose model is the right one. group, mesh, only, include, exclude: as `check` has them, which is
+    called before and after. checking: its other arguments, such as allow; with rng=True nothing else is done than
+    without.
 
     Raises, on all ranks and with one text: UsageError, before anything is changed, where there is no majority, where
     the ranks differ in structure, and for a source that is no rank of the group; RankFailed where a rank failed on

@@ -1,0 +1,121 @@
+"""docs/reference/exit-codes.md is true: its commands are run, and the tests that it names are there."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncheck.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
+_ROW = re.compile(r"^\| (.+) \| (\d+) \| (?:`(.+)`|\[(\w+)\]\((\S+)\)) \|$", re.MULTILINE)
+ROWS = [(what, int(code), command, test, path) for what, code, command, test, path in _ROW.findall(PAGE)]
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the fixtures in it, as the current one."""
+    (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def typed(command: str) -> list[str]:
+    """Split a command as a shell does, globs that are not quoted expanded."""
+    words = []
+    for word in re.findall(r"'[^']*'|\S+", command)[1:]:
+        words += shlex.split(word) if "'" in word or "*" not in word else sorted(glob.glob(word))
+    return words
+
+
+def test_rows_are_read() -> None:
+    """No row of a table with a code and a proof escapes the tests below."""
+    proofs = [line for line in PAGE.splitlines() if line.startswith("|") and ("| `" in line or "](../../tests" in line)]
+    assert len(ROWS) == len(proofs) > 45
+
+
+def test_commands_end_as_they_say(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command of syncheck in the tables ends with its code, in this process, in a folder with the fixtures."""
+    commands = [(command, code) for _, code, command, _, _ in ROWS if command.startswith("syncheck")]
+    assert len(commands) > 25
+    ended = {}
+    for command, _ in commands:
+        try:
+            ended[command] = main(typed(command))
+        except SystemExit as stopped:  # of argparse
+            ended[command] = int(str(stopped.code))
+    assert ended == dict(commands)
+    assert "Traceback" not in capsys.readouterr().err
+    assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
+
+
+def test_sessions_of_pytest_end_as_they_say(clone: Path) -> None:
+    """Each pytest in the tables ends with its code, and one that is interrupted while an item compares with 2."""
+    asked = [(typed(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
+    assert {code for _, code in asked} == {0, 1, 4, 5}
+    (clone / "interrupting.py").write_text(
+        "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    write = ["--baseline", "known.json", "--update-baseline"]
+    assert main(["compare", "fixtures/desync/bn_local_stats", "-q", *write]) == 0
+    asked.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
+    sys.path.insert(0, str(ROOT / "tests" / "pytest_plugin"))
+    try:
+        from sessions import sessions
+    finally:
+        sys.path.pop(0)
+    wanted = [(clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked]
+    ended = sessions(*wanted, PYTHONPATH=f"{ROOT}:{clone}")
+    assert [session.code for session in ended] == [code for _, code in asked]
+    assert " passed" not in ended[-1].out
+
+
+def test_tests_that_are_named_are_there() -> None:
+    """A row that names a test names one that there is, in the file that it links to."""
+    for _, _, _, test, path in ROWS:
+        if test:
+            tree = ast.parse((ROOT / "docs" / "reference" / path).read_text(encoding="utf-8"))
+            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_closed_pipe_is_141(clone: Path) -> None:
+    """A reader that has gone is neither a verdict nor a crash: 141, and nothing on stderr."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "syncheck", "explain", "SYN201"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=clone, stdout=write, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("folder", "codes", "says"),
+    [
+        ("in_sync/sync_bn", [0, 0], "in sync"),
+        ("desync/bn_local_stats", [0, 1], "out of sync: do not resume from a rank's own file"),
+        ("in_sync/nowhere", [2, 2], "could not tell (2)"),
+    ],
+)
+def test_lines_for_a_shell(clone: Path, folder: str, codes: list[int], says: str) -> None:
+    """Both scripts do what the text around them says, under `set -e`, for each of the three answers."""
+    bin_folder = clone / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "syncheck").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m syncheck "$@"\n')
+    (bin_folder / "syncheck").chmod(0o755)
+    environment = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = []
+    for script in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+        text = script.replace("ckpts/*.pth", f"fixtures/{folder}/*.pth")
+        done.append(subprocess.run(["bash", "-ec", text], capture_output=True, text=True, env=environment, check=False))
+    assert [each.returncode for each in done] == codes
+    assert done[0].stdout.splitlines() == [says]

@@ -1,0 +1,84 @@
+"""The tables of docs/reference that are written by hand are true."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+from checkpoints import snapshot
+
+from syncheck import layout
+from syncheck.cli.ranks import FIELDS
+from syncheck.layout_names import take_apart
+from syncheck.readers import sniff_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def rows(name: str, section: str) -> list[list[str]]:
+    """Return the cells of the table in a section of a page, its head left out."""
+    text = (REFERENCE / name).read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_numbers_in_paths_mean_what_the_table_says() -> None:
+    """Each path's rank, step and other numbers are those that are read from it."""
+    listed = rows("layouts.md", "Numbers in paths")
+    assert len(listed) > 20
+    for path, rank, step, others in listed:
+        parts = take_apart(path.strip("`"))
+        at = {role: parts.find(role) for role in ("rank", "step")}
+        shown = ["" if at[role] is None else str(parts.numbers[at[role]]) for role in ("rank", "step")]
+        rest = [i for i in range(len(parts.numbers)) if i not in at.values()]
+        assert [rank, step] == shown, path
+        assert others == ", ".join(f"{parts.numbers[i]} {parts.roles[i]}" for i in rest), path
+
+
+def test_files_make_the_groups_of_the_table() -> None:
+    """The files of each row, given at once, are sorted into its groups."""
+    listed = rows("layouts.md", "Which files make a group")
+    assert len(listed) > 8
+    for given, groups in listed:
+        found = layout.group([snapshot(path) for path in given.strip("`").split()])
+        wanted = [group.split() for group in re.findall(r"`([^`]+)`", groups)]
+        assert sorted([s.path for _, s in group.ranks] for group in found) == sorted(wanted), given
+
+
+FOLDERS = (
+    ("huggingface", "model.safetensors.index.json"), ("huggingface", "pytorch_model.bin.index.json"),
+    ("huggingface", "model.safetensors config.json"), ("huggingface", "pytorch_model.bin trainer_state.json"),
+    ("accelerate", "model.safetensors random_states_0.pkl"), ("dcp", ".metadata"),
+    ("deepspeed", "mp_rank_00_model_states.pt"), ("deepspeed", "layer_00-model_00-model_states.pt"),
+    ("megatron", "mp_rank_00/model_optim_rng.pt"), ("megatron", "mp_rank_00_001/model_optim_rng.pt"),
+)  # fmt: skip
+
+
+def test_folders_are_known_by_what_the_table_says(tmp_path: Path) -> None:
+    """A folder with the files of a row, and nothing in them, is of that row's format; each row has such a folder."""
+    listed = dict(zip(dict(FOLDERS), (cells[1] for cells in rows("layouts.md", "Folders")), strict=True))
+    for i, (name, files) in enumerate(FOLDERS):
+        for file in files.split():
+            place = tmp_path / str(i) / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+            known = re.findall(r"`([^`]+)`", listed[name] + "`model.safetensors`")
+            assert all(any(fnmatch(part, each.strip("/")) for each in known) for part in file.split("/")), file
+        found = sniff_folder(str(tmp_path / str(i)))
+        assert found is not None, files
+        assert name == found.FORMAT
+    assert sniff_folder(str(tmp_path)) is None
+
+
+def test_every_variable_is_listed() -> None:
+    """A variable that any module reads or sets has its row, and one that none does has none."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "syncheck").rglob("*.py"))
+    used = set(re.findall(r"environ(?:\.get|\.setdefault)?[\[(]\"([A-Z_]+)\"", text)) | set(FIELDS.values())
+    used |= set(re.findall(r"\"([A-Z]+(?:_[A-Z]+)+)\": ", text)) & set(re.findall(r"\"(\w+)\": ", text))
+    listed = {
+        name for cell, _ in rows("configuration.md", "Environment variables") for name in re.findall(r"\w+", cell)
+    }
+    # Of the terminal's width Python's own shutil knows; breakpoint() has a function of ours in ranks of a test.
+    assert used - {"PYTHONBREAKPOINT"} == listed - {"COLUMNS"}
