@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from checkpoints import Done
-from processes import ROOT, Processes, free_port
+from started import ROOT, Processes, free_port
 
 if TYPE_CHECKING:
     import subprocess

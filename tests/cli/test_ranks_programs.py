@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import changed, network, save, save_header
-from processes import alive, free_port, wait_for
 from programs_of_ranks import SYNCHECK, TORCHRUN, finished
+from started import alive, free_port, wait_for
 
 if TYPE_CHECKING:
     from programs_of_ranks import Jobs

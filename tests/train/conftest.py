@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import processes
 import pytest
+import started
 from programs import RUN, Programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 @pytest.fixture
 def free_port() -> int:
     """A port on which nobody listens."""
-    return processes.free_port()
+    return started.free_port()
 
 
 @pytest.fixture

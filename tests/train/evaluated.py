@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from processes import ROOT
 from scenarios import load
+from started import ROOT
 
 from train.rank_scores import score_run
 from train.replicas import find

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bench_rows import MACHINE, epoch, record, row
-from processes import ROOT, alive, wait_for
 from programs import children
+from started import ROOT, alive, wait_for
 
 from train.bench.__main__ import main
 from train.bench.cases import CASES, chosen

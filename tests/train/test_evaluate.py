@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluated import FIXTURES, SYNCED, change, copy_synced, scores
-from processes import ROOT
 from programs import SHORT, TRAIN, Programs
 from scenarios import SMALL, SMALLEST, load, run
+from started import ROOT
 
 from train.data import load_data
 from train.evaluate import main

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from disks import make_read_only, small_disk
-from processes import alive, wait_for
 from programs import TRAIN
 from scenarios import load
+from started import alive, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

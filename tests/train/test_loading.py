@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from processes import alive, wait_for
 from programs import TRAIN, children
 from scenarios import trained
+from started import alive, wait_for
 
 from train.data import DistributedBatchSampler, load_data
 from train.launch import RankContext

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import ROOT
 from programs import RUN
+from started import ROOT
 
 from train.run import main
 

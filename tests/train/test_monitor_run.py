@@ -9,9 +9,9 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import alive
 from programs import SHORT, TRAIN
 from scenarios import SMALL, fsdp, run, tensors
+from started import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import ROOT
 from resumed import TINY, Crash, Stops
 from scenarios import SMALL, fsdp, load
+from started import ROOT
 
 from train.engine import Result, train
 from train.errors import UserError

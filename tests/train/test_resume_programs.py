@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import wait_for
 from programs import RUN, TRAIN, Programs, children, errors, imports_torch
 from resumed import differences
 from scenarios import load
+from started import wait_for
 
 from train.resume import state_path, states_folder
 

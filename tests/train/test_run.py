@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import LAUNCHER
 from scenarios import differing, load
+from started import LAUNCHER
 
 from train.options import build_parser, settings_from
 from train.run import main

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import ROOT
+from started import ROOT
 
 import syncheck
 

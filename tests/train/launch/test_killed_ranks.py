@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import alive, wait_for
 from programs import RUN, TRAIN, children, command, environment, errors
 from scenarios import differing, load
+from started import alive, wait_for
 
 if TYPE_CHECKING:
     import subprocess

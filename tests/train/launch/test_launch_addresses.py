@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from processes import LAUNCHER
+from started import LAUNCHER
 
 from train.run import main
 

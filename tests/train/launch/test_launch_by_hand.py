@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import alive, wait_for
 from programs import SHORT, TRAIN, assert_trained, errors, imports_torch
+from started import alive, wait_for
 from torch.distributed import TCPStore
 
 if TYPE_CHECKING:

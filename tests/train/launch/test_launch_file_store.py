@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from processes import wait_for
 from programs import TRAIN, errors
+from started import wait_for
 
 from train.errors import RankError, UserError
 from train.launch import RankContext, process_group

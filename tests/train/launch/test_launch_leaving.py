@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import alive
 from programs import TRAIN
+from started import alive
 
 if TYPE_CHECKING:
     from programs import Programs

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from namespaces import ip, two_hosts
-from processes import ROOT
 from programs import SHORT, TRAIN, assert_trained, errors
 from required import unavailable
+from started import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

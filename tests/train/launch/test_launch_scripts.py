@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import ROOT
 from programs import RUN, SHORT, assert_trained
+from started import ROOT
 
 if TYPE_CHECKING:
     from programs import Programs

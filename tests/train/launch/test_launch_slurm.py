@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import NODES, Cluster
-from processes import ROOT
 from programs import RUN, SHORT, TRAIN, assert_trained, command, environment
 from scenarios import differing
+from started import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import alive, wait_for
 from programs import SHORT, TRAIN, assert_trained, children, command, imports_torch
+from started import alive, wait_for
 
 from train.launch import Ending
 from train.launch.spawn import verdict, wait

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import alive
 from programs import RUN, SHORT, TRAIN, assert_trained, children, errors
+from started import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable

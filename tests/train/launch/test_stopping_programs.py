@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster
-from processes import ROOT, alive
 from programs import RUN, TRAIN, errors
+from started import ROOT, alive
 
 if TYPE_CHECKING:
     import subprocess
