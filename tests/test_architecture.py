@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,10 @@ def test_every_test_says_what_it_proves() -> None:
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 assert ast.get_docstring(node), f"{source}: {node.name}"
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Their folders are all on the path, so of two modules of one name only the first would be found."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, times in names.items() if times > 1] == []
+    assert [name for name in names if name.removesuffix(".py") in sys.stdlib_module_names] == []
