@@ -57,12 +57,14 @@ def test_ready(syncheck_rank, tmp_path, each):
     os.chdir(tmp_path)
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     torch.distributed.new_group([0, 1])
 
 @pytest.mark.syncheck(ranks=2)
 def test_afresh(syncheck_rank):
     assert "LEFT_BEHIND" not in os.environ
     assert (torch.rand(1).dtype, torch.rand(1).device.type) == (torch.float32, "cpu")
+    assert dist.get_debug_level() == dist.DebugLevel.OFF
     assert pathlib.Path.cwd() == LOG.parent
     assert not list(syncheck_rank.shared.iterdir())
     log(started=time.time())

@@ -64,6 +64,7 @@ def settings() -> tuple[Any, ...]:
         _device(torch),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
+        _debug_level(torch),
     )
 
 
@@ -72,12 +73,18 @@ def restore(before: tuple[Any, ...]) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is None or before == settings():
         return
-    dtype, device, grad, deterministic = before or (torch.float32, None, True, False)
+    dtype, device, grad, deterministic, level = before or (torch.float32, None, True, False, None)
     torch.set_default_dtype(dtype)
     if device != _device(torch):
         torch.set_default_device(device)
     torch.set_grad_enabled(grad)
     torch.use_deterministic_algorithms(deterministic)
+    if torch.distributed.is_available():
+        # At DETAIL a rank joins other groups first, for which ranks at another level would not come.
+        if level is None:
+            torch.distributed.set_debug_level_from_env()
+        else:
+            torch.distributed.set_debug_level(level)
 
 
 def _device(torch: Any) -> Any:
@@ -87,3 +94,8 @@ def _device(torch: Any) -> Any:
     except AttributeError:  # torch 2.6, once None was set
         return None
     return None if device == torch.device("cpu") else device
+
+
+def _debug_level(torch: Any) -> Any:
+    """Return how much torch.distributed checks: it is read from TORCH_DISTRIBUTED_DEBUG once, or set by the test."""
+    return torch.distributed.get_debug_level() if torch.distributed.is_available() else None
