@@ -19,6 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))  # the code of this clone, whatever is 
 
 import from_api  # noqa: E402
 import from_findings  # noqa: E402
+import from_modules  # noqa: E402
 import from_options  # noqa: E402
 import from_results  # noqa: E402
 import from_schema  # noqa: E402
@@ -39,6 +40,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "json-fields": from_schema.fields,
     "json-example": from_schema.example,
     "measured": from_results.measured,
+    "modules-syncheck": lambda: from_modules.modules("syncheck", from_modules.SYNCHECK),
+    "modules-train": lambda: from_modules.modules("train", from_modules.TRAIN),
     "api-syncheck": lambda: from_api.package("syncheck"),
     "api-words": from_api.literals,
     "api-live": lambda: from_api.package("syncheck.live"),

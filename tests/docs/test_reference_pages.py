@@ -36,7 +36,7 @@ def test_pages_are_todays(tmp_path: Path) -> None:
     command = [sys.executable, str(REFERENCE / "make.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    for name in ("syncheck", "fixtures", "benchmarks", "pyproject.toml"):
+    for name in ("syncheck", "train", "fixtures", "benchmarks", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     copied = tmp_path / "docs" / "reference"
     copied.mkdir(parents=True)
