@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck import baseline, comparison, kinds, layout, reference, series
+from syncheck import comparison, kinds, layout, reference, series
 from syncheck import paths as files
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
@@ -180,6 +180,8 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     """
     options = options or Options()
     if options.baseline is not None:
+        from syncheck import baseline  # which most runs do without
+
         baseline.read(options.baseline)  # what is wrong with it is told before anything is compared
     if not paths:
         raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
@@ -230,7 +232,11 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
-    return report if options.baseline is None else baseline.accepted(report, baseline.read(options.baseline))
+    if options.baseline is None:
+        return report
+    from syncheck import baseline
+
+    return baseline.accepted(report, baseline.read(options.baseline))
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:

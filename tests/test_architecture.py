@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py"), *(ROOT / "fuzz").rglob("*.py")])
 FIXTURES = ROOT / "fixtures"
 SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
-FOR_SOME_FILES = tuple(f"syncheck.{name}" for name in ("readers.folders", "readers.dcp", "digests", "quick", "gaps"))
+FOR_SOME_FILES = tuple(
+    f"syncheck.{name}" for name in ("readers.folders", "readers.dcp", "digests", "quick", "gaps", "baseline")
+)
 
 # Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too.
 LEAVES = {"errors", "dtypes"}
