@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, layout, reference, series
+from syncheck import comparison, kinds, layout, series
 from syncheck import paths as files
-from syncheck.comparison import Selection
+from syncheck.comparison import Selection, reference
 from syncheck.comparison import compare as compare_group
+from syncheck.comparison.values import holds_counted
 from syncheck.errors import CheckpointError, OptionError, UsageError
-from syncheck.layout_groups import last_steps
+from syncheck.evidence.stale import with_stale
+from syncheck.layout.groups import last_steps
 from syncheck.names import normalize
 from syncheck.records import Report, Unreadable
-from syncheck.stale import with_stale
 from syncheck.tolerance import tolerances
-from syncheck.values import holds_counted
 from syncheck.verdicts import judged_group, overall
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from syncheck.layout_groups import Replicas
+    from syncheck.layout.groups import Replicas
     from syncheck.records import Group
 
 ONLY = {
@@ -216,7 +216,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     ]
     groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
     if len(groups) > 1 and not options.quick:  # which reads no tensor
-        from syncheck.free_running import with_free_running
+        from syncheck.evidence.free_running import with_free_running
 
         groups = with_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)

@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from syncheck import readers
-from syncheck.blocks import Files
 from syncheck.dtypes import DTYPES
 from syncheck.errors import brief
+from syncheck.kernel.blocks import Files
+from syncheck.kernel.moments import NAMES, moments_of
 from syncheck.kinds import kinds_of
-from syncheck.moments import NAMES, moments_of
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor

@@ -13,15 +13,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.atomic import check_place, replace_file, writing
-from syncheck.blocks import Files, ranges
-from syncheck.digests import ALGORITHM, hasher
+from syncheck.comparison.values import counted
 from syncheck.errors import UsageError
+from syncheck.kernel.blocks import Files, ranges
+from syncheck.kernel.digests import ALGORITHM, hasher
+from syncheck.kernel.moments import Moments
 from syncheck.kinds import kinds_of
 from syncheck.metadata_block import SCHEMA
-from syncheck.moments import Moments
 from syncheck.readers import ENDINGS, fingerprint_file, keep
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
-from syncheck.values import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

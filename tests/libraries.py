@@ -24,7 +24,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH
 def need(name: str) -> None:
     """Skip the test without this library, or fail where SYNCHECK_REQUIRE names it, as CI does."""
     if find_spec(name) is None:  # importing it here would take seconds, and is left to the programs
-        unavailable(name, "it is not installed; pip install -e '.[layouts]'")
+        unavailable(name, "it is not installed; pip install -e '.[frameworks]'")
 
 
 class Ended(NamedTuple):

@@ -20,12 +20,15 @@ SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*
 FIXTURES = ROOT / "fixtures"
 SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
 FOR_SOME_FILES = tuple(
-    f"syncheck.{name}" for name in ("readers.folders", "readers.dcp", "digests", "quick", "gaps", "baseline")
+    f"syncheck.{name}"
+    for name in ("readers.folders", "readers.dcp", "kernel.digests", "kernel.quick", "gaps", "baseline")
 )
 
-# Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too.
+# Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too. A package is one layer, or each of
+# its modules is one; then its own name is its `__init__`.
 LEAVES = {"errors", "dtypes"}
 BASE = LEAVES | {"snapshots", "records"}
+BYTES = BASE | {"kernel", "kernel.blocks"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "atomic": LEAVES,
@@ -33,55 +36,60 @@ ALLOWED = {
     "snapshots": set(),
     "clues": set(),
     "records": {"snapshots", "clues"},
-    "suspects": BASE | {"kinds"},
     "names": LEAVES,
+    "tensor_parallel": set(),
     "tolerance": LEAVES,
     "metadata_block": BASE,
     "kinds": BASE | {"names"},
-    "layout_names": set(),
-    "layout_groups": BASE | {"layout_names"},
-    "layout_metadata": BASE | {"layout_names", "layout_groups"},
-    "layout": BASE | {"layout_names", "layout_groups", "layout_metadata"},
+    "layout.names": set(),
+    "layout.groups": BASE | {"layout.names"},
+    "layout.metadata": BASE | {"layout.names", "layout.groups"},
+    "layout": BASE | {"layout.names", "layout.groups", "layout.metadata"},
     "readers": BASE | {"names", "kinds", "metadata_block", "readers"},
-    "pieces": BASE,
-    "blocks": BASE | {"pieces"},
-    "shares": BASE | {"blocks"},
-    "kernel": BASE | {"blocks", "shares"},
-    "measured": BASE,
-    "float_gaps": BASE | {"tolerance", "measured"},
-    "integer_gaps": BASE | {"measured", "float_gaps"},
-    "gaps": BASE | {"blocks", "tolerance", "shares", "measured", "float_gaps", "integer_gaps"},
-    "tensor_parallel": set(),
-    "replica_groups": BASE | {"tensor_parallel"},
-    "ties": BASE,
-    "moments": BASE | {"blocks"},
-    "digests": BASE | {"blocks", "kernel", "moments"},
-    "quick": BASE | {"blocks", "digests", "kernel"},
-    "tensors": BASE | {"tolerance", "blocks", "kernel", "gaps", "digests", "quick", "replica_groups"},
-    "optimizer_parts": BASE | {"names"},
-    "evidence": BASE | {"blocks", "float_gaps", "suspects"},
-    "stale": BASE | {"blocks", "kernel", "names", "layout_groups", "quick"},
-    "free_running": BASE | {"blocks", "float_gaps", "names", "layout_groups"},
-    "histograms": BASE | {"blocks", "float_gaps", "suspects"},
-    "history": BASE | {"kinds", "suspects"},
-    "values": BASE | {"names", "kinds"},
-    "reference": BASE | {"layout_groups", "tolerance", "blocks", "gaps"},
+    "kernel.pieces": BASE,
+    "kernel.blocks": BASE | {"kernel.pieces"},
+    "kernel.shares": BASE | {"kernel.blocks"},
+    "kernel.moments": BASE | {"kernel.blocks"},
+    "kernel": BASE | {"kernel.blocks", "kernel.shares"},
+    "kernel.digests": BYTES | {"kernel.moments"},
+    "kernel.quick": BYTES | {"kernel.digests"},
+    "gaps.measured": BASE,
+    "gaps.floats": BASE | {"tolerance", "gaps.measured"},
+    "gaps.integers": BASE | {"gaps.measured", "gaps.floats"},
+    "gaps": BASE | {"tolerance", "kernel.blocks", "kernel.shares", "gaps.measured", "gaps.floats", "gaps.integers"},
+    "evidence.suspects": BASE | {"kinds"},
+    "evidence": BASE | {"kernel.blocks", "gaps.floats", "evidence.suspects"},
+    "evidence.histograms": BASE | {"kernel.blocks", "gaps.floats", "evidence.suspects"},
+    "evidence.history": BASE | {"kinds", "evidence.suspects"},
+    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.quick"},
+    "evidence.free_running": BASE | {"names", "layout.groups", "kernel.blocks", "gaps.floats"},
+    "comparison.ties": BASE,
+    "comparison.optimizer_parts": BASE | {"names"},
+    "comparison.values": BASE | {"names", "kinds"},
+    "comparison.replica_groups": BASE | {"tensor_parallel"},
+    "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "gaps"},
+    "comparison.tensors": BYTES | {"tolerance", "kernel.digests", "kernel.quick", "gaps", "comparison.replica_groups"},
     "comparison": BASE
-    | {"names", "kinds", "tolerance", "blocks", "layout_groups", "tensors", "values"}
-    | {"replica_groups", "ties", "quick", "reference", "optimizer_parts", "evidence", "tensor_parallel"}
-    | {"histograms"},
-    "diagnose": BASE | {"suspects", "history", "kinds", "diagnose", "tensor_parallel"},
+    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.quick"}
+    | {"evidence", "evidence.histograms"}
+    | {
+        f"comparison.{part}" for part in ("ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
+    },
+    "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
     "report": BASE | {"kinds", "series", "atomic", "report"},
     "paths": BASE | {"readers", "syncheck"},
-    "contents": BASE | {"readers", "blocks", "kinds", "moments", "syncheck"},
-    "fingerprint": BASE | {"readers", "blocks", "kinds", "moments", "digests", "values", "metadata_block", "atomic"},
+    "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
+    "fingerprint": BASE
+    | {"readers", "kinds", "metadata_block", "kernel.blocks", "kernel.moments", "kernel.digests", "comparison.values"}
+    | {"atomic"},
     "config": LEAVES | {"api", "report"},
     "live": BASE
-    | {"reference", "names", "kinds", "readers", "dtypes", "layout_groups", "metadata_block", "pieces", "api", "live"}
-    | {"comparison", "replica_groups", "tensor_parallel", "report", "paths", "blocks", "ties"},
+    | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
+    | {"kernel.blocks", "kernel.pieces", "comparison", "live"}
+    | {"comparison.reference", "comparison.replica_groups", "comparison.ties"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "baseline", "readers", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},
@@ -101,11 +109,10 @@ def imported(source: Path) -> set[str]:
 
 
 def layer(module: str) -> str:
-    """Return the first part of a module's name below the package: syncheck.readers.pickles.tree gives readers."""
-    parts = module.split(".")
-    if len(parts) > 1 and ((ROOT / "syncheck" / parts[1]).is_dir() or (ROOT / "syncheck" / f"{parts[1]}.py").is_file()):
-        return parts[1]
-    return parts[0]
+    """Return the layer of a module: syncheck.kernel.blocks gives kernel.blocks, syncheck.readers.files readers."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return next((name for name in names if name in ALLOWED), names[-1] if names else "syncheck")
 
 
 def test_imports_go_one_way() -> None:
@@ -119,13 +126,18 @@ def test_imports_go_one_way() -> None:
     assert wrong == []
 
 
+def modules_of(package: Path) -> set[str]:
+    """Return the names of a package's modules and packages."""
+    return {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+
+
 def test_every_module_has_its_place_in_the_order() -> None:
-    """A new module of syncheck must be given a layer."""
-    known = ALLOWED.keys() | {"api", "cli", "__init__", "__main__"}
-    modules = {
-        path.stem for path in (ROOT / "syncheck").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert modules == known
+    """A new module of syncheck must be given a layer, as must those of a package whose modules have layers."""
+    places = ALLOWED.keys() | {"api", "cli", "__init__", "__main__"}
+    modules = modules_of(ROOT / "syncheck")
+    for package in {name.partition(".")[0] for name in places if "." in name}:
+        modules |= {f"{package}.{name}" for name in modules_of(ROOT / "syncheck" / package) - {"__init__"}}
+    assert modules == places
 
 
 def test_the_packages_meet_at_public_names_only() -> None:

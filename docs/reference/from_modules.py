@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from marks import cell, table
 from sources import ROOT, docstring, parsed
 
-# By what they are for, in the order of a comparison. A package stands for all of its modules.
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# By what they are for, in the order of a comparison. A package stands for all of its modules, or they follow it.
 SYNCHECK = {
-    "What all parts speak of": "errors dtypes snapshots clues records names kinds tolerance metadata_block",
-    "From paths to snapshots, and to groups of replicas": (
-        "paths readers layout layout_names layout_metadata layout_groups reference"
+    "What all parts speak of": (
+        "errors dtypes snapshots clues records names kinds tensor_parallel tolerance metadata_block"
     ),
-    "Bytes": "blocks pieces shares kernel digests quick",
-    "Gaps": "gaps float_gaps integer_gaps measured moments histograms",
-    "One group": "comparison tensors values replica_groups optimizer_parts tensor_parallel ties evidence",
-    "Several steps of a run": "series history stale free_running",
-    "What it means": "diagnose suspects verdicts baseline",
+    "From paths to groups of replicas": "paths readers layout layout.names layout.metadata layout.groups",
+    "Bytes": "kernel kernel.blocks kernel.pieces kernel.shares kernel.digests kernel.quick kernel.moments",
+    "Gaps": "gaps gaps.floats gaps.integers gaps.measured",
+    "One group": (
+        "comparison comparison.tensors comparison.values comparison.replica_groups comparison.optimizer_parts "
+        "comparison.ties comparison.reference"
+    ),
+    "A second look, and several steps of a run": (
+        "evidence evidence.suspects evidence.histograms evidence.history evidence.stale evidence.free_running series"
+    ),
+    "What it means": "diagnose verdicts baseline",
     "What is shown, and written": "report contents fingerprint atomic",
     "Doors": "api config cli __main__ testing pytest_plugin live integrations",
 }
@@ -32,23 +42,31 @@ TRAIN = {
 }
 
 
-def _missing(package: str, parts: dict[str, str]) -> set[str]:
+def _modules(folder: Path) -> set[str]:
+    """Return the names of a package's modules and packages."""
+    there = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    return there | {path.parent.name for path in folder.glob("*/__init__.py")}
+
+
+def _odd(package: str, parts: dict[str, str]) -> set[str]:
     """Return the modules of a package that no part names, and those that it does not have."""
-    there = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
-    there |= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
-    return there ^ set(" ".join(parts.values()).split())
+    named = set(" ".join(parts.values()).split())
+    there = _modules(ROOT / package)
+    for opened in {name.partition(".")[0] for name in named if "." in name}:
+        there |= {f"{opened}.{name}" for name in _modules(ROOT / package / opened)}
+    return there ^ named
 
 
 def modules(package: str, parts: dict[str, str]) -> str:
     """Return a table for each part. Raises KeyError where the parts are not those that are there."""
-    if odd := _missing(package, parts):
+    if odd := _odd(package, parts):
         raise KeyError(f"{package}: in the table of {__name__} or in the folder only: {', '.join(sorted(odd))}")
     made = []
     for title, names in parts.items():
         rows = []
         for name in names.split():
-            folder = (ROOT / package / name).is_dir()
-            shown = f"{name}/" if folder else f"{name}.py"
+            path = name.replace(".", "/")
+            shown = f"{path}/" if (ROOT / package / path).is_dir() else f"{path}.py"
             says = docstring(parsed(f"{package}.{name}")).partition("\n")[0]
             rows.append((f"[{shown}](../../{package}/{shown})", cell(says)))
         made.append(f"### {title}\n\n{table(('module', 'says of itself'), rows)}")

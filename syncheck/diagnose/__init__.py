@@ -37,7 +37,7 @@ from syncheck.diagnose import (
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.places import rest_text
-from syncheck.history import history_of
+from syncheck.evidence.history import history_of
 from syncheck.records import Finding
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
-from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

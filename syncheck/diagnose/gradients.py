@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import counted, parameter_of
-from syncheck.history import gap_ratios, trend_of
+from syncheck.evidence.history import gap_ratios, trend_of
 from syncheck.records import FIRST_MOMENTS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import names_text
-from syncheck.suspects import sets_within
+from syncheck.evidence.suspects import sets_within
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted, names_text
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

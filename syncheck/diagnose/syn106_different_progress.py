@@ -30,8 +30,8 @@ from syncheck.diagnose.counters import (
     scaler_explains,
 )
 from syncheck.errors import brief
+from syncheck.evidence.suspects import suspects
 from syncheck.records import PROGRESS, ranks_text
-from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

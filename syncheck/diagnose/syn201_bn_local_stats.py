@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import evidence, statistics_alone
 from syncheck.diagnose.case import Match
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
+from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
-from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import others_agree
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -40,7 +40,7 @@ from syncheck.diagnose.gradients import (
     touched,
     with_followers,
 )
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

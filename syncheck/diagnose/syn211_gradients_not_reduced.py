@@ -44,7 +44,7 @@ from syncheck.diagnose.gradients import (
     with_followers,
     with_moment,
 )
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

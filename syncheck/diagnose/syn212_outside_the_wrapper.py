@@ -43,7 +43,7 @@ from syncheck.diagnose.gradients import (
     trained,
     with_moment,
 )
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

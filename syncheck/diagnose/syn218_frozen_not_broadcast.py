@@ -34,7 +34,7 @@ from syncheck.diagnose.gradients import (
     trained,
     with_moment,
 )
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from collections.abc import Collection

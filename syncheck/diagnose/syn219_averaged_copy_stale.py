@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
 from syncheck.diagnose.gradients import course
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_text
 from syncheck.diagnose.spots import followers_text, one_bit, place_text, rest_text, spots
+from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
-from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_text, gap_text, worst
 from syncheck.diagnose.spots import followers_text, place_text, rest_text, spots
-from syncheck.suspects import suspects
+from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

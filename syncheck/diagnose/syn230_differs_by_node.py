@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted, gap_text, worst
 from syncheck.diagnose.places import divided_by
+from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
-from syncheck.suspects import sets_within, suspects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
 from syncheck.diagnose.places import divided_by
+from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
-from syncheck.suspects import suspects
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import averaging_of
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
+from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import MEASURED
-from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, agreement_text, gap_text, worst
 from syncheck.diagnose.gradients import cosines, course, moments_apart, only_decay
 from syncheck.errors import brief
+from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
-from syncheck.suspects import suspects
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

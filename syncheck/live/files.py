@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck.blocks import Files
 from syncheck.errors import UsageError, brief
+from syncheck.kernel.blocks import Files
 from syncheck.kinds import selector
-from syncheck.layout_groups import title_of
+from syncheck.layout.groups import title_of
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.stored import opened
 from syncheck.names import normalize

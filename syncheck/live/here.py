@@ -6,10 +6,10 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import reference
 from syncheck.api import Found, Options, find, judge
+from syncheck.comparison import reference
 from syncheck.errors import UsageError
-from syncheck.layout_groups import Replicas
+from syncheck.layout.groups import Replicas
 from syncheck.live.channel import world_size
 from syncheck.live.memory import agree_on_buffers, snapshot
 from syncheck.live.memory.things import has_module, is_module, is_optimizer, title_of

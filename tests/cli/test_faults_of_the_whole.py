@@ -14,7 +14,7 @@ import pytest
 from checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck
-from syncheck import shares
+from syncheck.kernel import shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable

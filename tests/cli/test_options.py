@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
 
-from syncheck.blocks import Files
 from syncheck.cli import main
+from syncheck.kernel.blocks import Files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

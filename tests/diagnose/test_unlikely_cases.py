@@ -11,9 +11,9 @@ import pytest
 import small_model
 import torch
 
-from syncheck import histograms
 from syncheck.api import compare
-from syncheck.blocks import Files
+from syncheck.evidence import histograms
+from syncheck.kernel.blocks import Files
 from syncheck.records import Evidence, TensorDiff, ValueDiff
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from checkpoints import snapshot
 
 from syncheck import layout
 from syncheck.cli.ranks import FIELDS
-from syncheck.layout_names import take_apart
+from syncheck.layout.names import take_apart
 from syncheck.readers import sniff_folder
 
 ROOT = Path(__file__).resolve().parents[2]

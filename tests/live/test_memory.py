@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 import syncheck
-from syncheck.blocks import Files
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
+from syncheck.comparison.values import is_membership
 from syncheck.errors import UsageError
+from syncheck.kernel.blocks import Files
 from syncheck.kinds import kinds_of
-from syncheck.layout_groups import Replicas
+from syncheck.layout.groups import Replicas
 from syncheck.live.digest import digest_all
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.held import Held
 from syncheck.testing import OutOfSync, assert_in_sync, compare
-from syncheck.values import is_membership
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from strategies import EXAMPLES, for_all, torch
 
 from syncheck import readers
-from syncheck.blocks import Files, ranges
 from syncheck.errors import CheckpointError
 from syncheck.fingerprint import fingerprint
+from syncheck.kernel.blocks import Files, ranges
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:

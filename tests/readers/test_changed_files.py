@@ -12,8 +12,8 @@ import pytest
 from checkpoints import save
 
 from syncheck import api, readers
-from syncheck.blocks import Files
 from syncheck.errors import MalformedFile
+from syncheck.kernel.blocks import Files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,7 @@ def test_a_file_cut_between_two_reads(
     """A file that is cut while tensors of any layout are read from it is told as cut; the process lives on."""
     program = f"""
 import os
-from syncheck import blocks
+from syncheck.kernel import blocks
 from syncheck.errors import MalformedFile
 from syncheck.snapshots import Tensor
 open("f", "wb").truncate(16384)

@@ -10,8 +10,8 @@ import pytest
 from checkpoints import save_header, save_safetensors
 
 import syncheck
-from syncheck.blocks import Files
 from syncheck.errors import CheckpointError, MalformedFile
+from syncheck.kernel.blocks import Files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import syncheck
-from syncheck.blocks import Files, ranges
 from syncheck.errors import MalformedFile, RefusedFile, UnsupportedFormat
+from syncheck.kernel.blocks import Files, ranges
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 

@@ -13,9 +13,9 @@ from checkpoints import save_pth, save_records
 from dcp_folders import assemble
 
 import syncheck
-from syncheck.blocks import Files, ranges
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, NotACheckpoint
+from syncheck.kernel.blocks import Files, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable

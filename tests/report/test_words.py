@@ -18,7 +18,7 @@ from syncheck.report.failure import in_python
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.replica_groups import Sets
+    from syncheck.comparison.replica_groups import Sets
 
 
 @pytest.mark.parametrize(

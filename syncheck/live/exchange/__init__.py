@@ -17,19 +17,18 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import reference
 from syncheck.api import Found, Options, judge
-from syncheck.comparison import hyperparameters, kinds_by_name
+from syncheck.comparison import hyperparameters, kinds_by_name, reference
+from syncheck.comparison.replica_groups import coordinates, divide
 from syncheck.errors import UsageError
 from syncheck.kinds import selector
-from syncheck.layout_groups import Replicas
+from syncheck.layout.groups import Replicas
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.catalogue import untold
 from syncheck.live.exchange.fetching import Fetcher, Remote, Wanted, answer, size_of
 from syncheck.live.exchange.holdings import exchange
 from syncheck.live.here import NOTHING
 from syncheck.live.memory import snapshot
-from syncheck.replica_groups import coordinates, divide
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import replicated
 

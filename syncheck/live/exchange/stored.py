@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import paths
-from syncheck.blocks import Files, is_plain, ranges
+from syncheck.comparison.ties import shared
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError
+from syncheck.kernel.blocks import Files, is_plain, ranges
 from syncheck.live.digest import Stream
 from syncheck.live.digest.host import default
 from syncheck.snapshots import Snapshot, in_c_order
-from syncheck.ties import shared
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor

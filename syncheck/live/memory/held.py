@@ -11,12 +11,12 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.replica_groups import is_whole
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.pieces import boxes
 from syncheck.live.digest.parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
 from syncheck.live.memory.sharded import sharding_of
-from syncheck.pieces import boxes
 from syncheck.readers.pickles.stand_ins import TensorPlace
-from syncheck.replica_groups import is_whole
 from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from syncheck.comparison.replica_groups import divide, is_whole
 from syncheck.errors import UsageError
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.held import Held, is_tensor
@@ -31,7 +32,6 @@ from syncheck.live.repair.trees import (
     without,
 )  # fmt: skip
 from syncheck.names import MODEL_CONTAINERS, normalize
-from syncheck.replica_groups import divide, is_whole
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:

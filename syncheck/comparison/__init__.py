@@ -1,0 +1,266 @@
+"""Compare the replicas of one group: align names, sort each tensor's replicas, count what was not compared."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from syncheck import evidence
+from syncheck.comparison.optimizer_parts import lost_parts, own_parameters
+from syncheck.comparison.reference import described
+from syncheck.comparison.replica_groups import coordinates, divide, mesh_ranks, told_place
+from syncheck.comparison.tensors import compare_tensor, not_asked_for
+from syncheck.comparison.ties import broken_ties
+from syncheck.comparison.values import compare_values, in_memory, lacking, stores_progress
+from syncheck.kernel.blocks import Files
+from syncheck.kinds import KINDS, kinds_of, selector
+from syncheck.names import normalize
+from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
+from syncheck.tensor_parallel import replicated
+from syncheck.tolerance import Tolerances
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from syncheck.comparison.replica_groups import Division
+    from syncheck.layout.groups import Replicas
+    from syncheck.snapshots import Snapshot, Tensor
+
+
+# Kinds of what ZeRO deals out to the ranks.
+_OPTIMIZER = ("optimizer", "optimizer_step")
+# The folder of one machine's files: node0/rank_1.pth.
+_HOST = re.compile(r"(?:^|/)((?:node|host|machine)[-_]?\d+)(?=/)", re.IGNORECASE)
+_DEALT_OUT = "of which each rank has its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to compare and what to excuse.
+
+    only: kinds, empty for all but random number states. include, exclude: globs of whole tensor names.
+    buffers: globs of names that are buffers. tolerance: for floats. reference: the rank that differences are described
+    against, in place of the majority. jobs: threads, None for what the machine has. quick: compare stored checksums
+    and read nothing. histograms: of the tensors that differ most, for a page. rng: random number states too.
+    """
+
+    only: frozenset[str] = frozenset()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    tolerance: Tolerances = field(default_factory=Tolerances)
+    reference: int | None = None
+    jobs: int | None = None
+    quick: bool = False
+    histograms: bool = False
+    rng: bool = False
+
+
+def compare(replicas: Replicas, selection: Selection) -> Group:
+    """Compare a group of replicas; its verdict is left at `undecided` for the diagnosis to fill in.
+
+    Raises CheckpointError when a file can no longer be read.
+    """
+    snapshots = dict(replicas.ranks)
+    names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
+    found = _align(snapshots, names)
+    kinds, guessed = _kinds(found, snapshots, selection)
+    wanted = selector(selection.only, selection.include, selection.exclude)
+    tally = _Tally()
+    if len(snapshots) > 1:
+        _compare_all(found, kinds, snapshots, wanted, selection, tally)
+    counts = {
+        kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
+        for kind in KINDS
+        if kind in tally.by_kind
+    }
+    metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
+    return Group(
+        name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
+        run=replicas.run,
+        label=replicas.label,
+        step=replicas.step,
+        verdict="alone" if len(snapshots) == 1 else "undecided",
+        replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
+        counts=sum(counts.values(), Counts()),
+        tensors=tuple(tally.diffs),
+        ties=broken_ties(snapshots, names),
+        shards=tally.shards(),
+        values=tuple(compare_values(snapshots, wanted, selector(frozenset(), (), selection.exclude))),
+        kinds=counts,
+        left_out=tally.left_out,
+        names=tally.names,
+        normalized=_normalized(names, snapshots),
+        stores_progress=any(map(stores_progress, snapshots.values())),
+        notes=(
+            *_notes(replicas, snapshots, tally, guessed=guessed and bool(tally.by_kind)),
+            *(_quick_note() if selection.quick and len(snapshots) > 1 else ()),
+        ),
+        metadata=metadata,
+        hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
+    )
+
+
+def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what moves parameters besides gradients, of the first parameter group. values: of a snapshot."""
+    found = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def _quick_note() -> tuple[str, ...]:
+    from syncheck.kernel import quick  # what nobody asked for is not imported
+
+    return (quick.NOTE,)
+
+
+@dataclass
+class _Tally:
+    """What has been compared of a group so far."""
+
+    by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    diffs: list[TensorDiff] = field(default_factory=list)
+    left_out: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """By kind and layout of the parts: for each tensor the sets of ranks that were compared."""
+
+    def add(
+        self, name: str, kind: str, diff: TensorDiff | None, division: Division | None = None, *, apart: bool = False
+    ) -> None:
+        """Count a tensor. apart: whether it is a part of an optimizer's state that only some ranks have."""
+        self.by_kind[kind][diff.status if diff else "identical"] += 1
+        self.names[name] = kind
+        if diff is not None:
+            self.diffs.append(diff)
+        sharded = diff is not None and diff.reason == "sharded"
+        if division is not None and division.kind:
+            self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
+        elif sharded and diff is not None:
+            self.laid_out["optimizer" if apart else "DTensor", _DEALT_OUT if apart else diff.detail or ""].append(())
+
+    def shards(self) -> tuple[Shards, ...]:
+        """Sum up the tensors that the ranks hold in parts."""
+        return tuple(
+            Shards(kind, layout, len(sets), sum(map(bool, sets)), next(filter(None, sets), ()))
+            for (kind, layout), sets in self.laid_out.items()
+        )
+
+
+def _compare_all(
+    found: Mapping[str, dict[int, Tensor]],
+    kinds: Mapping[str, str],
+    snapshots: Mapping[int, Snapshot],
+    wanted: Callable[[str, str], bool],
+    selection: Selection,
+    tally: _Tally,
+) -> None:
+    """Compare every tensor that is asked for, by name, and count how each ended."""
+    parts, ranks, places = own_parameters(snapshots), tuple(snapshots), coordinates(snapshots)
+    standing = mesh_ranks(snapshots)
+    whole = replicated(found) if places else frozenset()
+    with Files(jobs=selection.jobs) as files:
+        for name, tensors in found.items():
+            kind = kinds[name]
+            if not wanted(name, kind):
+                tally.left_out += 1
+                continue
+            if kind == "rng" and not (selection.only or selection.rng):
+                tally.add(name, kind, not_asked_for(name, kind, tensors))
+                continue
+            # A rank that names the parameter among its own should hold its state: missing there, it is lost.
+            parameter = name.rpartition(".")[0]
+            lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
+            apart = bool(parts) and kind in _OPTIMIZER and not lost
+            tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
+            division = divide(tensors, ranks, places, standing, replicated=name in whole)
+            diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
+            if diff is not None and selection.reference is not None:
+                diff = described(diff, selection.reference, tensors, files, tolerance)
+            tally.add(name, kind, diff, division, apart=apart)
+        tally.diffs = list(evidence.gather(tally.diffs, found, files))
+        if selection.histograms:
+            from syncheck.evidence import histograms  # what nobody asked for is not imported
+
+            tally.diffs = list(histograms.gather(tally.diffs, found, files))
+    for diff in lost_parts(parts, found):
+        if wanted(diff.name, diff.kind):
+            tally.add(diff.name, diff.kind, diff)
+
+
+def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
+    """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
+    wanted = selector(selection.only, selection.include, selection.exclude)
+    present = {kind for name, kind in kinds_by_name(dict(replicas.ranks), selection).items() if wanted(name, kind)}
+    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
+
+
+def kinds_by_name(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
+    """Return the kind of each tensor of a group of replicas, by its name without wrappers' prefixes."""
+    found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
+    return _kinds(found, snapshots, selection)[0]
+
+
+def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:
+    """Collect each tensor's replicas by normalized name, in the order of the first checkpoint."""
+    found: dict[str, dict[int, Tensor]] = {}
+    for rank, snapshot in snapshots.items():
+        for name, tensor in snapshot.tensors.items():
+            found.setdefault(names[rank][name], {})[rank] = tensor
+    return found
+
+
+def _kinds(
+    found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
+) -> tuple[dict[str, str], bool]:
+    firsts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
+    shapes = {name: tensor.shape for name, tensor in firsts.items()}
+    dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
+    parameters = [name for name, tensors in found.items() if any(t.parameter for t in tensors.values())]
+    metadata = next(
+        (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
+        None,
+    )
+    return kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+
+
+def _replica(rank: int, snapshot: Snapshot) -> Replica:
+    host, mesh = (None, {}) if snapshot.metadata is None else (snapshot.metadata.host, snapshot.metadata.mesh)
+    mesh = mesh or told_place(snapshot)
+    host = host or next(iter(_HOST.findall(snapshot.path)[-1:]), None)
+    return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
+
+
+def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Count the names of each rank that had a wrapper's prefix. Where all are wrapped in memory nothing was saved."""
+    counts = {rank: sum(a != b for a, b in of.items()) for rank, of in names.items()}
+    if in_memory(snapshots) and all(counts.values()):
+        return {}
+    return {rank: count for rank, count in counts.items() if count}
+
+
+def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally, *, guessed: bool) -> list[str]:
+    notes = [replicas.note]
+    by_kind = tally.by_kind.items()
+    if tally.laid_out and all(of.total() == of["not_compared"] for kind, of in by_kind if kind != "optimizer_step"):
+        notes.append("no tensor compared: every rank holds its own shards")
+    worlds = {s.metadata.world_size for s in snapshots.values() if s.metadata is not None and s.metadata.world_size}
+    if len(worlds) == 1:
+        absent = sorted(set(range(worlds.pop())) - set(snapshots))
+        if absent:
+            notes.append(f"no file of {ranks_text(absent)}, which the metadata says took part")
+    if guessed:
+        notes.append(
+            "which tensors are parameters and which buffers is guessed from their names; --buffers GLOB or a metadata "
+            "block says it"
+        )
+    stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
+    if any(stub.endswith(".DTensor") for stub in stubs):  # what torch keeps in one is no object of the user's
+        stubs = [stub for stub in stubs if not stub.startswith("torch.")]
+    if stubs:
+        notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")
+    notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
+    return notes + lacking(snapshots)

@@ -1,0 +1,264 @@
+"""Compare the replicas of one tensor: present everywhere, alike, of equal bytes, and if not, by how much."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.comparison.replica_groups import is_whole, layout_text, sets_text
+from syncheck.kernel import clusters
+from syncheck.records import TensorDiff, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from syncheck.comparison.replica_groups import Division, Sets
+    from syncheck.kernel.blocks import Files
+    from syncheck.kernel.digests import Told
+    from syncheck.records import Status
+    from syncheck.snapshots import Tensor
+    from syncheck.tolerance import Tolerance
+
+# How the readers begin what they say of a shard.
+SHARDED = "sharded:"
+# From what says least of a difference to what says most.
+_ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
+
+
+def compare_tensor(
+    name: str,
+    kind: str,
+    tensors: Mapping[int, Tensor],
+    division: Division,
+    files: Files,
+    tolerance: Tolerance,
+    *,
+    sharded: bool = False,
+    quick: bool = False,
+) -> TensorDiff | None:
+    """Compare one tensor's replicas by rank, within each replica group; None when they are identical.
+
+    division: these groups, and the ranks that ought to have the tensor. sharded: whether each rank was to hold other
+    tensors than the rest, so that one that is not everywhere is as it should be. quick: compare stored checksums and
+    read nothing. Raises CheckpointError when a file can no longer be read.
+    """
+    missing = tuple(rank for rank in division.expected if rank not in tensors)
+    bare = _bare(name, kind, tensors)
+    diff = _unlike(bare, tensors, division) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
+    if not missing:
+        return diff
+    if sharded and (diff is None or diff.reason == "sharded"):
+        detail = f"on {ranks_text(tuple(tensors))} only: the metadata says that each rank holds its own part"
+        return replace(bare, reason="sharded", detail=detail)
+    diff = diff or bare
+    here, gone = list(tensors), list(missing)
+    told = {rank for found in diff.clusters for rank in found}
+    untold = tuple(rank for rank in here if rank not in told)
+    return replace(
+        diff,
+        status="different" if diff.status == "different" else "not_compared",
+        reason="missing",
+        detail=f"not on {ranks_text(missing)}",
+        replica_groups=(division.expected,),
+        clusters=(*diff.clusters, untold) if untold else diff.clusters,
+        minority=diff.minority or minority_of(_largest_first((here, gone))),
+    )
+
+
+def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
+    """Count a random number state, or PowerSGD's error, which differ between ranks by design, as not compared."""
+    what = "PowerSGD's errors" if ".error_dict." in f".{name}" else "random number states"
+    return replace(_bare(name, kind, tensors), reason="rng", detail=f"{what} differ by design")
+
+
+def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the largest set; none where two sets are the largest. sets: largest first."""
+    if len(sets) < 2 or len(sets[0]) == len(sets[1]):
+        return ()
+    return tuple(sorted(rank for found in sets[1:] for rank in found))
+
+
+def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
+    first = next(iter(tensors.values()))
+    return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
+
+
+def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
+    """Say why replicas cannot be compared by value: of another kind, shape or dtype, or refused by the reader."""
+    for t in tensors.values():  # as nearly always; a generator in all() takes twice as long
+        if t.shape != bare.shape or t.dtype != bare.dtype or t.refused or t.sharding is not None:
+            break
+    else:
+        return None
+    refusals = {rank: tensor.refused for rank, tensor in tensors.items()}
+    sharded = {rank: text for rank, text in refusals.items() if text.startswith(SHARDED)}
+    if sharded:
+        first = next(iter(sharded.values()))
+        if len(sharded) == len(tensors):  # shards of one tensor may have any shapes
+            return replace(bare, reason="sharded", detail=first.removeprefix(SHARDED).strip())
+        return replace(bare, reason="refused", detail=f"{first} (on {ranks_text(tuple(sharded))} only)")
+    # A sparse tensor beside a dense one, or one without values beside one that has them: these are not the same.
+    kinds: dict[int, Any] = {rank: text or f"{tensors[rank].dtype} with values" for rank, text in refusals.items()}
+    if any(refusals.values()) and len(set(refusals.values())) > 1:
+        return _split(bare, "dtype", kinds, tensors)
+    for what in ("shape", "dtype"):
+        found = {rank: _known(tensor, what) for rank, tensor in tensors.items()}
+        if None not in found.values() and len(set(found.values())) > 1:
+            if what == "shape" and division.kind == "model parallel" and _alike_within(found, division):
+                continue  # parts of plain tensors, too, may be of unequal sizes
+            return _split(bare, what, found, tensors)
+    parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
+    texts = {id(sharding): layout_text(sharding) for sharding in parts.values()}  # ranks of a job share one
+    layouts = {rank: texts[id(sharding)] for rank, sharding in parts.items()}
+    if len(set(layouts.values())) > 1:  # no rank's part is another's then, and the rest of the model would hide it
+        return _split(bare, "shape", layouts, tensors)
+    refused = next(iter(refusals.values()))
+    return replace(bare, reason="refused", detail=refused) if refused else None
+
+
+def _alike_within(found: Mapping[int, Any], division: Division) -> bool:
+    """Whether all ranks of each replica group have the same."""
+    return all(len({found[rank] for rank in ranks}) == 1 for ranks in division.sets)
+
+
+def _known(tensor: Tensor, what: str) -> Any:
+    """Return a tensor's shape, the whole one of a DTensor, or dtype; None where the reader could not tell."""
+    found: Any = tensor.sharding.shape if what == "shape" and tensor.sharding else getattr(tensor, what)
+    return None if tensor.refused and found in ((), "unknown") else found
+
+
+def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mapping[int, Tensor]) -> TensorDiff:
+    """Return a difference in what is not compared by value, with the ranks that have each."""
+    by_text: dict[Any, list[int]] = defaultdict(list)
+    for rank, value in found.items():
+        by_text[value].append(rank)
+    sets = _largest_first(by_text.values())
+    texts = {tuple(ranks): list(text) if isinstance(text, tuple) else text for text, ranks in by_text.items()}
+    detail = " and ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
+    return replace(
+        bare,
+        reason=what,
+        detail=detail,
+        replica_groups=(tuple(tensors),),
+        clusters=sets,
+        minority=minority_of(sets),
+    )
+
+
+def _by_groups(
+    bare: TensorDiff,
+    tensors: Mapping[int, Tensor],
+    division: Division,
+    files: Files,
+    tolerance: Tolerance,
+    *,
+    quick: bool,
+) -> TensorDiff | None:
+    """Compare within each replica group; None when all are identical. Of several groups the worst gives the numbers."""
+    if division.kind and not division.comparable:
+        return replace(bare, reason="sharded", detail=f"{division.layout}: no two of these ranks hold the same part")
+    diffs = []
+    for ranks in division.comparable:
+        alone = len(ranks) == len(tensors)
+        members = tensors if alone else {rank: tensors[rank] for rank in ranks}
+        own = bare if alone else _bare(bare.name, bare.kind, members)
+        # Shards of one place in the mesh have one shape as torch writes them, but a file may hold anything.
+        if any(tensor.shape != own.shape for tensor in members.values()):
+            shapes = {rank: tensor.shape for rank, tensor in members.items()}
+            diff: TensorDiff | None = _split(own, "shape", shapes, members)
+        else:
+            told = _told(list(members.values()), files, quick=quick)
+            diff = _as_told(own, ranks, told) if told else _by_bytes(own, members, files, tolerance)
+        if diff is not None:
+            diffs.append(diff)
+    if not diffs or len(division.sets) == 1:
+        return diffs[0] if diffs else None
+    worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
+    return replace(
+        worst,
+        detail=worst.detail or f"{division.layout}: compared within {sets_text(division.comparable)}",
+        replica_groups=division.sets,
+        clusters=tuple(found for diff in diffs for found in diff.clusters),
+        minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
+        nonfinite=dict(sorted((rank, count) for diff in diffs for rank, count in diff.nonfinite.items())),
+    )
+
+
+def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance) -> TensorDiff | None:
+    """Sort replicas by their bytes and measure what differs; None when all are identical."""
+    ranks, members = tuple(tensors), list(tensors.values())
+    found = clusters(members, files) if len(members) > 1 else ((0,),)
+    if len(found) == 1:
+        return None
+    from syncheck.gaps import measure  # numpy is imported here, where there is a difference to measure
+
+    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in found)
+    minority = minority_of(sets)
+    gaps = measure([members[positions[0]] for positions in found], files, tolerance, majority=bool(minority))
+    excused = not tolerance.exact and not gaps.beyond
+    status: Status = "equal" if not gaps.mismatched else "close" if excused else "different"
+    nonfinite = {rank: count for same, count in zip(sets, gaps.nonfinite, strict=True) for rank in same}
+    return replace(
+        bare,
+        status=status,
+        reason=str(tolerance) if status == "close" else None,
+        replica_groups=(ranks,),
+        clusters=sets,
+        minority=minority,
+        mismatched=gaps.mismatched,
+        max_abs=gaps.max_abs,
+        max_rel=gaps.max_rel,
+        max_ulp=gaps.max_ulp,
+        index=None if gaps.worst is None else _unravel(gaps.worst, bare.shape),
+        nonfinite=dict(sorted(nonfinite.items())),
+        extent=gaps.extent(bare.numel),
+    )
+
+
+def _told(members: Sequence[Tensor], files: Files, *, quick: bool) -> Told | None:
+    """Ask what stands for the bytes, where these are not there or not to be read; None where they are."""
+    fingerprints = sum(tensor.digest is not None for tensor in members)
+    if fingerprints and (not quick or fingerprints == len(members)):
+        from syncheck.kernel.digests import by_digest
+
+        return by_digest(members, files)
+    if quick and any(tensor.data is None for tensor in members):
+        from syncheck.kernel.quick import by_checksum
+
+        return by_checksum(members)
+    return None
+
+
+def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: Told) -> TensorDiff | None:
+    """Return what is known of replicas without their bytes; None when all are identical."""
+    if len(told.clusters) == 1:
+        return None
+    if not told.clusters:
+        return replace(bare, reason=told.reason, detail=told.detail)
+    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in told.clusters)
+    counts = {rank: n for same, n in zip(sets, told.nonfinite, strict=False) for rank in same if n is not None}
+    known = replace(
+        bare,
+        status="different",
+        reason=told.reason,
+        detail=told.detail,
+        replica_groups=(ranks,),
+        clusters=sets,
+        minority=minority_of(sets),
+        mismatched=None,
+        nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
+    )
+    return replace(known, **told.gaps)
+
+
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.insert(0, at)
+    return tuple(index)
+
+
+def _largest_first(sets: Iterable[list[int]]) -> Sets:
+    return tuple(tuple(found) for found in sorted(sets, key=lambda found: (-len(found), found[0])))

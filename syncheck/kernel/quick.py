@@ -1,0 +1,59 @@
+"""Compare replicas by the CRC-32 that torch.save stored of every record: no tensor is read.
+
+Unequal checksums are unequal bytes. Equal ones are taken for equal bytes: two records differ and have one checksum by
+chance once in four billion. A 0 proves nothing, for saving may have it switched off.
+A record is a tensor's whole storage. Where it holds more than the tensor, equal records with the tensor at one place
+hold equal tensors, and unequal ones prove nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.kernel import sort_equal
+from syncheck.kernel.blocks import is_contiguous
+from syncheck.kernel.digests import Told
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.snapshots import Tensor
+
+NOTE = (
+    "compared by the checksums stored in the files, which no tolerance applies to; no tensor was read, so damage done "
+    "after saving is not seen, and which elements differ is known without --quick only"
+)
+_UNKNOWN = "the stored checksums differ"
+
+
+def by_checksum(tensors: Sequence[Tensor]) -> Told:
+    """Compare replicas of one tensor by what is stored of them. tensors: of one dtype and shape."""
+    everyone = tuple(range(len(tensors)))
+    if tensors[0].numel == 0:
+        return Told((everyone,))
+    if len({(t.lazy, t.big_endian, _steps(t)) for t in tensors}) > 1:
+        return _not_told("the replicas are not stored in one way (strides, byte order or a pending operation)")
+    # A view may show each element of its record more than once, and others never.
+    if all(t.crc32 and _is_dense(t) for t in tensors):
+        return Told(sort_equal([t.crc32 for t in tensors]), "checksum", _UNKNOWN)
+    if all(t.record for t in tensors):
+        places = {(t.record[0], t.offset - t.record[1]) for t in tensors if t.record is not None}
+        if len(places) == 1:
+            return Told((everyone,))
+        return _not_told("a view of a storage that differs: whether the view does is not known without reading it")
+    return _not_told("not every file stores one of it")
+
+
+def _not_told(why: str) -> Told:
+    return Told(reason="checksum", detail=why)
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides that mean something: those of dimensions of more than one element."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size != 1)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether each element has a place of its own, and there is no gap between them, in whatever order they lie."""
+    order = sorted(range(len(tensor.shape)), key=lambda i: -tensor.strides[i])
+    return is_contiguous([tensor.shape[i] for i in order], [tensor.strides[i] for i in order])

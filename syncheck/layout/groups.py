@@ -1,0 +1,147 @@
+"""A group of replicas, and its name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from syncheck.layout.names import take_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from syncheck.snapshots import Snapshot
+
+    K = TypeVar("K")
+    V = TypeVar("V")
+
+Ranked = tuple[tuple[int, "Snapshot"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Snapshots that ought to be equal, in the order of their ranks.
+
+    run: a name for the group. step: of the run, where known. ranks: each member's rank, or its position where nothing
+    tells its rank. note: how the group was found. label: the name, where `run` tells it from others of this call by a
+    folder or a run_id, without what is of this machine and this launch only.
+    """
+
+    run: str
+    step: int | None
+    ranks: Ranked
+    note: str
+    run_id: str | None = None
+    label: str = ""
+
+
+def classes(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """Sort items into lists of equal key, keys in the order of their first item."""
+    found: dict[K, list[V]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
+
+
+def numbered(members: Sequence[Snapshot]) -> Ranked:
+    """Number replicas by their metadata or names where that gives each its own rank, else by position."""
+    found = [rank_of(member) for member in members]
+    ranks = [rank for rank in found if rank is not None]
+    if len(set(ranks)) < len(members):
+        return tuple(enumerate(members))
+    return tuple(sorted(zip(ranks, members, strict=True), key=lambda pair: pair[0]))
+
+
+def rank_of(snapshot: Snapshot) -> int | None:
+    """Return the rank that a snapshot's metadata, or else its name, tells."""
+    if snapshot.metadata is not None and snapshot.metadata.rank is not None:
+        return snapshot.metadata.rank
+    parts = take_apart(snapshot.path)
+    at = parts.find("rank")
+    return None if at is None else parts.numbers[at]
+
+
+_FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint)[-_=]?\*|\*)")
+
+
+def title_of(pattern: str) -> str:
+    """Return the last part of a path that says more than rank and step: ckpts/ddp_rank* gives ddp."""
+    for segment in reversed(pattern.split("/")):
+        title = _FILLER.sub("", segment).strip("-_. /")
+        if title:
+            return title
+    return "files"
+
+
+def distinct(groups: list[Replicas]) -> list[Replicas]:
+    """Keep runs of one name apart: what has another run_id is another run, and so is a second group of one step.
+
+    Such groups get the folder that holds all of their run in front of their name; runs of one folder, their run_id.
+    """
+    result = []
+    for run, same in classes(groups, lambda g: g.run).items():
+        launches = classes(same, lambda g: g.run_id)
+        repeated = len({g.step for g in same}) < len(same)
+        folders = {
+            run_id: _common_folder(s.path for g in found for _, s in g.ranks) for run_id, found in launches.items()
+        }
+        named: list[tuple[str, tuple[str, ...]]] = []
+        for g in same:
+            folder, name = folders[g.run_id], run
+            place: tuple[str, ...] = ()
+            if g.run_id is None and repeated:
+                folder = os.path.dirname(g.ranks[0][1].path)
+            if len(launches) > 1 or (g.run_id is None and repeated):
+                name, place = f"{folder}/{run}" if folder else run, _place(folder)
+            if g.run_id is not None and list(folders.values()).count(folder) > 1:
+                name = f"{name} ({g.run_id[:8]})"
+            named.append((name, place))
+        places = _telling_apart([place for _, place in named])
+        result += [
+            replace(g, run=name, label="/".join((*place, run)))
+            for g, (name, _), place in zip(same, named, places, strict=True)
+        ]
+    return result
+
+
+def _place(folder: str) -> tuple[str, ...]:
+    """Return the parts of a folder's path, ranks and steps left open: they come and go with the files given."""
+    parts = take_apart(folder)
+    moments = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "step")]
+    return tuple(part for part in parts.without(*moments).split("/") if part not in ("", "."))
+
+
+def _telling_apart(places: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the places without the parts at their beginning and end that all of them have."""
+    for _ in range(2):
+        differing = (i for i, parts in enumerate(zip(*places, strict=False)) if len(set(parts)) > 1)
+        common = next(differing, min(map(len, places)))
+        places = [place[common:][::-1] for place in places]
+    return places
+
+
+def _common_folder(paths: Iterable[str]) -> str:
+    folders = [os.path.dirname(path) for path in paths]
+    try:
+        return os.path.commonpath(folders)
+    except ValueError:  # absolute and relative paths in one call
+        return folders[0]
+
+
+def last_steps(groups: Sequence[Replicas]) -> tuple[Replicas, ...]:
+    """Return, of each run with two replicas or more, the group of its last step; of two of one step the first."""
+    several = [group for group in reversed(groups) if len(group.ranks) > 1]
+    several.sort(key=lambda group: -1 if group.step is None else group.step)
+    return tuple({group.run: group for group in several}.values())
+
+
+def by_step(groups: Iterable[Replicas]) -> dict[str, dict[int, Replicas]]:
+    """Sort the groups that name their step by run and step; of two of one step, the first stands."""
+    runs: dict[str, dict[int, Replicas]] = defaultdict(dict)
+    for group in groups:
+        if group.step is not None:
+            runs[group.run].setdefault(group.step, group)
+    return {run: dict(sorted(steps.items())) for run, steps in runs.items()}

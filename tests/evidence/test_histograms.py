@@ -1,0 +1,126 @@
+"""Histograms of differences: against numpy on the same files, and when they are gathered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import Done, changed, network, save, save_safetensors
+
+import syncheck
+from syncheck.evidence import histograms
+from syncheck.records import DECADES, Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCHEMA = json.loads((Path(syncheck.__file__).parent / "report" / "schema.json").read_text())
+EDGES = [0.0, *(float(f"1e{power}") for power in (*DECADES, DECADES.stop)), np.inf]
+
+
+def gathered(folder: Path, *ranks: dict[str, np.ndarray[Any, Any]], **options: Any) -> dict[str, Histogram | None]:
+    """Write files of ranks, compare them with histograms, and return these by tensor."""
+    for rank, state in enumerate(ranks):
+        save_safetensors(folder / f"rank{rank}.safetensors", state)
+    report = syncheck.compare(folder, options=syncheck.api.Options(**options), histograms=True)
+    return {diff.name: diff.histogram for diff in report.groups[0].tensors}
+
+
+def spread(seed: int, size: int = 4000) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return two replicas whose gaps are zero, tiny, of every decade, huge, and not finite."""
+    random = np.random.default_rng(seed)
+    gaps = 10.0 ** random.uniform(-15, 9, size) * random.choice([-1, 0, 1], size)
+    a = np.where(random.random(size) < 0.5, 0.0, random.normal(size=size))
+    b = a + gaps
+    a[:6] = [np.nan, np.nan, np.inf, np.inf, 1.0, 0.0]
+    b[:6] = [np.nan, 1.0, np.inf, -np.inf, np.nan, -0.0]
+    return a, b
+
+
+def expected(gaps: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """Return how many gaps are in each bin, by numpy."""
+    return tuple(map(int, np.histogram(gaps, EDGES)[0]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_two_replicas_against_numpy(tmp_path: Path, dtype: str, seed: int) -> None:
+    """Each bin has the number that numpy counts; NaN on both, infinity on both and the zeros' signs are equal."""
+    with np.errstate(over="ignore"):
+        a, b = (array.astype(getattr(ml_dtypes, dtype, dtype)) for array in spread(seed))
+    found = gathered(tmp_path, {"w": a}, {"w": b})["w"]
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    finite = np.isfinite(a) & np.isfinite(b) & ~same
+    assert found == Histogram(int(same.sum()), expected(gaps[finite]), int((~same & ~finite).sum()))
+    assert found.elements == a.size
+    assert min(np.count_nonzero(found.counts), found.equal, found.not_finite) > 0
+
+
+def test_gaps_are_against_the_majority(tmp_path: Path) -> None:
+    """Of three ranks that agree and two others an element counts with its larger gap to those; and to a reference."""
+    a = np.zeros(3, np.float32)
+    b, c = np.float32([0.0, 0.5, 5.0]), np.float32([0.0, -50.0, -0.005])
+    ranks = [{"w": array} for array in (a, b, a, a, c)]
+    found = gathered(tmp_path, *ranks)["w"]
+    assert found == Histogram(1, expected(np.array([50.0, 5.0])), 0)
+    assert gathered(tmp_path, *ranks, reference=4)["w"] == Histogram(1, expected(np.array([50.5, 5.005])), 0)
+
+
+def test_without_a_majority_between_the_farthest(tmp_path: Path) -> None:
+    """Of three ranks that all differ an element counts with the gap between the lowest and the highest."""
+    ranks = [{"w": np.float32([1.0, value])} for value in (-0.5, 0.0, 0.75)]
+    assert gathered(tmp_path, *ranks)["w"] == Histogram(1, expected(np.array([1.25])), 0)
+
+
+def test_a_large_tensor_is_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spread blocks, the first and that with the largest gap; what was not looked at is not counted as equal."""
+    monkeypatch.setattr(histograms, "ELEMENTS", 8 * 65536)
+    a = np.zeros(30 * 65536 + 7, np.float32)
+    b = a.copy()
+    b[0], b[18 * 65536 + 9], b[19 * 65536] = 1e-3, 5.0, 1.0
+    found = gathered(tmp_path, {"w": a}, {"w": b})["w"]
+    assert found is not None
+    assert (found.elements, found.elements - found.equal) == (8 * 65536, 2)
+    assert found.counts == expected(np.array([1e-3, 5.0]).astype(np.float32).astype(np.float64))
+
+
+def test_the_worst_floats_only(tmp_path: Path) -> None:
+    """Of 50 tensors the 40 with the largest gaps, NaN on one rank first; whole numbers and what agrees have none."""
+    a = {f"w{i}": np.zeros(2, np.float32) for i in range(50)} | {"n": np.zeros(2, np.int64), "x": np.zeros(2)}
+    b = {f"w{i}": np.float32([0.0, 2.0**i]) for i in range(50)} | {"n": np.ones(2, np.int64), "x": np.zeros(2)}
+    b["w0"] = np.float32([0.0, np.nan])
+    found = gathered(tmp_path, a, b)
+    assert {name for name, histogram in found.items() if histogram} == {"w0", *(f"w{i}" for i in range(11, 50))}
+    assert found["w0"] == Histogram(1, (0,) * 20, 1)
+
+
+def test_digests_have_none(tmp_path: Path) -> None:
+    """What only stored checksums tell apart has no histogram."""
+    for rank in range(2):
+        save(tmp_path / f"rank{rank}.pth", {"w": np.full(2, float(rank))})
+    report = syncheck.compare(tmp_path, options=syncheck.api.Options(quick=True), histograms=True)
+    assert [(diff.status, diff.histogram) for diff in report.groups[0].tensors] == [("different", None)]
+
+
+def test_only_pages_ask_for_them(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """They are in the JSON document if a page is written too, of a run's last step only, and fit the schema."""
+    for step in (1, 2):
+        for rank in range(2):
+            state = changed(network(), "fc.weight", by=0.5 * rank)
+            save(tmp_path / f"ckpts/history/ddp/step_{step}/rank_{rank}.pth", state)
+    assert cli("compare", "ckpts", "-o", "a.json", "-q").code == 1
+    assert cli("compare", "ckpts", "-o", "b.json", "-o", "b.html", "-q").code == 1
+    documents = [json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json")]
+    for document in documents:
+        jsonschema.validate(document, SCHEMA)
+    found = [[group["tensors"][0]["histogram"] for group in document["groups"]] for document in documents]
+    numel = network()["fc.weight"].size
+    counts = [numel if power == -1 else 0 for power in (-13, *DECADES, DECADES.stop)]
+    assert found == [[None, None], [None, {"equal": 0, "counts": counts, "not_finite": 0}]]

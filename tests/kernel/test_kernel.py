@@ -1,0 +1,160 @@
+"""Clusters of equal bytes and the verdict on one tensor, over any number of replicas."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import save
+
+import syncheck
+from syncheck.kernel import clusters
+from syncheck.kernel.blocks import BLOCK, Files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.records import TensorDiff
+
+
+def write(folder: Path, arrays: list[np.ndarray[Any, Any]], ending: str = ".pth") -> list[Path]:
+    """Write one file a replica, each with one tensor w."""
+    return [save(folder / f"rank{i}{ending}", {"w": array}) for i, array in enumerate(arrays)]
+
+
+def clusters_of(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> tuple[tuple[int, ...], ...]:
+    """Return the clusters of replicas written from arrays."""
+    tensors = [syncheck.read(str(path)).tensors["w"] for path in write(folder, arrays)]
+    with Files() as files:
+        return clusters(tensors, files)
+
+
+def compared(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> TensorDiff | None:
+    """Compare replicas written from arrays; None where they are identical."""
+    (group,) = syncheck.compare(*write(folder, arrays)).groups
+    return group.tensors[0] if group.tensors else None
+
+
+A, B, C, D = (np.full(5, value, np.float32) for value in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "arrays, expected",
+    [
+        ([A, A], ((0, 1),)),
+        ([A, B], ((0,), (1,))),
+        ([A, B, A, A], ((0, 2, 3), (1,))),
+        ([B, A, A, A], ((1, 2, 3), (0,))),
+        ([A, A, B, B], ((0, 1), (2, 3))),
+        ([A, B, B, A, C], ((0, 3), (1, 2), (4,))),
+        ([A, B, C, D], ((0,), (1,), (2,), (3,))),
+        ([A, B, B, C, C, C], ((3, 4, 5), (1, 2), (0,))),
+    ],
+)
+def test_clusters(tmp_path: Path, arrays: list[Any], expected: Any) -> None:
+    """Replicas are sorted by equal bytes, the largest set first, of equal ones the one with the lowest rank."""
+    assert clusters_of(tmp_path, arrays) == expected
+
+
+def test_majority_is_the_base_and_ties_have_none(tmp_path: Path) -> None:
+    """The replicas outside the majority are named, rank 0 too; a tie names nobody."""
+    odd_first = compared(tmp_path / "a", [B, A, A])
+    assert odd_first is not None
+    assert odd_first.minority == (0,)
+    tie = compared(tmp_path / "b", [A, A, B, B])
+    assert tie is not None
+    assert tie.minority == ()
+    assert tie.clusters == ((0, 1), (2, 3))
+
+
+def test_numbers_are_against_the_majority_or_the_widest_pair(tmp_path: Path) -> None:
+    """With a majority gaps are measured from it; without one, between the two that lie farthest apart."""
+    with_majority = compared(tmp_path / "a", [A, A, B, -B])
+    assert with_majority is not None
+    assert with_majority.max_abs == 3.0
+    without = compared(tmp_path / "b", [A, B, -B])
+    assert without is not None
+    assert without.max_abs == 4.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_order_of_the_replicas_changes_only_their_labels(tmp_path: Path, seed: int) -> None:
+    """Permuting the files permutes the ranks in the answer and changes no number."""
+    rng = np.random.default_rng(seed)
+    pool = [rng.standard_normal(50).astype(np.float32) for _ in range(3)]
+    pool[1][:40] = pool[0][:40]
+    pool[2][7] = np.nan
+    arrays = [pool[rng.integers(3)] for _ in range(5)] + [pool[0], pool[2]]
+    order = list(range(7))
+    random.Random(seed).shuffle(order)
+    first = compared(tmp_path / "a", arrays)
+    second = compared(tmp_path / "b", [arrays[i] for i in order])
+    assert first is not None
+    assert second is not None
+    for field in ("status", "mismatched", "max_abs", "max_rel", "max_ulp", "index", "extent"):
+        assert getattr(first, field) == getattr(second, field), field
+    renamed = {frozenset(order[i] for i in found) for found in second.clusters}
+    assert renamed == {frozenset(found) for found in first.clusters}
+    assert {order[rank] for rank in second.minority} == set(first.minority)
+    assert {order[rank]: count for rank, count in second.nonfinite.items()} == first.nonfinite
+
+
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+@pytest.mark.parametrize("at", [0, BLOCK // 4 - 1, BLOCK // 4, BLOCK // 2 + 1, -1])
+def test_one_flipped_bit_anywhere_in_a_large_tensor(tmp_path: Path, ending: str, at: int) -> None:
+    """One bit of one element is found wherever the blocks are cut, the last element included."""
+    first = np.arange(BLOCK // 2 + 77, dtype=np.float32)
+    second = first.copy()
+    second.view(np.uint32)[at] ^= 1
+    paths = write(tmp_path, [first, second, first], ending)
+    (diff,) = syncheck.compare(*paths).groups[0].tensors
+    assert diff.status == "different"
+    assert diff.clusters == ((0, 2), (1,))
+    assert (diff.mismatched, diff.extent, diff.max_ulp) == (1, "one", 1)
+    assert diff.index == (at % first.size,)
+
+
+def test_differences_in_different_blocks_split_further(tmp_path: Path) -> None:
+    """Replicas that part only in a later block end in their own clusters."""
+    base = np.zeros(BLOCK // 4 * 3, np.float32)
+    arrays = [base.copy() for _ in range(4)]
+    arrays[1][5] = 1
+    arrays[2][5] = 1
+    arrays[2][-1] = 1
+    arrays[3][BLOCK // 4 + 1] = 1
+    assert clusters_of(tmp_path, arrays) == ((0,), (1,), (2,), (3,))
+    assert clusters_of(tmp_path, [*arrays, arrays[2]]) == ((2, 4), (0,), (1,), (3,))
+
+
+def test_memory_layouts_may_differ(tmp_path: Path) -> None:
+    """Two replicas of equal values are identical though one is stored transposed; one changed element is found."""
+    torch = pytest.importorskip("torch")
+    value = torch.arange(1_200_000, dtype=torch.float32).reshape(1200, 1000)
+    torch.save({"w": value}, tmp_path / "rank0.pth")
+    torch.save({"w": value.t().contiguous().t()}, tmp_path / "rank1.pth")
+    assert syncheck.compare(tmp_path).exit_code == 0
+    other = value.t().contiguous().t()
+    other[1199, 999] += 1
+    torch.save({"w": other}, tmp_path / "rank1.pth")
+    (diff,) = syncheck.compare(tmp_path).groups[0].tensors
+    assert (diff.index, diff.mismatched, diff.max_abs) == ((1199, 999), 1, 1.0)
+
+
+def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    """A file that becomes shorter while it is compared is malformed, not different."""
+    paths = write(tmp_path, [A, A])
+    tensors = [syncheck.read(str(path)).tensors["w"] for path in paths]
+    files = Files()
+    files.descriptor(tensors[1])
+    paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
+    with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
+        clusters(tensors, files)
+
+
+def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:
+    """Files are closed and opened again where there are more than may be open at a time."""
+    tensors = [syncheck.read(str(path)).tensors["w"] for path in write(tmp_path, [A, B, A, A, B, C, A])]
+    with Files(limit=2) as files:
+        assert clusters(tensors, files) == ((0, 2, 3, 6), (1, 4), (5,))

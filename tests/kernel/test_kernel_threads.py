@@ -1,0 +1,148 @@
+"""Threads, and the limits of the system: they change how fast the answer comes and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import save_safetensors
+
+import syncheck
+from syncheck.kernel import clusters, shares
+from syncheck.kernel.blocks import BLOCK, Files, ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from syncheck.snapshots import Tensor
+
+ELEMENTS = 5 * BLOCK + 3
+
+
+def written(folder: Path, flips: list[list[int]]) -> list[Tensor]:
+    """Write a replica for each list of the elements that differ in it."""
+    tensors = []
+    for i, flipped in enumerate(flips):
+        array = np.zeros(ELEMENTS, np.uint8)
+        array[flipped] = 1
+        path = save_safetensors(folder / f"rank{i}.safetensors", {"w": array})
+        tensors.append(syncheck.read(str(path)).tensors["w"])
+    return tensors
+
+
+@pytest.fixture(autouse=True)
+def _all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "LARGE", 1)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    "flips, expected",
+    [
+        ([[], [], []], ((0, 1, 2),)),
+        ([[], [BLOCK], [BLOCK]], ((1, 2), (0,))),
+        ([[0], [BLOCK], [], [0], [BLOCK]], ((0, 3), (1, 4), (2,))),
+        # Apart in blocks that different threads read.
+        ([[], [0], [0, BLOCK], [0, 2 * BLOCK], [0]], ((1, 4), (0,), (2,), (3,))),
+        ([[], [ELEMENTS - 1]], ((0,), (1,))),
+    ],
+)
+def test_threads_find_the_same_clusters(tmp_path: Path, flips: list[list[int]], expected: object, jobs: int) -> None:
+    """Replicas that part in blocks of different threads are sorted as if one had read them all."""
+    with Files(jobs=jobs) as files:
+        assert clusters(written(tmp_path, flips), files) == expected
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 9])
+def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
+    """All threads together see each element of a tensor, and none twice."""
+    tensors = written(tmp_path, [[], []])
+    with Files(jobs=jobs) as files:
+        found = shares.in_shares(tensors, files, lambda share, _: list(share))
+    assert len(found) == jobs
+    assert sorted(each for share in found for each in share) == list(ranges(tensors))
+    assert sum(count for share in found for _, count in share) == ELEMENTS
+
+
+def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> None:
+    """What fails in one thread is the caller's error, and the other threads do not go on to the end."""
+    tensors = written(tmp_path, [[], []])
+    seen = []
+
+    def work(share: Iterator[tuple[int, int]], job: int) -> None:
+        if job:
+            raise ValueError(f"in thread {job}")
+        for each in share:
+            seen.append(each)
+            while threading.active_count() > before:  # until the other one has failed
+                time.sleep(0.001)
+
+    before = threading.active_count()
+    with Files(jobs=2) as files, pytest.raises(ValueError, match="in thread 1"):
+        shares.in_shares(tensors, files, work)
+    assert len(seen) <= 1
+
+
+def test_file_that_shrinks_under_threads(tmp_path: Path) -> None:
+    """A file that becomes shorter while several threads read it is malformed, as with one."""
+    tensors = written(tmp_path, [[], []])
+    files = Files(jobs=3)
+    for tensor in tensors:
+        files.descriptor(tensor)
+    os.truncate(tensors[1].path, ELEMENTS // 2)
+    with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
+        clusters(tensors, files)
+
+
+def test_jobs_are_what_the_process_may_use() -> None:
+    """Unless told, there are as many threads as processors that this process may run on, at most four."""
+    with Files() as files:
+        assert files.jobs == min(4, len(os.sched_getaffinity(0)))
+    with Files(jobs=7) as files:
+        assert files.jobs == 7
+
+
+def test_more_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
+    """With `ulimit -n 32`, 100 replicas are still compared, one of which differs."""
+    for i in range(100):
+        save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": np.full(3, i == 42, np.float32), "v": np.zeros(3)})
+    command = f"ulimit -n 32 && exec {sys.executable} -m syncheck compare --format json {tmp_path}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    (diff,) = json.loads(done.stdout)["groups"][0]["tensors"]
+    assert diff["clusters"] == [[rank for rank in range(100) if rank != 42], [42]]
+
+
+def test_more_mapped_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
+    """With `ulimit -n 32`, 60 replicas of a transposed tensor, which is mapped, are still compared."""
+    torch = pytest.importorskip("torch")
+    for i in range(60):
+        torch.save({"w": (torch.arange(6.0) + (i == 42)).view(2, 3).t()}, tmp_path / f"rank{i}.pth")
+    command = f"ulimit -n 32 && exec {sys.executable} -m syncheck compare --format json {tmp_path}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["groups"][0]["tensors"][0]["clusters"][1] == [42]
+
+
+def test_no_more_threads_than_pay(tmp_path: Path) -> None:
+    """A number of threads that no machine has is taken for the most that can help."""
+    with Files(jobs=10**30) as files:
+        assert len(shares.in_shares(written(tmp_path, [[], []]), files, lambda share, _: list(share))) == shares.MOST
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 2), (0, 5), (0,)])
+def test_tensors_without_elements_are_identical(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A tensor of no elements with strides of no order is read nowhere, and is identical everywhere."""
+    torch = pytest.importorskip("torch")
+    for i in range(2):
+        empty = torch.zeros(shape[::-1]).permute(*reversed(range(len(shape))))
+        torch.save({"w": empty, "v": torch.ones(2)}, tmp_path / f"rank{i}.pth")
+    assert syncheck.compare(tmp_path).counts.identical == 2

@@ -1,0 +1,244 @@
+"""`--quick`: by the checksums that torch.save stored, without reading a tensor, and never more sure than they are."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import numpy as np
+import pytest
+from checkpoints import changed, network, save_pth, save_safetensors
+
+import syncheck as library
+from syncheck import readers
+from syncheck.api import Options, compare
+from syncheck.kernel.blocks import Files
+from syncheck.kernel.quick import by_checksum
+from syncheck.report import failure, html, json_document, markdown, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoints import Done
+
+    from syncheck.records import Report
+    from syncheck.snapshots import Tensor
+
+    Run = Callable[..., Done]
+
+QUICK = Options(quick=True)
+
+
+def ranks(folder: Path, *states: dict[str, Any]) -> list[str]:
+    """Write one checkpoint a state."""
+    return [str(save_pth(folder / f"run_rank{rank}.pth", state)) for rank, state in enumerate(states)]
+
+
+def quick(folder: Path, *states: dict[str, Any]) -> Report:
+    """Compare states by their stored checksums."""
+    return compare(*ranks(folder, *states), options=QUICK)
+
+
+def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither equal nor different replicas have a byte of a tensor read."""
+    monkeypatch.setattr(Files, "read", lambda *_, **__: pytest.fail("a tensor was read"))
+    assert quick(tmp_path / "a", network(), network()).verdict == "in_sync"
+    assert quick(tmp_path / "b", network(), changed(network(), "fc.bias")).verdict == "out_of_sync"
+
+
+def test_damage_after_saving_shows_what_is_compared(tmp_path: Path) -> None:
+    """Where bytes rotted after saving, the stored checksums agree and the bytes do not: each way says what it looked
+    at."""
+    paths = ranks(tmp_path, network(), network())
+    place = readers.read(paths[1]).tensors["fc.weight"].offset
+    with open(paths[1], "r+b") as file:
+        file.seek(place)
+        file.write(b"\xff\xff\x7f\x7f")
+    by_checksum, by_bytes = compare(*paths, options=QUICK), compare(*paths)
+    assert words.verdict_line(by_checksum) == "IN SYNC by stored checksum"
+    assert by_checksum.counts.identical == 14
+    assert words.verdict_line(by_bytes) == "OUT OF SYNC"
+    assert [diff.name for diff in by_bytes.groups[0].tensors] == ["fc.weight"]
+
+
+def test_it_finds_what_the_bytes_show(tmp_path: Path) -> None:
+    """The tensors, clusters, odd rank and finding are those of the whole comparison; the numbers are not known."""
+    states = (network(), changed(network(), "running_mean", "running_var"), network())
+    paths = ranks(tmp_path, *states)
+    fast, slow = compare(*paths, options=QUICK), compare(*paths)
+    for name in ("name", "status", "clusters", "minority", "replica_groups"):
+        assert [getattr(d, name) for d in fast.groups[0].tensors] == [getattr(d, name) for d in slow.groups[0].tensors]
+    assert [(f.code, f.ranks) for f in fast.groups[0].findings] == [(f.code, f.ranks) for f in slow.groups[0].findings]
+    assert fast.groups[0].counts == slow.groups[0].counts
+    assert {(d.mismatched, d.max_abs, d.extent, d.reason) for d in fast.groups[0].tensors} == {
+        (None, None, None, "checksum")
+    }
+    assert "by how much is not known" in fast.groups[0].findings[0].evidence
+
+
+def test_a_count_that_differs_claims_no_number(tmp_path: Path) -> None:
+    """SYN203 from checksums does not say that the counts are 0 batches apart."""
+    apart = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
+    (finding,) = quick(tmp_path, network(), apart).groups[0].findings
+    assert finding.code == "SYN203"
+    assert "by how many batches is not known" in finding.evidence
+
+
+def test_nothing_stored_is_2(tmp_path: Path) -> None:
+    """safetensors stores no checksum: not even equal files are called in sync, and the verdict says what to do."""
+    paths = [str(save_safetensors(tmp_path / f"run_rank{rank}.safetensors", network())) for rank in range(2)]
+    report = compare(*paths, options=QUICK)
+    assert (report.exit_code, report.counts.not_compared) == (2, 14)
+    assert "without --quick every byte is read" in words.verdict_line(report)
+    mixed = compare(ranks(tmp_path, network())[0], paths[1], options=QUICK)
+    assert mixed.exit_code == 2
+
+
+def test_a_checksum_of_0_proves_nothing(tmp_path: Path) -> None:
+    """Files saved with checksums switched off have zeros everywhere, which do not agree with each other."""
+    paths = ranks(tmp_path, network(), changed(network(), "fc.bias"))
+    for path in paths:
+        _without_checksums(path)
+    report = compare(*paths, options=QUICK)
+    assert (report.exit_code, report.counts.not_compared) == (2, 14)
+
+
+def test_some_without_are_counted(tmp_path: Path) -> None:
+    """One tensor without a checksum is enough not to know: the verdict says how many there are, and what to do."""
+    paths = ranks(tmp_path, network(), network())
+    _without_checksums(paths[1], "fc.bias")
+    report = compare(*paths, options=QUICK)
+    assert report.exit_code == 2
+    assert words.verdict_line(report) == (
+        "COULD NOT TELL: the stored checksums do not tell of 1 of 14 tensors (torch.save stores one for each record, "
+        "other formats none); without --quick every byte is read"
+    )
+    assert words.counts_line(report).endswith("13 identical, 0 close, 0 different, 1 not compared")
+    # An assertion is stricter: what it was asked to compare and could not makes it fail.
+    assert [diff.name for diff in failure.could_not_compare(report)] == ["fc.bias"]
+
+
+def _without_checksums(path: str, tensor: str = "") -> None:
+    """Set the CRC-32 of a file's records, or of one tensor's, to 0 in the zip's directory."""
+    offset = readers.read(path).tensors[tensor].offset if tensor else 0
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    done = 0
+    with zipfile.ZipFile(path) as archive:
+        at = archive.start_dir
+        for info in archive.infolist():  # in the order of the directory
+            assert data[at + 16 : at + 20] == info.CRC.to_bytes(4, "little")
+            if "/data/" in info.filename and (not tensor or 0 < offset - info.header_offset < 100):
+                data[at + 16 : at + 20] = bytes(4)
+                done += 1
+            at += 46 + len(info.filename) + len(info.extra) + len(info.comment)
+    assert done == (1 if tensor else 14)
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def test_the_document_says_so(tmp_path: Path) -> None:
+    """JSON, page and comment say that checksums were compared, and are valid and without numbers that nobody knows."""
+    report = quick(tmp_path, network(), changed(network(), "fc.bias"))
+    document = json_document.document(report, "1")
+    schema = Path(library.__file__).parent / "report" / "schema.json"
+    jsonschema.validate(json.loads(json.dumps(document)), json.loads(schema.read_text()))
+    assert document["quick"] is True
+    assert json_document.document(compare(*ranks(tmp_path, network(), network())), "1")["quick"] is False
+    for drawn in (html.render(report, "1"), markdown.render(report)):
+        assert "OUT OF SYNC by stored checksum" in drawn
+        assert "the stored checksums differ" in drawn
+        assert "None" not in drawn
+    assert any("no tensor was read" in note for note in report.groups[0].notes)
+
+
+def test_empty_tensors_and_numpy_arrays_need_no_checksum(tmp_path: Path) -> None:
+    """A tensor without elements is equal to another; other tensors are compared beside it."""
+    state = {"w": np.ones(3, np.float32), "empty": np.zeros((0, 4), np.float32)}
+    report = quick(tmp_path, state, state)
+    assert (report.verdict, report.counts.identical) == ("in_sync", 2)
+
+
+def test_the_command_and_the_file(cli: Run, tmp_path: Path) -> None:
+    """`--quick` and `quick = true` both compare by checksum, `report` too, and `--no-quick` takes it back."""
+    ranks(tmp_path, network(), network())
+    done = cli("compare", "--quick", "*.pth")
+    assert (done.code, done.lines[-2]) == (0, "IN SYNC by stored checksum")
+    assert cli("report", "--quick", "run_rank0.pth", "run_rank1.pth").lines[-2] == "IN SYNC by stored checksum"
+    (tmp_path / "pyproject.toml").write_text("[tool.syncheck]\nquick = true\n")
+    assert cli("compare", "*.pth").lines[-2] == "IN SYNC by stored checksum"
+    assert cli("compare", "--no-quick", "*.pth").lines[-2] == "IN SYNC"
+
+
+class TestLayouts:
+    """What a checksum proves depends on how the tensor lies in its record."""
+
+    @pytest.fixture
+    def tensor(self, tmp_path: Path) -> Tensor:
+        """A tensor of 2 x 3 that fills its record."""
+        return readers.read(ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
+
+    def test_equal_records_of_other_strides_are_not_equal(self, tensor: Tensor) -> None:
+        """One record read as rows and as columns holds two tensors: nothing is told."""
+        transposed = replace(tensor, strides=(1, 2))
+        assert by_checksum([tensor, replace(tensor, path="b")]).clusters == ((0, 1),)
+        assert by_checksum([transposed, transposed]).clusters == ((0, 1),)
+        assert by_checksum([transposed, replace(transposed, crc32=1)]).clusters == ((0,), (1,))
+        for other in (transposed, replace(tensor, big_endian=True), replace(tensor, lazy="neg")):
+            assert by_checksum([tensor, other]).clusters == ()
+
+    def test_views_agree_only_at_one_place_of_equal_records(self, tensor: Tensor) -> None:
+        """Equal records with the view at one place are equal; unequal ones, or another place, prove nothing."""
+        assert tensor.record is not None
+        crc, start, size = tensor.record
+        view = replace(tensor, shape=(3,), strides=(1,), crc32=None)
+        assert by_checksum([view, view]).clusters == ((0, 1),)
+        moved = replace(view, offset=view.offset + 100, record=(crc, start + 100, size))
+        assert by_checksum([view, moved]).clusters == ((0, 1),)
+        for other in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start, size))):
+            told = by_checksum([view, other])
+            assert (told.clusters, told.reason) == ((), "checksum")
+            assert "not known without reading it" in told.detail
+        assert by_checksum([view, replace(view, record=None)]).clusters == ()
+
+    def test_overlapping_elements_prove_no_difference(self, tensor: Tensor) -> None:
+        """A tensor that shows some elements twice and others never may be equal where the records differ."""
+        overlapping = replace(tensor, shape=(2, 2), strides=(5, 0))
+        assert by_checksum([overlapping, replace(overlapping, crc32=1, record=(1, 0, 48))]).clusters == ()
+
+
+def test_what_torch_saves(tmp_path: Path) -> None:
+    """Of real files: whole, transposed, tied and viewed tensors are compared, a view of a changed storage is not."""
+    torch = pytest.importorskip("torch")
+
+    def state(change: int | None = None) -> Any:
+        base = torch.arange(12.0).reshape(3, 4)
+        flat = torch.arange(20.0)
+        if change is not None:
+            flat[change] = -1
+        tied = torch.ones(5)
+        return {
+            "whole": base,
+            "transposed": torch.arange(6.0).reshape(2, 3).T,
+            "tied.a": tied,
+            "tied.b": tied,
+            "view.a": flat[:10],
+            "view.b": flat[10:],
+            "step": torch.tensor(3),
+        }
+
+    for rank in range(2):
+        torch.save(state(), tmp_path / f"same_rank{rank}.pth")
+        torch.save(state(None if rank == 0 else 12), tmp_path / f"apart_rank{rank}.pth")
+    same = compare(str(tmp_path / "same_rank*.pth"), options=QUICK)
+    assert (same.verdict, same.counts.identical) == ("in_sync", 7)
+    apart = compare(str(tmp_path / "apart_rank*.pth"), options=QUICK)
+    assert {diff.name: diff.status for diff in apart.groups[0].tensors} == {
+        "view.a": "not_compared",
+        "view.b": "not_compared",
+    }
+    assert [diff.name for diff in compare(str(tmp_path / "apart_rank*.pth")).groups[0].tensors] == ["view.b"]
