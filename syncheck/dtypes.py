@@ -13,7 +13,8 @@ class DType:
     """One row of the table.
 
     size: bytes per element. numpy: the numpy or ml_dtypes name that reads it. storage: torch's typed storage class,
-    empty where torch saves the dtype through `_rebuild_tensor_v3`. safetensors: its code in that format's header.
+    empty where torch saves the dtype through `_rebuild_tensor_v3`. safetensors: its code in that format's header, empty
+    where it has none. struct: the code of Python's struct module, empty where that has none.
     """
 
     name: str
@@ -22,6 +23,7 @@ class DType:
     numpy: str
     storage: str = ""
     safetensors: str = ""
+    struct: str = ""
 
     def dtype(self) -> Any:
         """Return the numpy dtype; ml_dtypes is imported only for the types that numpy lacks."""
@@ -35,9 +37,9 @@ class DType:
 
 
 _ROWS = (
-    DType("float64", "float", 8, "float64", "DoubleStorage", "F64"),
-    DType("float32", "float", 4, "float32", "FloatStorage", "F32"),
-    DType("float16", "float", 2, "float16", "HalfStorage", "F16"),
+    DType("float64", "float", 8, "float64", "DoubleStorage", "F64", "d"),
+    DType("float32", "float", 4, "float32", "FloatStorage", "F32", "f"),
+    DType("float16", "float", 2, "float16", "HalfStorage", "F16", "e"),
     DType("bfloat16", "float", 2, "bfloat16", "BFloat16Storage", "BF16"),
     DType("float8_e4m3fn", "float", 1, "float8_e4m3fn", "", "F8_E4M3"),
     DType("float8_e5m2", "float", 1, "float8_e5m2", "", "F8_E5M2"),
@@ -46,16 +48,16 @@ _ROWS = (
     DType("float8_e8m0fnu", "float", 1, "float8_e8m0fnu", "", "F8_E8M0"),
     DType("complex64", "complex", 8, "complex64", "ComplexFloatStorage", "C64"),
     DType("complex128", "complex", 16, "complex128", "ComplexDoubleStorage"),
-    DType("int64", "int", 8, "int64", "LongStorage", "I64"),
-    DType("int32", "int", 4, "int32", "IntStorage", "I32"),
-    DType("int16", "int", 2, "int16", "ShortStorage", "I16"),
-    DType("int8", "int", 1, "int8", "CharStorage", "I8"),
-    DType("uint8", "uint", 1, "uint8", "ByteStorage", "U8"),
-    DType("uint16", "uint", 2, "uint16", "", "U16"),
-    DType("uint32", "uint", 4, "uint32", "", "U32"),
-    DType("uint64", "uint", 8, "uint64", "", "U64"),
+    DType("int64", "int", 8, "int64", "LongStorage", "I64", "q"),
+    DType("int32", "int", 4, "int32", "IntStorage", "I32", "i"),
+    DType("int16", "int", 2, "int16", "ShortStorage", "I16", "h"),
+    DType("int8", "int", 1, "int8", "CharStorage", "I8", "b"),
+    DType("uint8", "uint", 1, "uint8", "ByteStorage", "U8", "B"),
+    DType("uint16", "uint", 2, "uint16", "", "U16", "H"),
+    DType("uint32", "uint", 4, "uint32", "", "U32", "I"),
+    DType("uint64", "uint", 8, "uint64", "", "U64", "Q"),
     # A bool byte other than 0 and 1 can only be damage, so bools are read as bytes.
-    DType("bool", "bool", 1, "uint8", "BoolStorage", "BOOL"),
+    DType("bool", "bool", 1, "uint8", "BoolStorage", "BOOL", "?"),
 )
 
 DTYPES = {row.name: row for row in _ROWS}

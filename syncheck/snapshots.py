@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 # What any tensor may have, of whatever format: torch counts elements and bytes in 63 bits, and has 64 dimensions.
 MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
+
+
+def are_naturals(numbers: Iterable[object]) -> bool:
+    """Whether all are what a size, a stride, an offset or a rank can be: integers from 0 to MOST_ELEMENTS."""
+    for n in numbers:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
+        if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
+            return False
+    return True
 
 
 def in_c_order(shape: Sequence[int]) -> tuple[int, ...]:

@@ -151,6 +151,6 @@ def test_a_later_version_is_not_guessed_at(tmp_path: Path, document: dict[str, A
 def test_a_huge_file_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]) -> None:
     """A file beyond the bound is refused before it is read."""
     monkeypatch.setattr(fingerprint_file, "MAX_SIZE", 100)
-    monkeypatch.setattr(fingerprint_file.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(MalformedFile, match="at most 100"):
         readers.read(put(tmp_path / "f.json", document))

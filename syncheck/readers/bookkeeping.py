@@ -6,6 +6,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
 from syncheck.names import is_random
 from syncheck.readers.opening import regular
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
 # Top-level keys of a Lightning checkpoint under which callbacks, loops and data modules keep their own notes.
 _NOTES = ("callbacks.", "loops.")
-_CODES = {
-    "float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
-    "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "bool": "?",
-}  # fmt: skip
 
 
 def settled(snapshot: Snapshot) -> Snapshot:
@@ -45,11 +42,11 @@ def _is_word(name: str) -> bool:
 
 def _is_number(tensor: Tensor) -> bool:
     stored = tensor.data is None and tensor.digest is None and not tensor.parts
-    return stored and tensor.shape == () and not tensor.refused and tensor.dtype in _CODES
+    return stored and tensor.shape == () and not tensor.refused and bool(DTYPES[tensor.dtype].struct)
 
 
 def _number(tensor: Tensor) -> Any:
-    code = (">" if tensor.big_endian else "<") + _CODES[tensor.dtype]
+    code = (">" if tensor.big_endian else "<") + DTYPES[tensor.dtype].struct
     with regular(tensor.path) as file:
         file.seek(tensor.offset)
         data = file.read(struct.calcsize(code))

@@ -16,15 +16,3 @@ MOST_OBJECTS = 20_000_000
 MOST_INDEX_TEXTS, MOST_INDEX_OBJECTS = 20_000_000, 60_000_000
 # Names of classes that are not known.
 MOST_CLASSES = 10_000
-
-
-def json_fault(raw: bytes, entry: bytes = b"") -> str:
-    """Say whether a JSON text has too many parts to be parsed; empty where it has not.
-
-    entry: a key that each of its tensors has.
-    """
-    if entry and raw.count(entry) > MOST_TENSORS:
-        return f"more than {MOST_TENSORS} tensors"
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_OBJECTS:
-        return f"more than {MOST_OBJECTS} parts"
-    return ""

@@ -5,7 +5,6 @@ Written by `syncheck/fingerprint.py`. Nothing in it is believed before it is che
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,9 +15,18 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.metadata_block import parse
 from syncheck.readers import bounds
+from syncheck.readers.json_text import NotTheObject, json_object
 from syncheck.readers.opening import regular
-from syncheck.readers.safetensors_file import each_once
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Digest, Sharding, Snapshot, Tensor, in_c_order
+from syncheck.snapshots import (
+    MOST_DIMENSIONS,
+    MOST_ELEMENTS,
+    Digest,
+    Sharding,
+    Snapshot,
+    Tensor,
+    are_naturals,
+    in_c_order,
+)
 
 FORMAT = "fingerprint"
 KEY = "syncheck_fingerprint"
@@ -51,7 +59,11 @@ def read(path: str) -> Snapshot:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SIZE:
             raise _malformed(path, "file", f"{size} bytes", f"at most {MAX_SIZE}")
-        document = _json(file.read(size), path)
+        raw = file.read(size)
+    try:
+        document = json_object(raw, entry=b'"shape"', finite=True)
+    except NotTheObject as wrong:
+        raise _malformed(path, "file", wrong.found, wrong.needed) from None
     version = document.get(KEY)
     if type(version) is not int or version < 1:
         raise _malformed(path, KEY, brief(version), "a version number")
@@ -80,22 +92,6 @@ def read(path: str) -> Snapshot:
         metadata,
         (NOTE, *_texts(document, "notes", path)),
     )
-
-
-def _json(raw: bytes, path: str) -> dict[str, Any]:
-    if wrong := bounds.json_fault(raw, b'"shape"'):
-        raise _malformed(path, "file", wrong, "fewer")
-
-    def constant(name: str) -> float:
-        raise ValueError(f"{name} is no JSON")
-
-    try:
-        found = json.loads(raw, object_pairs_hook=each_once, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(path, "file", f"no JSON: {error!s:.100}", "a whole JSON object") from None
-    if not isinstance(found, dict) or KEY not in found:  # the first bytes said so, unless the file was changed since
-        raise _malformed(path, "file", type(found).__name__, f"a JSON object with the key {KEY}")
-    return found
 
 
 def _dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
@@ -185,9 +181,8 @@ def _sharding(path: str, place: str, entry: Any) -> Sharding:
 
 def _naturals(value: Any, most: int) -> tuple[int, ...] | None:
     """Return a list of sizes or ranks; None where it is none."""
-    if not isinstance(value, list) or len(value) > most:
-        return None
-    return tuple(value) if all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value) else None
+    right = isinstance(value, list) and len(value) <= most and are_naturals(value)
+    return tuple(value) if right else None
 
 
 def _is_text(value: Any) -> TypeGuard[str]:

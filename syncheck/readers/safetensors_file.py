@@ -16,8 +16,9 @@ from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.metadata_block import KEY, parse
 from syncheck.readers import bounds
+from syncheck.readers.json_text import NotTheObject, json_object
 from syncheck.readers.opening import regular
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Metadata, Snapshot, Tensor, in_c_order
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Metadata, Snapshot, Tensor, are_naturals, in_c_order
 
 FORMAT = "safetensors"
 # The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
@@ -45,7 +46,10 @@ def read(path: str) -> Snapshot:
         if length > min(MAX_HEADER, size - 8):
             raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
         raw = file.read(length)
-    header = _json(raw, path)
+    try:
+        header = json_object(raw, entry=b'"data_offsets"')
+    except NotTheObject as wrong:
+        raise _malformed(path, "header", wrong.found, wrong.needed) from None
     strings = header.pop("__metadata__", {})
     if len(header) > bounds.MOST_TENSORS:
         raise _malformed(path, "header", f"{len(header)} tensors", f"at most {bounds.MOST_TENSORS}")
@@ -55,27 +59,6 @@ def read(path: str) -> Snapshot:
     _check_cover(path, header, size - 8 - length)
     values = {name: _number(text) for name, text in strings.items() if name != KEY}
     return Snapshot(path, FORMAT, size, tensors, values, (), _metadata(path, strings))
-
-
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object of its pairs, for json.loads. Raises ValueError where a name stands twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
-    return result
-
-
-def _json(raw: bytes, path: str) -> dict[str, Any]:
-    if wrong := bounds.json_fault(raw, b'"data_offsets"'):
-        raise _malformed(path, "header", wrong, "fewer")
-    try:
-        # Decoded here: json would take UTF-16 and lone surrogates too, which the format has not.
-        header = json.loads(raw.decode(), object_pairs_hook=each_once)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(path, "header", f"no JSON: {error!s:.100}", "a JSON object") from None
-    if not isinstance(header, dict):
-        raise _malformed(path, "header", type(header).__name__, "a JSON object")
-    return header
 
 
 def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
@@ -122,12 +105,7 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
 
 
 def _naturals(value: Any, most: int) -> bool:
-    if type(value) is not list or len(value) > most:
-        return False
-    for n in value:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
-        if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
-            return False
-    return True
+    return isinstance(value, list) and len(value) <= most and are_naturals(value)
 
 
 def _number(text: str) -> Any:

@@ -17,7 +17,7 @@ from syncheck.readers.dcp.chunks import fault
 from syncheck.readers.opening import regular
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.unpickle import unpickle
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -169,7 +169,7 @@ def _fields(thing: Any, kind: str, folder: str, place: str) -> dict[str, Any]:
 
 
 def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value)
+    return isinstance(value, tuple) and are_naturals(value)
 
 
 def _is_path(value: Any) -> TypeGuard[tuple[str | int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.names import free_name
-from syncheck.readers import bounds
+from syncheck.readers.json_text import NotTheObject, json_object
 from syncheck.readers.opening import regular
-from syncheck.readers.safetensors_file import each_once
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -106,17 +104,12 @@ def read_json(path: str) -> dict[str, Any]:
             raw = file.read(size)
     except OSError as error:  # what is listed in the folder may be a dangling link
         raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
-    if wrong := bounds.json_fault(raw):
-        raise MalformedFile(path, found=wrong, needed="fewer", next_step=again)
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=each_once)
-    except (ValueError, RecursionError) as error:
+        return json_object(raw)
+    except NotTheObject as wrong:
         raise MalformedFile(
-            path, found=f"no JSON: {error!s:.100}", needed="a JSON object", next_step=f"it is cut short: {again}"
+            path, found=wrong.found, needed=wrong.needed, next_step=f"it is cut short or damaged: {again}"
         ) from None
-    if not isinstance(found, dict):
-        raise MalformedFile(path, found=type(found).__name__, needed="a JSON object", next_step=again)
-    return found
 
 
 def numbered(pattern: re.Pattern[str], names: list[str]) -> list[re.Match[str]]:

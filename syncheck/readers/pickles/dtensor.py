@@ -15,7 +15,7 @@ from typing import Any
 from syncheck.errors import brief
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, refused_place
-from syncheck.snapshots import MOST_ELEMENTS, Sharding
+from syncheck.snapshots import Sharding, are_naturals
 
 _NOT_READ = "sharded: a DTensor holds this rank's shard only"
 # Ranks of a mesh. The largest runs that were published had some ten thousands.
@@ -141,9 +141,7 @@ def _several(value: Any) -> list[Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or len(value) > _MAX_RANKS:
-        raise _Unknown
-    if not all(type(number) is int and 0 <= number <= MOST_ELEMENTS for number in value):
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_RANKS or not are_naturals(value):
         raise _Unknown
     return tuple(value)
 

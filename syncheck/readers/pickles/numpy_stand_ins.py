@@ -24,8 +24,6 @@ _CODES = {
     "b1": "bool",
     **{f"ml_dtypes.{row.numpy}": name for name, row in DTYPES.items() if row.numpy.startswith(("bfloat", "float8"))},
 }
-_FORMATS = {"f2": "e", "f4": "f", "f8": "d", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "b1": "?"}
-_FORMATS |= {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
 
 class _NumpyDType:
@@ -91,10 +89,10 @@ def _scalar(kind: Any, data: Any = None) -> Any:
     """Return a numpy scalar as a Python number; bytes that cannot be read so are kept as they are."""
     if not isinstance(kind, _NumpyDType) or not isinstance(data, bytes):
         return None
-    form = _FORMATS.get(kind.code)
-    if form is None or struct.calcsize(form) != len(data):
+    dtype = kind.dtype
+    if dtype is None or not dtype.struct or len(data) != dtype.size:
         return data
-    return struct.unpack((">" if kind.big_endian else "<") + form, data)[0]
+    return struct.unpack((">" if kind.big_endian else "<") + dtype.struct, data)[0]
 
 
 NUMPY: dict[str, Any] = {

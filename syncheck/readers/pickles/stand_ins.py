@@ -15,7 +15,7 @@ from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
 from syncheck.errors import brief
 from syncheck.readers.pickles.hashing import light
 from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS
+from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,18 +192,11 @@ class DTypeName(TypeName):
 
 def sizes(value: Any) -> tuple[int, ...]:
     """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
-    if not isinstance(value, (tuple, list)):
-        raise _no_sizes(value)
-    for n in value:  # twice as fast as all(), and called twice a tensor
-        if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
-            raise _no_sizes(value)
+    if not isinstance(value, (tuple, list)) or not are_naturals(value):
+        raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
     if len(value) > MOST_DIMENSIONS:
         raise pickle.UnpicklingError(f"{len(value)} dimensions; at most {MOST_DIMENSIONS} are read")
     return tuple(value)
-
-
-def _no_sizes(value: Any) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
 
 
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
