@@ -21,7 +21,15 @@ FIXTURES = ROOT / "fixtures"
 SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
 FOR_SOME_FILES = tuple(
     f"syncheck.{name}"
-    for name in ("readers.folders", "readers.dcp", "kernel.digests", "kernel.quick", "gaps", "baseline")
+    for name in (
+        "readers.folders",
+        "readers.dcp",
+        "kernel.digests",
+        "kernel.quick",
+        "kernel.strided",
+        "gaps",
+        "baseline",
+    )
 )
 
 # Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too. A package is one layer, or each of
@@ -47,7 +55,9 @@ ALLOWED = {
     "layout": BASE | {"layout.names", "layout.groups", "layout.metadata"},
     "readers": BASE | {"names", "kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
-    "kernel.blocks": BASE | {"kernel.pieces"},
+    "kernel.open_files": BASE,
+    "kernel.strided": BASE | {"kernel.pieces", "kernel.open_files"},
+    "kernel.blocks": BASE | {"kernel.pieces", "kernel.open_files", "kernel.strided"},
     "kernel.shares": BASE | {"kernel.blocks"},
     "kernel.moments": BASE | {"kernel.blocks"},
     "kernel": BASE | {"kernel.blocks", "kernel.shares"},

@@ -16,7 +16,10 @@ SYNCHECK = {
         "errors dtypes snapshots clues records names kinds tensor_parallel tolerance metadata_block"
     ),
     "From paths to groups of replicas": "paths readers layout layout.names layout.metadata layout.groups",
-    "Bytes": "kernel kernel.blocks kernel.pieces kernel.shares kernel.digests kernel.quick kernel.moments",
+    "Bytes": (
+        "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
+        "kernel.moments"
+    ),
     "Gaps": "gaps gaps.floats gaps.integers gaps.measured",
     "One group": (
         "comparison comparison.tensors comparison.values comparison.replica_groups comparison.optimizer_parts "
