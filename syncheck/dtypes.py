@@ -63,7 +63,7 @@ _ROWS = (
 DTYPES = {row.name: row for row in _ROWS}
 BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
 # What else torch calls a dtype: tensors of these are counted, with their name and shape, and not read.
-UNREAD = frozenset(
+NOT_READ = frozenset(
     "complex32 bcomplex32 float4_e2m1fn_x2 bit bits8 bits16 bits1x8 bits2x4 bits4x2 qint8 qint32 quint8 quint4x2 "
     "quint2x4 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7".split()
 )

@@ -23,7 +23,6 @@ __all__ = [
     "SETTINGS",
     "keep",
     "read",
-    "read_file",
     "sniff",
     "sniff_folder",
 ]

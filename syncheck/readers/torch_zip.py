@@ -82,36 +82,9 @@ class Archive:
         self.opened = os.fstat(file.fileno())
         self.file, self.path = file, path
         self.size = file.seek(0, os.SEEK_END)
-        try:
-            infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(file))).infolist()
-            wrong = zip_end.fault(file, infos)
-        except (
-            zipfile.BadZipFile,
-            ValueError,
-            OSError,
-            NotImplementedError,
-            struct.error,
-            UnicodeDecodeError,
-        ) as error:
-            raise MalformedFile(
-                path, place="zip directory", found=str(error), needed="a directory at the end of the file",
-                next_step=f"it is cut short or damaged: {_AGAIN}",
-            ) from None  # fmt: skip
-        self.records = {info.filename: info for info in infos}
-        if any(info.filename != info.orig_filename for info in infos):  # a NUL, which other readers may take for an end
-            raise MalformedFile(
-                path, place="zip directory", found="a record of two names", needed="one", next_step=_STRANGE
-            )
-        if len(self.records) != len(infos):
-            raise MalformedFile(path, place="zip directory", found="two records of one name", next_step=_AGAIN)
-        first = min((info.header_offset for info in infos), default=0)
-        if first:  # several zips one after the other: the directory at the end is the last one's
-            raise MalformedFile(
-                path, place="zip directory", found=f"the records begin at byte {first}", needed="byte 0",
-                next_step="if it is a part of a torch.distributed.checkpoint folder, give the folder",
-            )  # fmt: skip
-        if wrong:
-            raise MalformedFile(path, place="zip directory", found=wrong[0], needed=wrong[1], next_step=_AGAIN)
+        self.places: dict[str, tuple[int, int]] = {}
+        self.stem = ""  # of all records' names, once it is known
+        self.records = self._directory()
         pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
             what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
@@ -119,13 +92,34 @@ class Archive:
                 path, found=f"{what} with {len(pickles)} records data.pkl", needed="one, as torch.save writes"
             )
         self.stem = pickles[0].removesuffix("data.pkl")
-        self.places: dict[str, tuple[int, int]] = {}
         for name in _NUMBERS:
             if self.stem + name in self.records and not (number := self.bytes_of(name)).strip().isdigit():
                 raise self._malformed(name, repr(number[:20]), "a whole number", _AGAIN)
         for name in _BESIDE:
             if self.stem + name in self.records:
                 self.place_of(name)
+
+    def _directory(self) -> dict[str, zipfile.ZipInfo]:
+        """Return the records by name. Raises MalformedFile where the directory is not what torch.save writes."""
+        place = "zip directory"
+        try:
+            infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(self.file))).infolist()
+            wrong = zip_end.fault(self.file, infos)
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
+            needed = "a directory at the end of the file"
+            raise self._malformed(place, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
+        if any(info.filename != info.orig_filename for info in infos):  # a NUL, which other readers may take for an end
+            raise self._malformed(place, "a record of two names", "one", _STRANGE)
+        records = {info.filename: info for info in infos}
+        if len(records) != len(infos):
+            raise self._malformed(place, "two records of one name", "", _AGAIN)
+        first = min((info.header_offset for info in infos), default=0)
+        if first:  # several zips one after the other: the directory at the end is the last one's
+            folder = "if it is a part of a torch.distributed.checkpoint folder, give the folder"
+            raise self._malformed(place, f"the records begin at byte {first}", "byte 0", folder)
+        if wrong:
+            raise self._malformed(place, *wrong, _AGAIN)
+        return records
 
     def place_of(self, name: str) -> tuple[int, int]:
         """Return (offset, size) in bytes of a record's data."""

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot
 
-_WEIGHTS = r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?P<number>_\d+)?\.(?P<ending>safetensors|bin)"
-# What stands beside the weights, and what its names begin with.
+_WEIGHTS = re.compile(
+    r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?P<number>_\d+)?\.(?P<ending>safetensors|bin)"
+)
+# What stands beside the weights, and what its names begin with; the group is a number, empty where there is none.
 _BESIDE = {
-    r"optimizer(?:_(\d+))?\.(?:pt|bin)": "optimizer",
-    r"(?:lr_)?scheduler(?:_(\d+))?\.(?:pt|bin)": "scheduler",
-    r"scaler\.(?:pt|bin)()": "scaler",
-    r"sampler(?:_(\d+))?\.bin": "sampler",
-    r"dl_state_dict(?:_(\d+))?\.bin": "dataloader",
-    r"custom_checkpoint_(\d+)\.pkl": "custom_checkpoint",
-    r"rng_state(?:_(\d+))?\.pth": "rng_state",
-    r"random_states_(\d+)\.pkl": "random_states",
+    re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)"): "optimizer",
+    re.compile(r"(?:lr_)?scheduler(?:_(\d+))?\.(?:pt|bin)"): "scheduler",
+    re.compile(r"scaler\.(?:pt|bin)()"): "scaler",
+    re.compile(r"sampler(?:_(\d+))?\.bin"): "sampler",
+    re.compile(r"dl_state_dict(?:_(\d+))?\.bin"): "dataloader",
+    re.compile(r"custom_checkpoint_(\d+)\.pkl"): "custom_checkpoint",
+    re.compile(r"rng_state(?:_(\d+))?\.pth"): "rng_state",
+    re.compile(r"random_states_(\d+)\.pkl"): "random_states",
 }
 # Of these there may be one for each rank or object, so that their number is said even where there is one.
 _NUMBERED = ("custom_checkpoint",)
@@ -41,13 +43,10 @@ _PROGRESS = "trainer_state.json"
 # By these a folder with one known file of weights is told from any folder that has a file of that name.
 _COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_config.json", _PROGRESS})
 
-_WEIGHTS_FILE = re.compile(_WEIGHTS)
-_BESIDE_FILES = {re.compile(pattern): top for pattern, top in _BESIDE.items()}
-
 
 def has_weights(names: Iterable[str]) -> bool:
     """Whether there are weights among the files of a folder, as one file of a known name or with an index."""
-    return any(_WEIGHTS_FILE.fullmatch(name) or INDEX.fullmatch(name) for name in names)
+    return any(_WEIGHTS.fullmatch(name) or INDEX.fullmatch(name) for name in names)
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
@@ -58,7 +57,7 @@ def is_checkpoint(names: Iterable[str]) -> bool:
     names = list(names)
     if any(INDEX.fullmatch(name) for name in names):
         return True
-    beside = any(pattern.fullmatch(name) for pattern in _BESIDE_FILES for name in names)
+    beside = any(pattern.fullmatch(name) for pattern in _BESIDE for name in names)
     if _PROGRESS in names and beside:
         return True
     return has_weights(names) and (beside or not _COMPANIONS.isdisjoint(names))
@@ -66,7 +65,7 @@ def is_checkpoint(names: Iterable[str]) -> bool:
 
 def holds(relative: str) -> bool:
     """Whether a file, by its path below the folder, belongs to such a checkpoint."""
-    patterns = (_WEIGHTS_FILE, SHARD, INDEX, *_BESIDE_FILES)
+    patterns = (_WEIGHTS, SHARD, INDEX, *_BESIDE)
     return relative == _PROGRESS or any(pattern.fullmatch(relative) for pattern in patterns)
 
 
@@ -78,7 +77,7 @@ def read(folder: str, format_name: str) -> Snapshot:
     names = names_in(folder)
     whole = Assembly(folder, format_name)
     in_order = _add_weights(whole, names)
-    for pattern, top in _BESIDE_FILES.items():
+    for pattern, top in _BESIDE.items():
         found = numbered(pattern, names)
         for match in found:
             # A second optimizer that stands alone is not the first; of the states of a rank, any rank's may.
@@ -105,13 +104,13 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
         part = read_index(path) if INDEX.fullmatch(name) else read_file(path)
         # Accelerate saves several models side by side: model.safetensors, model_1.safetensors.
         # One with a number is not the first, also where that is missing.
-        first = slot == next(iter(slots)) and not ((one := _WEIGHTS_FILE.fullmatch(name)) and one["number"])
+        first = slot == next(iter(slots)) and not ((one := _WEIGHTS.fullmatch(name)) and one["number"])
         whole.add(part, as_stored if first else below(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
-    weights = {name for name in names if _WEIGHTS_FILE.fullmatch(name) or SHARD.fullmatch(name)}
+    weights = {name for name in names if _WEIGHTS.fullmatch(name) or SHARD.fullmatch(name)}
     if unused := sorted(weights - used - set(slots.values())):
         whole.notes.append(f"not read, for {', '.join(slots.values())} holds the model: {', '.join(unused)}")
-    return [bool(_WEIGHTS_FILE.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
+    return [bool(_WEIGHTS.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
 
 
 def _name_parameters(whole: Assembly) -> None:
@@ -126,7 +125,7 @@ def _weights(names: list[str]) -> dict[str, str]:
     """Choose the file or index of each model: where both formats lie there, safetensors, as transformers does."""
     found: dict[str, tuple[int, int, str]] = {}
     for name in names:
-        index, one = INDEX.fullmatch(name), _WEIGHTS_FILE.fullmatch(name)
+        index, one = INDEX.fullmatch(name), _WEIGHTS.fullmatch(name)
         match = index or one
         if match is None:
             continue

@@ -62,7 +62,7 @@ def fault(data: bytes | mmap, start: int) -> str:
     follower = _Follower(data, start)
     try:
         follower.run()
-    except (IndexError, ValueError):
+    except (LookupError, ValueError):
         pass
     except _Heavy as heavy:
         return str(heavy)
@@ -125,7 +125,7 @@ class _Follower:
             elif code in _LINES:
                 for _ in range(_LINES[code]):
                     line = self.at
-                    self.at = self.data.index(b"\n", line) + 1 if isinstance(self.data, bytes) else self._line()
+                    self.at = self._line()
                 self.stack.append(sum(self._to_mark()) if code == ord("i") else 1)
                 if code in b"IL" and self.at - line > 20:
                     self.stack[-1] = _BIG
@@ -135,6 +135,7 @@ class _Follower:
                 self._step(code)
 
     def _line(self) -> int:
+        """Return where the line ends that begins here: mmap has no `index`."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise IndexError
@@ -159,12 +160,9 @@ class _Follower:
         else:
             number = self._number(1 if code in b"qh" else 4)
         if code in b"hjg":
-            self.stack.append(self.memo[number] if number in self.memo else self._missing())
+            self.stack.append(self.memo[number])
         else:
             self.memo[number] = self.stack[-1]
-
-    def _missing(self) -> int:
-        raise IndexError
 
     def _to_mark(self) -> list[int]:
         items, self.stack = self.stack, self.marks.pop()
@@ -212,7 +210,8 @@ class _Follower:
         elif code == ord("2"):
             stack.append(stack[-1])
         elif code == 0x93:
-            stack[-2:] = [1] if len(stack) > 1 else [self._missing()]
+            stack.pop()
+            stack[-1] = 1
         elif code in b"\x80\x95":
             self.at += 1 if code == 0x80 else 8
         elif code not in b"Q\x98.":

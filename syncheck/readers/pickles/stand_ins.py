@@ -1,9 +1,7 @@
-"""What a checkpoint's pickle may build: places of tensors, storages, inert objects, and our own rebuild functions.
+"""What stands in a checkpoint's pickle for storages, tensors, dtypes, and functions that rebuild an object.
 
 Stand-ins are slotted instances without settable attributes, not functions: pickle's BUILD opcode can set attributes
 on whatever the stream holds, and a function whose defaults were set by one file would serve the next file too.
-
-Formats of the rebuilt calls: torch/_utils.py and torch/_tensor.py of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -11,19 +9,17 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from syncheck.dtypes import BY_STORAGE, DTYPES, UNREAD, DType
+from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
 from syncheck.readers.pickles.hashing import light
-from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
+from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.snapshots import Sharding
 
-
-_put = object.__setattr__
+_put = object.__setattr__  # past the one of _Frozen
 
 
 class _Frozen:
@@ -39,7 +35,7 @@ class _Frozen:
 
     def _fill(self, **values: Any) -> None:
         for name, value in values.items():
-            object.__setattr__(self, name, value)
+            _put(self, name, value)
 
 
 class Storage(_Frozen):
@@ -127,17 +123,14 @@ class TensorPlace(_Frozen):
         return part
 
 
-class StandIn:
-    """A callable of ours that a pickle may name; it has no attribute that could be set."""
+class StandIn(_Frozen):
+    """A callable of ours that a pickle may name."""
 
     __slots__ = ("_call",)
     _call: Callable[..., Any]
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"  # an address would be another one on each rank
-
     def __init__(self, call: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_call", call)
+        _put(self, "_call", call)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"the pickle sets attribute {name!r} of a rebuild function")
@@ -160,8 +153,8 @@ class StorageType(StandIn):
 
     def __init__(self, dtype: DType | None, itemsize: int = 1) -> None:
         super().__init__(_not_callable)
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "itemsize", dtype.size if dtype is not None else itemsize)
+        _put(self, "dtype", dtype)
+        _put(self, "itemsize", dtype.size if dtype is not None else itemsize)
 
 
 def _not_callable(*_: Any) -> NoReturn:
@@ -176,7 +169,7 @@ class TypeName(StandIn):
 
     def __init__(self, name: str) -> None:
         super().__init__(_not_callable)
-        object.__setattr__(self, "name", name)
+        _put(self, "name", name)
 
 
 class DTypeName(TypeName):
@@ -187,7 +180,7 @@ class DTypeName(TypeName):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        object.__setattr__(self, "dtype", DTYPES.get(name))
+        _put(self, "dtype", DTYPES.get(name))
 
 
 def sizes(value: Any) -> tuple[int, ...]:
@@ -199,94 +192,6 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
-    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST_ELEMENTS:
-        raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset or a huge one")
-    shape, strides = sizes(shape), sizes(strides)
-    if len(shape) != len(strides):
-        raise pickle.UnpicklingError(f"{len(shape)} sizes but {len(strides)} strides")
-    if storage.size != storage.numel:
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if dtype is not storage.dtype or (0 not in shape and offset + last >= storage.size):
-            raise pickle.UnpicklingError(f"a tensor beyond the {storage.size} elements of its view of a storage")
-        offset += storage.start
-    lazy = ",".join(name for name in ("conj", "neg") if bits.get(name)) if isinstance(bits, dict) else ""
-    return TensorPlace(storage, dtype, offset, shape, strides, lazy)
-
-
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorPlace:
-    return _place(storage, offset, shape, strides, getattr(storage, "dtype", None), None)
-
-
-def _rebuild_tensor_v2(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    _grad: Any = None,
-    _hooks: Any = None,
-    bits: Any = None,
-) -> TensorPlace:
-    return _place(storage, offset, shape, strides, getattr(storage, "dtype", None), bits)
-
-
-def _rebuild_tensor_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, bits: Any = None
-) -> TensorPlace:
-    if not isinstance(dtype, DTypeName):
-        return refused_place("its dtype is not known", shape)
-    if dtype.dtype is None:
-        return refused_place(f"dtype {dtype.name} is not read", shape)
-    return _place(storage, offset, shape, strides, dtype.dtype, bits)
-
-
-def _rebuild_parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 def refused_place(reason: str, shape: Any = (), dtype: Any = None) -> TensorPlace:
     """Stand in for a tensor whose bytes are not read, so that it is counted. shape, dtype: where these are known."""
     return TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, sizes(shape), (), refused=reason)
-
-
-def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    """Stand in for _codecs.encode, by which protocol 2 writes bytes."""
-    if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
-        raise pickle.UnpicklingError("bytes in an unknown encoding")
-    return text.encode(encoding)
-
-
-def _bytes(*given: Any) -> bytes:
-    """Stand in for bytes(), by which protocol 2 writes the empty string of bytes; bytes(10**12) is a bomb."""
-    if given:
-        raise pickle.UnpicklingError("bytes() with arguments")
-    return b""
-
-
-def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
-    """Stand in for copyreg._reconstructor, by which protocol 0 and 1 write plain objects."""
-    return kind(state) if isinstance(kind, type) and issubclass(kind, Inert) else None
-
-
-ALLOWED: dict[str, Any] = {
-    "collections.OrderedDict": Ordered,
-    "builtins.set": StandIn(set_of),
-    "builtins.frozenset": StandIn(frozen_of),
-    "builtins.complex": StandIn(Complex),
-    "builtins.bytes": StandIn(_bytes),
-    "_codecs.encode": StandIn(_encode),
-    "copyreg._reconstructor": StandIn(_reconstructor),
-    "torch.Size": StandIn(sizes),
-    "torch._utils._rebuild_tensor": StandIn(_rebuild_tensor),
-    "torch._utils._rebuild_tensor_v2": StandIn(_rebuild_tensor_v2),
-    "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
-    "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
-    "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_parameter),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_parameter),
-    "torch.storage.UntypedStorage": StorageType(None),
-    "torch.UntypedStorage": StorageType(None),
-    "torch.QInt32Storage": StorageType(None, 4),
-    **{f"torch.{name}Storage": StorageType(None) for name in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
-    **{f"torch.{name}": StorageType(row) for name, row in BY_STORAGE.items()},
-    **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *UNREAD)},
-}

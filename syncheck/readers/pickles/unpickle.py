@@ -2,8 +2,8 @@
 
 A pickle names the callables that rebuild its objects. Each name is looked up in three tables, never imported:
 
-- `stand_ins.ALLOWED`, the tables of `unread`, `numpy_stand_ins.NUMPY` and `dtensor.SUBCLASSES`: our own stand-ins for
-  the few names that torch.save writes for tensors, arrays and plain containers.
+- `TABLE`, put together of those of `rebuild`, `unread`, `numpy_stand_ins` and `dtensor`: our own stand-ins for the few
+  names that torch.save writes for tensors, arrays and plain containers.
 - `REFUSED_*`: names that can only be there to run something. The whole file is refused.
 - any other name becomes an inert stub that keeps what it was given, so that tensors inside are still found.
 """
@@ -21,11 +21,12 @@ from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.hashing import MANY, Salted, SaltedSet, light
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
-from syncheck.readers.pickles.stand_ins import ALLOWED, Storage, StorageType
+from syncheck.readers.pickles.rebuild import REBUILT
+from syncheck.readers.pickles.stand_ins import Storage, StorageType
 from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
 from syncheck.snapshots import MOST_ELEMENTS
 
-TABLE = ALLOWED | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
+TABLE = REBUILT | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
 
 # Roots of modules that no tensor, number or configuration lives in.
 REFUSED_MODULES = frozenset(
@@ -35,18 +36,17 @@ REFUSED_MODULES = frozenset(
     "smtplib socket ssl subprocess sys tempfile threading timeit trace urllib venv webbrowser winreg".split()
 )
 REFUSED_PREFIXES = (
-    "torch.hub",
-    "torch.utils.cpp_extension",
-    "torch.utils.bottleneck",
-    "numpy.testing",
-    "numpy.f2py",
+    "torch.hub.",
+    "torch.utils.cpp_extension.",
+    "torch.utils.bottleneck.",
+    "numpy.testing.",
+    "numpy.f2py.",
 )
 REFUSED_BUILTINS = frozenset(
     "__build_class__ __import__ apply breakpoint classmethod compile delattr eval exec execfile exit file getattr "
     "globals help input locals memoryview open print quit raw_input reload setattr staticmethod super vars".split()
 )
 REFUSED_NAMES = frozenset({"types.CodeType", "types.FunctionType", "operator.attrgetter", "operator.methodcaller"})
-
 
 # Characters of a name that is kept and printed; nobody's classes have longer ones.
 _LONGEST = 1_000
@@ -60,11 +60,7 @@ def is_refused(module: str, name: str) -> bool:
     if root == "builtins":
         return name.partition(".")[0] in REFUSED_BUILTINS
     full = f"{module}.{name}"
-    return (
-        root in REFUSED_MODULES
-        or full in REFUSED_NAMES
-        or f"{full}.".startswith(tuple(f"{p}." for p in REFUSED_PREFIXES))
-    )
+    return root in REFUSED_MODULES or full in REFUSED_NAMES or f"{full}.".startswith(REFUSED_PREFIXES)
 
 
 class Stream(Protocol):

@@ -1,0 +1,113 @@
+"""Our own functions for those by which torch.save writes tensors and plain containers, by the names in the pickle.
+
+Formats: torch/_utils.py and torch/_tensor.py of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ
+from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
+from syncheck.readers.pickles.stand_ins import (
+    DTypeName,
+    StandIn,
+    Storage,
+    StorageType,
+    TensorPlace,
+    refused_place,
+    sizes,
+)
+from syncheck.snapshots import MOST_ELEMENTS
+
+if TYPE_CHECKING:
+    from syncheck.dtypes import DType
+
+
+def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
+    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST_ELEMENTS:
+        raise pickle.UnpicklingError("a tensor without a storage, or with a negative offset or a huge one")
+    shape, strides = sizes(shape), sizes(strides)
+    if len(shape) != len(strides):
+        raise pickle.UnpicklingError(f"{len(shape)} sizes but {len(strides)} strides")
+    if storage.size != storage.numel:
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        if dtype is not storage.dtype or (0 not in shape and offset + last >= storage.size):
+            raise pickle.UnpicklingError(f"a tensor beyond the {storage.size} elements of its view of a storage")
+        offset += storage.start
+    lazy = ",".join(name for name in ("conj", "neg") if bits.get(name)) if isinstance(bits, dict) else ""
+    return TensorPlace(storage, dtype, offset, shape, strides, lazy)
+
+
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorPlace:
+    return _place(storage, offset, shape, strides, getattr(storage, "dtype", None), None)
+
+
+def _rebuild_tensor_v2(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    bits: Any = None,
+) -> TensorPlace:
+    return _place(storage, offset, shape, strides, getattr(storage, "dtype", None), bits)
+
+
+def _rebuild_tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, bits: Any = None
+) -> TensorPlace:
+    if not isinstance(dtype, DTypeName):
+        return refused_place("its dtype is not known", shape)
+    if dtype.dtype is None:
+        return refused_place(f"dtype {dtype.name} is not read", shape)
+    return _place(storage, offset, shape, strides, dtype.dtype, bits)
+
+
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _encode(text: Any, encoding: Any = "latin1") -> bytes:
+    """Stand in for _codecs.encode, by which protocol 2 writes bytes."""
+    if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
+        raise pickle.UnpicklingError("bytes in an unknown encoding")
+    return text.encode(encoding)
+
+
+def _bytes(*given: Any) -> bytes:
+    """Stand in for bytes(), by which protocol 2 writes the empty string of bytes; bytes(10**12) is a bomb."""
+    if given:
+        raise pickle.UnpicklingError("bytes() with arguments")
+    return b""
+
+
+def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
+    """Stand in for copyreg._reconstructor, by which protocol 0 and 1 write plain objects."""
+    return kind(state) if isinstance(kind, type) and issubclass(kind, Inert) else None
+
+
+REBUILT: dict[str, Any] = {
+    "collections.OrderedDict": Ordered,
+    "builtins.set": StandIn(set_of),
+    "builtins.frozenset": StandIn(frozen_of),
+    "builtins.complex": StandIn(Complex),
+    "builtins.bytes": StandIn(_bytes),
+    "_codecs.encode": StandIn(_encode),
+    "copyreg._reconstructor": StandIn(_reconstructor),
+    "torch.Size": StandIn(sizes),
+    "torch._utils._rebuild_tensor": StandIn(_rebuild_tensor),
+    "torch._utils._rebuild_tensor_v2": StandIn(_rebuild_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
+    "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
+    "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_parameter),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_parameter),
+    "torch.storage.UntypedStorage": StorageType(None),
+    "torch.UntypedStorage": StorageType(None),
+    "torch.QInt32Storage": StorageType(None, 4),
+    **{f"torch.{name}Storage": StorageType(None) for name in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
+    **{f"torch.{name}": StorageType(row) for name, row in BY_STORAGE.items()},
+    **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *NOT_READ)},
+}
