@@ -18,6 +18,7 @@ from syncheck.layout.names import PathNumbers, take_apart
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from syncheck.layout.names import Role
     from syncheck.snapshots import Snapshot
 
 
@@ -84,7 +85,7 @@ def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replica
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
         return []
     named = [take_apart(folder) for folder in folders]
-    if len({parts.texts for parts in named}) == 1 and _varying(named, ("step",)):
+    if len({parts.texts for parts in named}) == 1 and _varying(named, "step"):
         return []  # moments of one run
     note = "grouped by path: the folders are copies of each other"
     relative = classes(snapshots, lambda s: os.path.relpath(s.path, roots[s.path]))
@@ -154,15 +155,15 @@ def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
     """
     named = [i for i, role in enumerate(parts[0].roles) if role == "rank"]
     own = [i for i in named if not parts[0].folders[i]]
-    varying = [i for i in named if len({part.numbers[i] for part in parts}) > 1]
-    for found in (own, varying, _varying(parts, ("plain",)), named):
+    for found in (own, _varying(parts, "rank"), _varying(parts, "plain"), named):
         if found:
             return found[-1]
     return None
 
 
-def _varying(parts: Sequence[PathNumbers], roles: tuple[str, ...]) -> list[int]:
-    return [i for i, role in enumerate(parts[0].roles) if role in roles and len({p.numbers[i] for p in parts}) > 1]
+def _varying(parts: Sequence[PathNumbers], role: Role) -> list[int]:
+    """Return which numbers of this role are not the same in all of these otherwise equal paths."""
+    return [i for i, own in enumerate(parts[0].roles) if own == role and len({p.numbers[i] for p in parts}) > 1]
 
 
 def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int | None) -> list[Replicas]:
@@ -172,13 +173,13 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
     is a node's, and all are one group.
     """
     parts = [apart[s.path] for s in members]
-    further = [i for i in _varying(parts, ("plain",)) if i != at]
-    # rank_0/model_rank_0.pth and local_rank_0_global_rank_4.pth: numbers that say of the rank what is known.
-    twice = [] if at is None else [i for i in _varying(parts, ("rank",)) if all(p.says(i, at) for p in parts)]
-    twice += _varying(parts, ("local",))
+    further = [i for i in _varying(parts, "plain") if i != at]
     if at is None:
         note = _why_alone(parts)
         return [Replicas(_run(apart[s.path], None), _step(apart[s.path], further), ((0, s),), note) for s in members]
+    # rank_0/model_rank_0.pth and local_rank_0_global_rank_4.pth: numbers that say of the rank what is known.
+    twice = [i for i in _varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)]
+    twice += _varying(parts, "local")
     known = parts[0].roles[at] == "rank"
     note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
     if len(further) == 1:
@@ -191,9 +192,9 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
 
 def _why_alone(parts: Sequence[PathNumbers]) -> str:
     """Say why files with equal names but for numbers are no replicas, though none of the numbers is a rank."""
-    if _varying(parts, ("shard",)):
+    if _varying(parts, "shard"):
         return "only a model-parallel or ZeRO rank differs: each file holds another part of the model"
-    if _varying(parts, ("part",)):
+    if _varying(parts, "part"):
         return "only the part differs: each file holds another part of the checkpoint"
     return "only the step differs: moments of one replica" if len(parts) > 1 else "its name matches no other file's"
 

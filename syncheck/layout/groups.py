@@ -88,21 +88,19 @@ def distinct(groups: list[Replicas]) -> list[Replicas]:
         folders = {
             run_id: _common_folder(s.path for g in found for _, s in g.ranks) for run_id, found in launches.items()
         }
-        named: list[tuple[str, tuple[str, ...]]] = []
+        names, places = [], []
         for g in same:
-            folder, name = folders[g.run_id], run
-            place: tuple[str, ...] = ()
-            if g.run_id is None and repeated:
-                folder = os.path.dirname(g.ranks[0][1].path)
-            if len(launches) > 1 or (g.run_id is None and repeated):
-                name, place = f"{folder}/{run}" if folder else run, _place(folder)
+            unnamed = g.run_id is None and repeated  # then nothing but its own folder tells it from the others
+            folder = os.path.dirname(g.ranks[0][1].path) if unnamed else folders[g.run_id]
+            by_folder = unnamed or len(launches) > 1
+            name = f"{folder}/{run}" if by_folder and folder else run
             if g.run_id is not None and list(folders.values()).count(folder) > 1:
                 name = f"{name} ({g.run_id[:8]})"
-            named.append((name, place))
-        places = _telling_apart([place for _, place in named])
+            names.append(name)
+            places.append(_place(folder) if by_folder else ())
         result += [
             replace(g, run=name, label="/".join((*place, run)))
-            for g, (name, _), place in zip(same, named, places, strict=True)
+            for g, name, place in zip(same, names, _telling_apart(places), strict=True)
         ]
     return result
 
@@ -116,7 +114,7 @@ def _place(folder: str) -> tuple[str, ...]:
 
 def _telling_apart(places: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the places without the parts at their beginning and end that all of them have."""
-    for _ in range(2):
+    for _ in range(2):  # at the beginning; then, with all of them turned round, at the end
         differing = (i for i, parts in enumerate(zip(*places, strict=False)) if len(set(parts)) > 1)
         common = next(differing, min(map(len, places)))
         places = [place[common:][::-1] for place in places]

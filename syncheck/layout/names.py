@@ -51,10 +51,6 @@ class PathNumbers:
             parts += ["*" if i in positions else str(number), self.texts[i + 1]]
         return "".join(parts)
 
-    def says(self, position: int, at: int) -> bool:
-        """Whether two numbers of the path are the same."""
-        return self.numbers[position] == self.numbers[at]
-
     def fixed(self) -> tuple[tuple[Role, int], ...]:
         """Return the numbers that replicas have in common: step, part and shard."""
         return tuple(
