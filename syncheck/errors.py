@@ -197,6 +197,11 @@ class CheckpointError(SyncheckError):
 class UnreadableFile(CheckpointError):
     """The file is missing, a folder, or may not be read."""
 
+    @classmethod
+    def because(cls, path: str, error: OSError | ValueError, next_step: str = "") -> UnreadableFile:
+        """Return the error for a file that Python could not open or read; it says ValueError of a NUL in a path."""
+        return cls(path, found=str(getattr(error, "strerror", None) or error).lower(), next_step=next_step)
+
 
 class NotACheckpoint(CheckpointError):
     """The content is of no known format."""

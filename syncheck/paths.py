@@ -175,8 +175,8 @@ def _walk(folder: str) -> Iterator[str | Whole | Unreadable]:
             entries = _visible(here)
             reader = readers.sniff_folder(here)
         except (OSError, UnreadableFile) as error:
-            reason = error.reason if isinstance(error, UnreadableFile) else error.strerror or str(error)
-            yield Unreadable(here, f"{reason.lower()}: what lies in this folder is not known")
+            wrong = error if isinstance(error, UnreadableFile) else UnreadableFile.because(here, error)
+            yield Unreadable(here, f"{wrong.reason}: what lies in this folder is not known")
             continue
         if reader is not None:
             inside = _Inside(here, here, reader)

@@ -11,8 +11,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncheck.dtypes import DTYPES
+from syncheck.errors import UnreadableFile
 from syncheck.kernel import pieces
-from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, shrunk, unreadable
+from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, shrunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ class Files(OpenFiles):
         try:
             data, got = self._filled(descriptor, offset, length, slot)
         except OSError as error:
-            raise unreadable(tensor.path, error) from None
+            raise UnreadableFile.because(tensor.path, error) from None
         if got != length:
             raise shrunk(tensor, f"byte {offset + length}")
         return data

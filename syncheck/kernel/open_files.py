@@ -63,7 +63,7 @@ class OpenFiles:
             # What has become a pipe would block.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise UnreadableFile.because(path, error) from None
         found = os.fstat(descriptor)
         regular = stat.S_ISREG(found.st_mode)
         if not regular or not (tensor.opened is None or _is_same(tensor.opened, found)):
@@ -93,7 +93,7 @@ class OpenFiles:
                 self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:  # ValueError: it is empty by now
                 if isinstance(error, OSError):
-                    raise unreadable(path, error) from None
+                    raise UnreadableFile.because(path, error) from None
                 raise shrunk(tensor) from None
         self._maps.move_to_end(path)
         return self._maps[path]
@@ -107,11 +107,6 @@ def _read_ahead(descriptor: int) -> None:
 
 def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
     return os.path.samestat(before, now) and (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
-
-
-def unreadable(path: str, error: OSError) -> UnreadableFile:
-    """Return the error for what the system does not do."""
-    return UnreadableFile(path, found=(error.strerror or str(error)).lower())
 
 
 def _changed(path: str, found: str = "it was changed while it was read") -> MalformedFile:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from syncheck.dtypes import DTYPES
+from syncheck.errors import UnreadableFile
 from syncheck.kernel import pieces
-from syncheck.kernel.open_files import shrunk, unreadable
+from syncheck.kernel.open_files import shrunk
 from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _gathered(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     try:
         data = b"".join([os.pread(descriptor, reach, place) for place in places.reshape(-1).tolist()])
     except OSError as error:
-        raise unreadable(tensor.path, error) from None
+        raise UnreadableFile.because(tensor.path, error) from None
     if len(data) != reach * reads:
         raise shrunk(tensor)
     order = (*outer, *inner)

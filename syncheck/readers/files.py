@@ -50,7 +50,7 @@ def read_file(path: str) -> Snapshot:
             snapshot: Snapshot = reader.read(path)
             return settled(snapshot)
         except OSError as error:
-            raise UnreadableFile(path, found=error.strerror or str(error)) from None
+            raise UnreadableFile.because(path, error) from None
     if not head:
         raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
     raise NotACheckpoint(
@@ -70,8 +70,6 @@ def _head(path: str) -> bytes:
         with regular(path) as file:
             # A file of the kernel's, as /proc/kmsg, says that it is empty, and to read it may wait without end.
             return file.read(_HEAD) if os.fstat(file.fileno()).st_size else b""
-    except OSError as error:
+    except (OSError, ValueError) as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else ""
-        raise UnreadableFile(path, found=(error.strerror or str(error)).lower(), next_step=hint) from None
-    except ValueError as error:  # a NUL in the path
-        raise UnreadableFile(path, found=str(error)) from None
+        raise UnreadableFile.because(path, error, hint) from None

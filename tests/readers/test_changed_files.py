@@ -12,11 +12,15 @@ import pytest
 from checkpoints import save
 
 from syncheck import api, readers
-from syncheck.errors import MalformedFile
+from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.kernel.blocks import Files
+from syncheck.readers import torch_zip
+from syncheck.readers.dcp import folder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from syncheck.snapshots import Snapshot
 
 
 def change(path: Path, how: str) -> None:
@@ -134,3 +138,21 @@ def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pyte
     found = api.find(*(save(tmp_path / f"w_rank{rank}.pth", {"w": large}) for rank in range(2)))
     monkeypatch.setattr(os, "preadv", broken)
     assert api.judge(found).unreadable[0].reason == "input/output error"
+
+
+@pytest.mark.parametrize("name", ["w.pth", "."], ids=["file", "folder"])
+def test_an_error_while_opening_is_told_in_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A disk that fails in the middle of a header, of a file or of a folder, is told as one that fails later is."""
+
+    def broken(path: str) -> Snapshot:
+        raise OSError(5, "Input/output error", path)
+
+    save(tmp_path / "w.pth", {"w": np.ones(4, np.float32)})
+    (tmp_path / ".metadata").touch()
+    for reader in (torch_zip, folder):
+        monkeypatch.setattr(reader, "read", broken)
+    with pytest.raises(UnreadableFile) as caught:
+        readers.read(str(tmp_path / name))
+    assert caught.value.reason == "input/output error"

@@ -36,7 +36,7 @@ def sniff_folder(folder: str) -> ModuleType | None:
     try:
         return next((found for found in FOLDERS.values() if found.matches_folder(folder)), None)
     except (OSError, ValueError) as error:
-        raise UnreadableFile(folder, found=str(getattr(error, "strerror", None) or error).lower()) from None
+        raise UnreadableFile.because(folder, error) from None
 
 
 def read_folder(folder: str) -> Snapshot | None:
@@ -47,5 +47,5 @@ def read_folder(folder: str) -> Snapshot | None:
     try:
         snapshot: Snapshot = found.read(folder)
     except OSError as error:
-        raise UnreadableFile(folder, found=error.strerror or str(error)) from None
+        raise UnreadableFile.because(folder, error) from None
     return snapshot

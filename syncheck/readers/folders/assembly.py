@@ -103,7 +103,7 @@ def read_json(path: str) -> dict[str, Any]:
                 raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {MAX_JSON}", next_step=again)
             raw = file.read(size)
     except OSError as error:  # what is listed in the folder may be a dangling link
-        raise UnreadableFile(path, found=(error.strerror or str(error)).lower()) from None
+        raise UnreadableFile.because(path, error) from None
     try:
         return json_object(raw)
     except NotTheObject as wrong:

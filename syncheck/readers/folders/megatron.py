@@ -54,7 +54,7 @@ def _files(rank: str) -> list[str]:
     try:
         inside = set(names_in(rank))
     except OSError as error:
-        raise UnreadableFile(rank, found=(error.strerror or str(error)).lower()) from None
+        raise UnreadableFile.because(rank, error) from None
     found = [name for name in _FILES if name in inside]
     if not found:
         again = "the save did not finish, or the copy is not complete: save or copy the whole folder again"
