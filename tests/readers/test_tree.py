@@ -83,6 +83,18 @@ def test_settings_of_an_optimizer(tmp_path: Path) -> None:
     assert list(found.tensors) == ["optimizer.param_groups.0.weight"]
 
 
+def test_what_else_an_optimizer_holds(tmp_path: Path) -> None:
+    """Slow weights beside the state, and an optimizer within a state, are named: on other bytes they are found."""
+    for rank in range(2):
+        inner = {"state": {0: {"exp_avg": W + rank}}, "param_groups": [{"params": [0]}]}
+        tree = {"model": {"a": W, "b": W}, "optimizer": {**optimizer({"a": {"base": inner}}), "slow": {"a": W + rank}}}
+        path = save_pth(tmp_path / f"rank{rank}.pth", tree)
+    named = ["optimizer.a.base.state.0.exp_avg", "optimizer.slow.a"]
+    assert list(syncheck.read(str(path)).tensors)[2:] == named
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [tensor.name for tensor in group.tensors] == named
+
+
 def test_learning_rate_tensor_that_differs_is_found(tmp_path: Path) -> None:
     """A capturable optimizer keeps its learning rate as a tensor: on another value the ranks are out of sync."""
     for rank in range(2):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Metadata
 
-# Containers that a pickle may hold. Shared references can unfold to far more places than the file has bytes.
-# A file that shares nothing has a byte of its pickle for each.
+# Parts of containers that are named: so many, and more of a longer pickle. One that names each part once has at least a
+# byte for each; one that refers to the same containers again and again can unfold to any number.
 MAX_NODES = 200_000
 NODES_PER_BYTE = 4
 # Characters of all names: a long key stands in the name of everything below it.
@@ -49,6 +49,7 @@ class Flat:
         self.nodes += parts
         self.letters += parts * len(name)
         if self.nodes > self.most or self.letters > MAX_LETTERS:
+            # A file that is long enough for the most that any may have may really hold so many.
             many = self.most == bounds.MOST_ENTRIES and self.letters <= MAX_LETTERS
             found = f"more than {self.most} parts" if many else "containers unfold without end"
             raise _endless(path, name, found, f"at most {self.most} parts")
@@ -70,7 +71,8 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES) -> Flat:
 
     The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless that would
     give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
-    `optimizer.<parameter>.<state>`. size: bytes of the pickle. Raises MalformedFile for trees that do not end.
+    `optimizer.<parameter>.<state>`, and what else it holds `optimizer.<key>`. size: bytes of the pickle. Raises
+    MalformedFile for trees that do not end.
     """
     flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, bounds.MOST_ENTRIES))
     try:
@@ -91,7 +93,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> Flat:
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
     optimizers: list[Any] = []
-    _walk(tree, flat, optimizers, path)
+    _walk(tree, flat, path, optimizers)
     models = {name: place.shape for name, place in flat.tensors.items()}
     ordered = in_order(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
@@ -124,9 +126,13 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
-    """Depth first, in the order of insertion, without recursion: the tree's depth is the file's to choose."""
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
+def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None, name: str = "") -> None:
+    """Depth first, in the order of insertion, without recursion: the tree's depth is the file's to choose.
+
+    optimizers: to be filled with the state dicts of optimizers, which are left to the caller then; without it, as
+    within an optimizer, one is a container like any other. name: of the tree.
+    """
+    stack: list[tuple[str, Any, tuple[int, ...]]] = [(name, tree, ())]
     while stack:
         name, node, above = stack.pop()
         if len(above) > MAX_DEPTH or id(node) in above:
@@ -136,7 +142,7 @@ def _walk(tree: Any, flat: Flat, optimizers: list[Any], path: str) -> None:
             flat.tensors[flat.free(name, flat.tensors)] = node
         elif isinstance(node, Storage):
             flat.tensors[flat.free(name, flat.tensors)] = node.as_tensor()
-        elif is_optimizer(node):
+        elif optimizers is not None and is_optimizer(node):
             optimizers.append(node)
         elif isinstance(node, _PLAIN):
             flat.values[flat.free(name, flat.values)] = keys.plain(node)
@@ -172,7 +178,7 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
             elif isinstance(value, _PLAIN):
                 flat.values[flat.free(full, flat.values)] = keys.plain(value)
             else:
-                _walk({full: value}, flat, [], path)
+                _walk(value, flat, path, name=full)
     for i, group in enumerate(state["param_groups"]):
         parts = children(group) or []
         flat.count(path, prefix, 1 + len(parts))
@@ -184,4 +190,7 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
             if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
                 flat.values[flat.free(full, flat.values)] = keys.text(value)  # betas
             else:
-                _walk({full: value}, flat, [], path)  # lr may be a tensor
+                _walk(value, flat, path, name=full)  # lr may be a tensor
+    for key, value in state.items():
+        if key not in ("state", "param_groups"):  # those that wrap another keep more, as Lookahead its slow weights
+            _walk(value, flat, path, name=f"{prefix}.{keys.text(key)}")
