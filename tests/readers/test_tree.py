@@ -9,6 +9,8 @@ import pytest
 from checkpoints import save_pth
 
 import syncheck
+from syncheck.errors import MalformedFile
+from syncheck.readers.pickles import tree as tree_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,15 +86,28 @@ def test_settings_of_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_what_else_an_optimizer_holds(tmp_path: Path) -> None:
-    """Slow weights beside the state, and an optimizer within a state, are named: on other bytes they are found."""
+    """Slow weights beside the state, a tensor or an optimizer in it, are named: on other bytes they are found."""
     for rank in range(2):
         inner = {"state": {0: {"exp_avg": W + rank}}, "param_groups": [{"params": [0]}]}
-        tree = {"model": {"a": W, "b": W}, "optimizer": {**optimizer({"a": {"base": inner}}), "slow": {"a": W + rank}}}
+        made = {**optimizer({"a": {"base": inner}, "mean": W + rank, "k": 5}), "slow": {"a": W + rank}}
+        tree = {"model": {"a": W, "b": W}, "optimizer": made}
         path = save_pth(tmp_path / f"rank{rank}.pth", tree)
-    named = ["optimizer.a.base.state.0.exp_avg", "optimizer.slow.a"]
-    assert list(syncheck.read(str(path)).tensors)[2:] == named
+    named = ["optimizer.a.base.state.0.exp_avg", "optimizer.mean", "optimizer.slow.a"]
+    read = syncheck.read(str(path))
+    assert list(read.tensors)[2:] == named
+    assert read.values["optimizer.k"] == 5
     (group,) = syncheck.compare(tmp_path).groups
     assert [tensor.name for tensor in group.tensors] == named
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in its state", "beside it"])
+def test_one_optimizer_many_times(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    """A list that names one optimizer again and again ends in an error, wherever its thousand counters are."""
+    monkeypatch.setattr(tree_module, "MAX_NODES", 5_000)
+    counters = dict.fromkeys(map(str, range(1_000)), 1)
+    made = {"state": counters if inside else {}, "param_groups": [], **({} if inside else counters)}
+    with pytest.raises(MalformedFile, match="containers unfold without end"):
+        tree_module.flatten([made] * 100, "a.pth", size=0)
 
 
 def test_learning_rate_tensor_that_differs_is_found(tmp_path: Path) -> None:

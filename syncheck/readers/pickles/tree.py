@@ -168,11 +168,14 @@ def _without_container(name: str, node: Any) -> str:
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
     for key, entries in state["state"].items():
-        parameter = names.get(key) or keys.text(key)
-        parts = children(entries) or []
-        flat.count(path, f"{prefix}.{parameter}", 1 + len(parts))
+        parameter = f"{prefix}.{names.get(key) or keys.text(key)}"
+        parts = children(entries)
+        flat.count(path, parameter, 1 + len(parts or []))
+        if parts is None:  # of no one parameter: torch lets an optimizer keep a counter of its own there
+            _walk(entries, flat, path, name=parameter)
+            continue
         for entry, value in parts:
-            full = f"{prefix}.{parameter}.{entry}"
+            full = f"{parameter}.{entry}"
             if isinstance(value, TensorPlace):
                 flat.tensors[flat.free(full, flat.tensors)] = value
             elif isinstance(value, _PLAIN):
@@ -193,4 +196,5 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
                 _walk(value, flat, path, name=full)  # lr may be a tensor
     for key, value in state.items():
         if key not in ("state", "param_groups"):  # those that wrap another keep more, as Lookahead its slow weights
+            flat.count(path, prefix, 1)
             _walk(value, flat, path, name=f"{prefix}.{keys.text(key)}")
