@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from syncheck.readers.folders import training
-from syncheck.readers.folders.assembly import names_in
+from syncheck.readers.folders.inside import names_in
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot

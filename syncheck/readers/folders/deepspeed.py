@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.readers.folders.assembly import names_in, numbered
+from syncheck.readers.folders.inside import names_in, numbered
 from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
 
 if TYPE_CHECKING:

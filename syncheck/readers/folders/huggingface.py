@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.readers.folders import training
-from syncheck.readers.folders.assembly import names_in
+from syncheck.readers.folders.inside import names_in
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, UnreadableFile
-from syncheck.readers.folders.assembly import names_in, numbered
+from syncheck.readers.folders.inside import names_in, numbered
 from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
 
 if TYPE_CHECKING:

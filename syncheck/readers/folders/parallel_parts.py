@@ -8,8 +8,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, brief
+from syncheck.readers.assembly import Assembly
 from syncheck.readers.files import read_file
-from syncheck.readers.folders.assembly import Assembly
 from syncheck.records import PROGRESS
 
 if TYPE_CHECKING:

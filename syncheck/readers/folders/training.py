@@ -11,14 +11,15 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.readers.assembly import Assembly, as_stored
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.files import read_file
-from syncheck.readers.folders.assembly import Assembly, as_stored, below, names_in, numbered, read_json
+from syncheck.readers.folders.inside import names_in, numbered, read_json
 from syncheck.readers.folders.weight_index import INDEX, SHARD, read_index
 from syncheck.readers.pickles.optimizer_names import named_by_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from syncheck.snapshots import Snapshot
 
@@ -83,7 +84,7 @@ def read(folder: str, format_name: str) -> Snapshot:
             # A second optimizer that stands alone is not the first; of the states of a rank, any rank's may.
             alone = len(found) == 1 and top not in _NUMBERED and (top in _OF_RANKS or not int(match[1] or 0))
             label = "" if alone else (match[1] or ("" if top == "rng_state" else "0"))
-            whole.add(read_file(os.path.join(folder, match.string)), below(top, label))
+            whole.add(read_file(os.path.join(folder, match.string)), _below(top, label))
     if in_order:
         _name_parameters(whole)
     if _PROGRESS in names:
@@ -91,6 +92,21 @@ def read(folder: str, format_name: str) -> Snapshot:
         progress = {key: state.get(key) for key in ("global_step", "epoch")}
         whole.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
     return settled(whole.snapshot())
+
+
+def _below(top: str, label: str) -> Callable[[str], str]:
+    """Return how to name what a file holds that is all of one thing, such as `optimizer`.
+
+    top: what the names begin with; those that begin so already get it once. label: what tells this file from others
+    of its kind, empty where there is no other.
+    """
+    start = f"{top}.{label}" if label else top
+
+    def rename(name: str) -> str:
+        inner = name.removeprefix(f"{top}.")
+        return f"{start}.{inner}" if inner else start
+
+    return rename
 
 
 def _add_weights(whole: Assembly, names: list[str]) -> bool:
@@ -105,7 +121,7 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
         # Accelerate saves several models side by side: model.safetensors, model_1.safetensors.
         # One with a number is not the first, also where that is missing.
         first = slot == next(iter(slots)) and not ((one := _WEIGHTS.fullmatch(name)) and one["number"])
-        whole.add(part, as_stored if first else below(slot, ""))
+        whole.add(part, as_stored if first else _below(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
     weights = {name for name in names if _WEIGHTS.fullmatch(name) or SHARD.fullmatch(name)}
     if unused := sorted(weights - used - set(slots.values())):

@@ -11,8 +11,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, brief
+from syncheck.readers.assembly import Assembly
 from syncheck.readers.files import read_file
-from syncheck.readers.folders.assembly import Assembly, read_json
+from syncheck.readers.folders.inside import read_json
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
