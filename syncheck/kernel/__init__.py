@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from syncheck.kernel.shares import in_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from syncheck.kernel.blocks import Files
     from syncheck.snapshots import Tensor
@@ -45,8 +45,7 @@ def clusters(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], 
                 apart.append(True)
         return groups
 
-    groups = _common(in_shares(tensors, files, sort), len(tensors))
-    return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
+    return _largest_first(_common(in_shares(tensors, files, sort), len(tensors)))
 
 
 def sort_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
@@ -54,7 +53,11 @@ def sort_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     by_key: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         by_key[key].append(position)
-    return tuple(tuple(found) for found in sorted(by_key.values(), key=lambda found: (-len(found), found[0])))
+    return _largest_first(by_key.values())
+
+
+def _largest_first(groups: Iterable[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
 
 
 def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int, slot: int) -> Groups:

@@ -1,8 +1,9 @@
-"""The end of a zip's directory: whether what it says of the directory is so.
+"""The last records of a zip: whether the directory is as long, and has as many entries, as they say.
 
-zipfile reads as many bytes of directory as the end says, and does not look at how many records that ought to be; torch
-reads that many, and others not. Layout: APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16; what torch looks at is in
-mz_zip_reader_read_central_dir of miniz, caffe2/serialize.
+zipfile reads as many bytes of directory as they say, and ignores the number of entries; torch reads that many entries
+and no others. Where the two do not agree, torch would load other tensors than those that are compared.
+Layout: APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16; what torch looks at is in mz_zip_reader_read_central_dir of miniz,
+caffe2/serialize.
 """
 
 from __future__ import annotations

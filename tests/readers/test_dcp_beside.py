@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from dcp_folders import assemble  # noqa: E402
 
 import syncheck  # noqa: E402
-from syncheck.errors import UnreadableFile  # noqa: E402
+from syncheck.errors import MalformedFile, UnreadableFile  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +35,16 @@ def test_a_name_that_is_in_both_is_kept_twice(tmp_path: Path, name: str) -> None
     assert [(diff.name, diff.status) for diff in group.tensors] == [("w#2", "different")]
     save_pth(two[1] / name, {"w": np.zeros(3, np.float32), "step": 6})
     assert syncheck.compare(*two).exit_code == 1
+
+
+def test_extra_files_of_two_steps(tmp_path: Path) -> None:
+    """Where the metadata block of one says step 5 and of another step 6, the folder is no checkpoint of one moment."""
+    one = folder(tmp_path / "a")
+    for step, name in ((5, "meta.pt"), (6, "common.pt")):
+        block = syncheck.metadata(run="r", rank=0, world_size=1, step=step)
+        save_pth(one / name, {f"of_{step}": np.ones(3, np.float32), "syncheck": block})
+    with pytest.raises(MalformedFile, match=r"common\.pt: metadata, step: 6; needed 5, as before it"):
+        syncheck.read(str(one))
 
 
 @pytest.mark.parametrize("how", ["pipe", "dangling"])

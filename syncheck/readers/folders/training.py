@@ -81,8 +81,10 @@ def read(folder: str, format_name: str) -> Snapshot:
     for pattern, top in _BESIDE.items():
         found = numbered(pattern, names)
         for match in found:
-            # A second optimizer that stands alone is not the first; of the states of a rank, any rank's may.
+            # A file that is the only one of its kind needs no number, unless that says that others are missing:
+            # optimizer_1.bin alone is of the second optimizer, but random states may be of any one rank.
             alone = len(found) == 1 and top not in _NUMBERED and (top in _OF_RANKS or not int(match[1] or 0))
+            # Of several, the one without a number is the first, but rng_state.pth is that of a single process.
             label = "" if alone else (match[1] or ("" if top == "rng_state" else "0"))
             whole.add(read_file(os.path.join(folder, match.string)), _below(top, label))
     if in_order:

@@ -95,7 +95,8 @@ def _by_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
     sizes = tuple(len(axis) for axis in axes)
     start, root = 0, _field(mesh, "_root_mesh")
     if isinstance(root, Inert):
-        # Of the equal parts into which the whole mesh falls, this rank's: where it stands, less its steps within.
+        # The whole mesh falls into equal parts. This rank's part starts where the rank stands in the whole mesh, less
+        # the steps to the rank from the start of the part.
         start = _position(root, _axes(root)) - _position(mesh, axes)
     elif math.prod(sizes) != len(everyone):
         raise _Unknown

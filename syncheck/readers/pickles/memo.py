@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FEW = 1 << 20
 _ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
 _STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
-# Of which no two have one hash, as -1 and -2 have, and 1.0 and 2.0**61.
+# The same without those that may share a hash with another: -1 and -2 have one, and so have 1.0 and 2.0**61.
 _COUNT = rb"(?:[N\x88\x89]|K.|M..|J.{3}[\x00-\x7f])"
 # Tuples that nobody need look into: of a few numbers, or consumed at once by a call, which looks itself.
 _TUPLE = rb"\((?:COUNT{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
@@ -47,8 +47,9 @@ _OPCODE = re.compile(
     rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?",
     re.DOTALL,
 )
-# Those that make nothing, or what there is once; all but those that make what takes some hundred bytes, or let a
-# dictionary grow to that.
+# Free: opcodes that make nothing, or objects of which Python keeps one only, such as None and small integers.
+# Light: all but those that make an object of some hundred bytes (a call, a set), or let a dictionary grow by as much.
+# Such a one counts as _HEAVY light ones.
 _FREE = b"()012N.abceghjpqrK\x80\x82\x83\x84\x88\x89\x90\x93\x94\x95\x97\x98"
 _LIGHT = bytes(set(range(256)) - set(b"QRdiosu\x81\x8f\x91\x92"))
 _HEAVY = 4
