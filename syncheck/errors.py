@@ -78,10 +78,10 @@ def brief(value: object, most: int = 60) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def _short(text: str, most: int = 400) -> str:
+def _short(text: str) -> str:
     """Write a file's words in one line, and leave out the middle of what nobody would read: names may be megabytes."""
-    if len(text) > most:
-        text = f"{text[: most // 2]}...{text[-most // 2 :]}"
+    if len(text) > 400:
+        text = f"{text[:200]}...{text[-200:]}"
     return one_line(text)
 
 

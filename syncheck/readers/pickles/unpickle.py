@@ -63,8 +63,8 @@ def is_refused(module: str, name: str) -> bool:
     return root in REFUSED_MODULES or full in REFUSED_NAMES or f"{full}.".startswith(REFUSED_PREFIXES)
 
 
-class Stream(Protocol):
-    """A file that a pickle is read from: it then stands behind the pickle's last byte."""
+class Source(Protocol):
+    """What a pickle is read from: it then stands behind the pickle's last byte."""
 
     def read(self, size: int, /) -> bytes:
         """Return up to `size` bytes."""
@@ -72,22 +72,21 @@ class Stream(Protocol):
     def readline(self) -> bytes:
         """Return a line."""
 
-
-class Source(Stream, Protocol):
-    """A stream that can be looked at ahead."""
-
     def memo_fault(self) -> str:
         """Return what `memo.fault` says of the pickle that comes next."""
 
 
 class _Bytes:
-    """Bytes as a stream: of what has a `peek` the unpickler takes more than an opcode at a time.
+    """Bytes as a source: of what has a `peek` the unpickler takes more than an opcode at a time.
 
     Never more is made than there are bytes, as io.BufferedReader would.
     """
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, data: bytes, most: tuple[int, int] | None) -> None:
+        self._data, self._at, self._most = data, 0, most
+
+    def memo_fault(self) -> str:
+        return memo.fault(self._data, 0, self._most)
 
     def peek(self, size: int) -> bytes:
         return self._data[self._at : self._at + size]
@@ -109,8 +108,8 @@ class _Bytes:
 class _Rules:
     """What an unpickler makes of names and storages."""
 
-    def __init__(self, stream: Stream, path: str, place: str, storages: dict[str, Storage] | None) -> None:
-        super().__init__(stream)  # type: ignore[call-arg]  # of the unpickler that it stands before
+    def __init__(self, source: Source, path: str, place: str, storages: dict[str, Storage] | None) -> None:
+        super().__init__(source)  # type: ignore[call-arg]  # of the unpickler that it stands before
         self.path, self.place, self.storages = path, place, storages
         self.views: dict[str, Storage] = {}
         self.stubs: dict[str, type[Inert]] = {}
@@ -202,18 +201,18 @@ def unpickle(
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
-    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. most: texts and objects, where not those of `bounds`. Raises
+    data: the pickle, or a source that stands at its first byte. path, place: for error texts. storages: of the format
+    of before torch 1.6 only, to be filled by key. most: texts and objects of bytes, where not those of `bounds`. Raises
     RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
     """
-    wrong = memo.fault(data, 0, most) if isinstance(data, bytes) else data.memo_fault()
+    source = _Bytes(data, most) if isinstance(data, bytes) else data
+    wrong = source.memo_fault()
     if wrong and wrong != MANY:
         raise MalformedFile(
             path, place=place, found=f"the pickle would take all memory or time: {wrong}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    stream = _Bytes(data) if isinstance(data, bytes) else data
-    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(stream, path, place, storages)
+    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(source, path, place, storages)
     try:
         tree = unpickler.load()
     except (RefusedFile, MemoryError):  # what it asks for was held against the file before
