@@ -16,7 +16,7 @@ from typing import NamedTuple
 from required import unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = Path(__file__).parent / "layouts" / "programs"
+PROGRAMS = Path(__file__).parent / "frameworks" / "programs"
 # Variables that launchers set; pytest itself may have been started by one.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_")
 
@@ -90,6 +90,6 @@ def _alive(session: int) -> bool:
 
 
 def train(program: str, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> None:
-    """Run a program of `layouts/programs/`, which has to end well."""
+    """Run a program of `frameworks/programs/`, which has to end well."""
     done = run(PROGRAMS / program, folder, *arguments, ranks=ranks, timeout=timeout)
     assert [each.code for each in done] == [0] * ranks, "\n".join(each.output[-3000:] for each in done)

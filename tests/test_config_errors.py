@@ -8,6 +8,7 @@ import pytest
 
 from syncheck import config
 from syncheck.errors import UsageError
+from syncheck.report.files import FORMATS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,8 +59,8 @@ def write(folder: Path, text: str) -> Path:
         ("close = 'yes'", ["tool.syncheck.close = 'yes'; needs true or false"]),
         ("tolerance = 1e-3", ["tool.syncheck.tolerance = 0.001; needs a table by kind or glob of names"]),
         ("exit-zero = 1", ["tool.syncheck.exit-zero = 1; needs true or false"]),
-        ("format = 'yaml'", ["tool.syncheck.format = 'yaml'; needs one of text, json, junit, github, markdown"]),
-        ("format = 3", ["tool.syncheck.format = 3; needs one of text, json, junit, github, markdown"]),
+        ("format = 'yaml'", ["tool.syncheck.format = 'yaml'; needs one of " + ", ".join(FORMATS)]),
+        ("format = 3", ["tool.syncheck.format = 3; needs one of " + ", ".join(FORMATS)]),
         ("color = true", ["tool.syncheck.color = True; needs one of auto, always, never"]),
         ("output = 'x.json'", ["tool.syncheck.output = 'x.json'; needs a list of strings"]),
         ("limit = -1", ["tool.syncheck.limit = -1; needs a number of rows, 0 for all"]),

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from syncheck.readers import READERS
+from syncheck.readers.folders import FOLDERS
+
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # what is under fixtures/ is not installed
     sys.path.insert(0, str(ROOT))
@@ -33,6 +36,16 @@ def answer(code: int, tensors: tuple[tuple[str, str], ...] = (), **more: Any) ->
     values = [{"name": name} for name in more.pop("values", ())]
     out = json.dumps({"groups": [{"tensors": listed, "values": values, "findings": findings}]})
     return {"code": code, "out": "" if code == 2 else out, "err": "", "memory": 0, **more}
+
+
+def test_every_format_is_damaged() -> None:
+    """No reader's format is left out, neither of what is made to be damaged nor of what its own library reads."""
+    pytest.importorskip("torch")
+    from fixtures.damages.oracle import _LOADERS
+    from fixtures.damages.subjects import MAKERS
+
+    assert set(MAKERS) == set(READERS | FOLDERS), "a reader without one in MAKERS of fixtures/damages/subjects.py"
+    assert set(_LOADERS) == set(MAKERS), "a format without its library in _LOADERS of fixtures/damages/oracle.py"
 
 
 def read(**changed: Any) -> dict[str, Any]:

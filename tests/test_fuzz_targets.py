@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 SMALL = (SEEDS / "zip" / "small").read_bytes()
 
 
+def test_every_format_of_files_is_fuzzed() -> None:
+    """Among the targets' seeds is a file of each reader."""
+    heads = {path.read_bytes()[:64] for name in TARGETS for path in (SEEDS / name).iterdir()}
+    unseen = [name for name, reader in files.READERS.items() if not any(map(reader.matches, heads))]
+    assert unseen == [], "a reader without a target in fuzz/targets.py and its seeds"
+
+
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own", "all"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeds_hold(name: str, every: bool, tmp_path: Path) -> None:

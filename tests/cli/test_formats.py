@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,6 @@ from syncheck.report.files import ENDINGS, FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     Run = Callable[..., Done]
 
@@ -47,6 +47,7 @@ def is_whole(name: str, text: str) -> None:
         assert text.startswith("<!doctype html>")
         assert text.rstrip().endswith("</html>")
     else:
+        assert name == "text", f"say here what makes a whole document of {name}"
         assert text.splitlines()[-2:] == ["OUT OF SYNC", COUNTS]
 
 
@@ -89,8 +90,16 @@ def test_help_and_errors_name_the_formats(run: Run) -> None:
     assert (ending.code, ending.out, ending.err.count("\n")) == (2, "", 1)
     assert all(name in ending.err for name in ENDINGS)
     told = re.sub(r"\s+", " ", run("compare", "--help").out)
-    assert "{text,json,junit,github,markdown}" in told
-    assert ".html, .json, .md, .txt, .xml" in told
+    assert f"{{{','.join(FORMATS)}}}" in told
+    assert ", ".join(ENDINGS) in told
+
+
+def test_every_format_is_documented() -> None:
+    """The table of formats in docs/options.md has each name of --format, and each ending of a file."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    lines = [line for line in page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")]
+    cells = {cell.strip(" `") for line in lines for cell in line.split("|")[1:3]}
+    assert {*FORMATS, *ENDINGS} - cells == set(), "have no row in the table of docs/options.md, Formats"
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])

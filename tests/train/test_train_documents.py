@@ -1,11 +1,20 @@
-"""The documents know every option of the trainer."""
+"""The documents know every option of the trainer, and every method, network and data set."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
+
+from train.data import DATASETS
+from train.methods import METHODS
+from train.models import MODELS
 from train.options import build_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,3 +25,16 @@ def test_every_option_is_documented() -> None:
     options = [name for action in build_parser()._actions for name in action.option_strings if name.startswith("--")]
     assert len(options) > 70
     assert [name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("README.md", METHODS), ("docs/methods.md", METHODS), ("docs/data.md", MODELS), ("docs/data.md", DATASETS)],
+    ids=["README", "methods", "models", "data sets"],
+)
+def test_every_choice_is_documented(page: str, names: Iterable[str]) -> None:
+    """What --method, --model and --data take has a row or a word on the page that is about it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page != "README.md":  # a row of its own, or one with others
+        text = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    assert [name for name in names if f"`{name}`" not in text] == [], f"add to {page}"
