@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 
 from train.errors import Stopped, UserError
 from train.job import Job, prepare
-from train.logbook import Logbook
-from train.position import Position
+from train.recorders.logbook import Logbook
 from train.schedule import set_learning_rate
 from train.scoring import evaluate
-
-__all__ = ["Position", "Result", "train", "train_epoch"]
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
     from train.metrics import Score
+    from train.position import Position
     from train.recorders.base import Recorder
     from train.settings import Settings
     from train.stopping import Heard

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from train.checkpoints.saver import Saver
 from train.compiling import compiled
 from train.data import (
     DataOptions,
@@ -23,9 +24,8 @@ from train.faults import make_fault
 from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_chosen
-from train.recorders.base import Plan
+from train.position import Plan
 from train.resume import Keeper
-from train.saver import Saver
 from train.schedule import LearningRate
 from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank

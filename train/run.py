@@ -52,8 +52,8 @@ from train.launch import (
 )
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
-from train.output import Output
 from train.recorders.make import make_recorder
+from train.recorders.output import Output
 from train.settings import check
 
 if TYPE_CHECKING:

@@ -33,11 +33,9 @@ TRAIN = {
     "To read first": "run engine step methods job",
     "What is trained": "models data loading schedule ema seeds position",
     "How it is spread": "launch data_parallel sync_batchnorm comm_hooks compiling",
-    "What is kept": "saver checkpoint attempts resume replicas",
+    "What is kept": "checkpoints resume",
     "What goes wrong, and is noticed": "faults errors stopping watch",
-    "What is measured and shown": (
-        "metrics logbook recorders progress output usage scoring rank_scores evaluate bench listing"
-    ),
+    "What is measured and shown": "metrics scoring recorders evaluate bench listing",
     "Options": "options settings",
 }
 

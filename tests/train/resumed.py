@@ -11,7 +11,7 @@ import torch
 from scenarios import load
 
 from train.engine import Result, train
-from train.progress import Silent
+from train.recorders.progress import Silent
 from train.resume import state_path, states_folder
 from train.settings import Settings
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from train.engine import Position, Result, train, train_epoch
+from train.engine import Result, train, train_epoch
 from train.job import Job, prepare
-from train.logbook import Logbook
 from train.methods.fsdp import ON_CPU
-from train.progress import Silent
+from train.position import Position
+from train.recorders.logbook import Logbook
+from train.recorders.progress import Silent
 from train.settings import Settings
 
 if TYPE_CHECKING:

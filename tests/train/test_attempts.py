@@ -11,9 +11,8 @@ import pytest
 from resumed import TINY, resume
 from scenarios import load
 
-from train import checkpoint
 from train.engine import train
-from train.progress import Silent
+from train.recorders.progress import Silent
 from train.resume import state_path, states_folder
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def test_a_disk_full_for_a_while(
 ) -> None:
     """One rank cannot save steps 3 and 4: all go on, no rank leaves a file of them, and later saves are whole."""
     disk = Disk(os.fsync)
-    monkeypatch.setattr(checkpoint.os, "fsync", disk)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     settings = replace(TINY, save_every=1, out=syncheck_rank.shared / "out")
     result = train(settings, ctx, Fills(disk, 2, 4) if ctx.rank == 1 else Silent())
     path = state_path(states_folder(settings.out, settings.run), 4, 1)
@@ -75,7 +74,7 @@ def test_a_disk_full_for_a_while(
 def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that stays full costs no state that was complete, and the run can be resumed from it."""
     disk = Disk(os.fsync)
-    monkeypatch.setattr(checkpoint.os, "fsync", disk)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     settings = replace(TINY, save_per_rank=False, out=syncheck_rank.shared / "out")
     result = train(settings, ctx, Fills(disk, 3, 8) if ctx.rank == 0 else Silent())
     assert result.failed.startswith("5 of 8 saves on the way failed")

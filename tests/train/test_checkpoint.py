@@ -11,14 +11,13 @@ import pytest
 import torch
 from scenarios import SMALL, load, run, tensors
 
-from train import checkpoint
-from train.checkpoint import check_writable, remove_run, write_atomic
+from train.checkpoints.files import check_writable, remove_run, write_atomic
 from train.engine import train
 from train.errors import UserError
 from train.job import prepare
 from train.launch import RankContext
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.progress import Silent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +126,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", refuse)
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +148,7 @@ def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     def interrupt(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.os, "fsync", interrupt)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"

@@ -14,7 +14,7 @@ from scenarios import SMALL, run
 from train.data import DataOptions, load_data
 from train.engine import train
 from train.launch import RankContext
-from train.progress import Silent
+from train.recorders.progress import Silent
 from train.run import main
 from train.settings import Settings
 

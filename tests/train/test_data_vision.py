@@ -20,11 +20,11 @@ from data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
 from train.data import DataOptions, download, load_data
 from train.engine import train
 from train.errors import UserError
-from train.evaluate import main as evaluate
+from train.evaluate.__main__ import main as evaluate
 from train.job import load
 from train.launch import RankContext
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.progress import Silent
 from train.run import main
 from train.settings import Settings
 

@@ -18,7 +18,7 @@ from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
 from train.methods.single import Single
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.progress import Silent
 from train.schedule import schedule
 from train.scoring import evaluate, evaluation_batches
 from train.settings import Settings

@@ -14,7 +14,7 @@ from resumed import TINY, interrupt, resume, state_of, whole
 from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
-from train.progress import Silent
+from train.recorders.progress import Silent
 from train.resume import state_path, states_folder
 
 if TYPE_CHECKING:

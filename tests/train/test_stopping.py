@@ -14,8 +14,8 @@ from scenarios import load
 from train.engine import train
 from train.errors import Stopped
 from train.launch import RankContext
-from train.progress import Silent
 from train.recorders.make import make_recorder
+from train.recorders.progress import Silent
 from train.recorders.several import Several
 from train.resume import state_path, states_folder
 from train.stopping import Stopping, steps_until

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from train.checkpoint import Snapshot
+    from train.checkpoints.formats import Snapshot
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from train.checkpoint import check_writable
+from train.checkpoints.files import check_writable
 from train.errors import UserError
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
@@ -19,10 +19,10 @@ from train.resume.state import check_fits, collect, restore, restored_position
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from train.checkpoints.saver import Saver
     from train.data.dataset import Images
     from train.launch import RankContext
-    from train.recorders.base import Plan
-    from train.saver import Saver
+    from train.position import Plan
     from train.settings import Settings
     from train.step import Step
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.launch import RankContext
-    from train.recorders.base import Plan
+    from train.position import Plan
     from train.settings import Settings
     from train.step import Step
 

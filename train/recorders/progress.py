@@ -9,8 +9,8 @@ from typing import IO, TYPE_CHECKING, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from train.output import Output
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
+from train.recorders.output import Output
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.data import DataOptions, load_data
 from train.errors import UserError
+from train.evaluate.replicas import load_weights
 from train.launch import RankContext
 from train.models import build_chosen
-from train.replicas import load_weights
 from train.scoring import evaluate, evaluation_batches
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from train.data import Data
+    from train.evaluate.replicas import Replicas
     from train.metrics import Score
-    from train.replicas import Replicas
     from train.scoring import Batches
 
 State = dict[str, "Tensor"]

@@ -6,10 +6,8 @@ import secrets
 from typing import TYPE_CHECKING
 
 from syncheck import metadata
-from train.attempts import Attempts
-from train.checkpoint import (
-    FORMATS,
-    Snapshot,
+from train.checkpoints.attempts import Attempts
+from train.checkpoints.files import (
     beside,
     best_path,
     check_writable,
@@ -20,6 +18,7 @@ from train.checkpoint import (
     take_name,
     write_beside,
 )
+from train.checkpoints.formats import FORMATS, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.methods.base import Replica
-    from train.recorders.base import Plan
+    from train.position import Plan
     from train.settings import Settings
     from train.step import Step
 

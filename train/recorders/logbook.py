@@ -10,7 +10,7 @@ import torch
 
 from train.metrics import Score, score_of
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
-from train.usage import gpu_utilization, peak_memory
+from train.recorders.usage import gpu_utilization, peak_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
