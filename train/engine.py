@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ class Result:
     """What a run achieved.
 
     seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
-    ranks. replaced: files of an earlier run of the same name that are gone. failed: which saves on the way have failed,
-    as a sentence; empty if none.
+    ranks. replaced: files of an earlier run of the same name that are gone. diverged: the epoch since which the loss is
+    infinite or NaN; None where it is a number in the end. failed: which saves on the way have failed, as a sentence;
+    empty if none.
     """
 
     run: str
@@ -42,6 +44,7 @@ class Result:
     test: Score
     saved: tuple[Path, ...]
     replaced: int
+    diverged: int | None = None
     failed: str = ""
 
 
@@ -57,13 +60,17 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
     position = job.keeper.position
     logbook = Logbook(job, recorder, position)
     logbook.start(position.step if job.keeper.resumed else None)
-    start = time.perf_counter()
+    start, diverged = time.perf_counter(), None
     with job.watch:
         while True:
             train_epoch(job, position, logbook)
             trained = position.meter.over_ranks(ctx)
             logbook.end_epoch(position)
             test = evaluate_epoch(job, position, logbook, trained)
+            if math.isfinite(trained.loss) and (test is None or math.isfinite(test.loss)):
+                diverged = None  # or again: of one overflow, as with --amp fp16, a run recovers
+            else:
+                diverged = diverged or position.epoch
             if position.step == job.plan.steps:
                 break
             stop_if_asked(job, position, now=True)
@@ -71,9 +78,18 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
     assert test is not None  # the last epoch is always evaluated
     seconds = time.perf_counter() - start
     recorder.end(seconds)
-    epochs, saver = position.epoch, job.saver
-    saved, failed = tuple(saver.saved), saver.attempts.failed
-    return Result(settings.run, epochs, position.step, seconds, trained, test, saved, saver.replaced, failed)
+    return Result(
+        run=settings.run,
+        epochs=position.epoch,
+        steps=position.step,
+        seconds=seconds,
+        trained=trained,
+        test=test,
+        saved=tuple(job.saver.saved),
+        replaced=job.saver.replaced,
+        diverged=diverged,
+        failed=job.saver.attempts.failed,
+    )
 
 
 def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Score) -> Score | None:

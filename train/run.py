@@ -49,6 +49,7 @@ from train.launch import (
     say,
     spawn,
     speaks,
+    tell,
 )
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
@@ -113,14 +114,17 @@ def work(args: argparse.Namespace) -> Ending:
     """Be one rank of one training."""
     try:
         settings, ctx = prepare(args)
-        if ctx.is_main:
-            say(Ending(0, idle_gpus(args.gpus, ctx.devices, ctx.local_world_size)))
+        if idle := idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
+            tell(ctx, idle)
         output, launcher = Output(), launcher_name(os.environ, LaunchOptions.of(args))
         recorder = make_recorder(settings, ctx, args.progress, output, launcher)
         with process_group(ctx, args.timeout), recorder:
             result = train(settings, ctx, recorder, SIGNALS)
         if ctx.is_main:
             output.write(summary(result))
+        if result.diverged is not None:
+            since = f"the loss is not finite since epoch {result.diverged}"
+            tell(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
         if result.failed:
             return Ending(2, result.failed, alike=True)
         if output.lost is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from train.errors import UserError
 from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
 from train.methods.single import Single
+from train.metrics import Score
 from train.models import build_model
 from train.recorders.progress import Silent
 from train.schedule import schedule
@@ -38,6 +40,24 @@ def test_adamw_learns_too() -> None:
     """The other optimizer works with its own default rate."""
     result = train(Settings(epochs=2, width=8, optimizer="adamw", lr=0.005), RankContext(), Silent())
     assert result.test.accuracy > 0.8
+
+
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        ((1.0, 1.0, 1.0), None),
+        ((math.inf, 1.0, 1.0), None),
+        ((math.inf, 1.0, math.nan), 3),
+        ((1.0, math.inf, math.nan), 2),
+    ],
+)
+def test_divergence_is_told_since_its_last_begin(
+    monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], since: int | None
+) -> None:
+    """A loss that became a number again, as after one overflow, does not count; the epochs since then do."""
+    scores = iter([Score(loss, 0.5, 10) for loss in losses])
+    monkeypatch.setattr("train.engine.evaluate", lambda *_: next(scores))
+    assert train(Settings(epochs=3, width=4, limit_train=32), RankContext(), Silent()).diverged == since
 
 
 def test_evaluation_changes_nothing() -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import FrameType
 
+    from train.launch.context import RankContext
+
 LINGER = 10.0  # seconds that the other ranks give rank 0 to print the error; torchrun ends them sooner
 LINGER_SLURM = 3.0  # srun ends them sooner with --kill-on-bad-exit only
 
@@ -50,12 +52,22 @@ def speaks(environment: Mapping[str, str], args: argparse.Namespace | None = Non
 
 
 def say(ending: Ending) -> None:
-    """Write the message to stderr in one go, so that ranks on one terminal do not mix theirs."""
+    """Write the message of an ending to stderr, if it has one."""
     if ending.message:
-        kind = "error: " if ending.code in (1, 2) else ""
-        with suppress(OSError):  # whoever reads may have gone
-            sys.stderr.write(f"run.py: {kind}{ending.message}\n")
-            sys.stderr.flush()
+        _write(f"error: {ending.message}" if ending.code in (1, 2) else ending.message)
+
+
+def tell(ctx: RankContext, text: str) -> None:
+    """Write one line to stderr while the run goes on, once for all ranks."""
+    if ctx.is_main:
+        _write(text)
+
+
+def _write(text: str) -> None:
+    # In one go, so that ranks on one terminal do not mix their lines.
+    with suppress(OSError):  # whoever reads may have gone
+        sys.stderr.write(f"run.py: {text}\n")
+        sys.stderr.flush()
 
 
 def leave(code: int, *, alike: bool = False, told: bool = False) -> NoReturn:

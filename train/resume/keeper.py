@@ -8,11 +8,12 @@ import torch
 
 from train.checkpoints.files import check_writable
 from train.errors import UserError
+from train.launch import tell
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
 from train.resume.files import remove_states, state_path, states_folder, write
 from train.resume.generators import reseed, restore_generators
-from train.resume.search import Found, newest, tell
+from train.resume.search import Found, newest
 from train.resume.shards import joined
 from train.resume.state import check_fits, collect, restore, restored_position
 
@@ -94,8 +95,7 @@ class Keeper:
 
     def _save(self, position: Position) -> None:
         """Save a state, and when it is complete remove older ones."""
-        state = collect(self.settings, self.ctx, self.plan, self.trainer, position)
-        state["run_id"] = state["syncheck"]["run_id"] = self.saver.run_id
+        state = collect(self.trainer, self.plan, position, self.saver.run_id)
         state["saved"] = [str(path.relative_to(self.settings.out)) for path in self.saver.saved]
         state["also"] = {name: part.state() for name, part in self.also.items()}
         if not self.cleared:
@@ -140,7 +140,7 @@ class Keeper:
         if same:
             # Last, for the rehearsal has drawn. From here to the first step nobody does: each DataLoader, which takes a
             # number when a pass over it begins, has a generator of its own.
-            restore_generators(state["rng"], ctx.devices or (ctx.device,))
+            restore_generators(state["rng"], ctx.devices)
         else:
             reseed(settings.seed, found.step, ctx.rank)
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
-from train.launch import Ending, say
+from train.launch import tell
 from train.resume.files import Unusable, read, state_path, visible
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ class Answer:
     rank: int | None = None
     problem: str = ""
     identity: tuple[str, int] | None = None
-
-
-def tell(ctx: RankContext, text: str) -> None:
-    """Print one line on stderr, once for all ranks."""
-    if ctx.is_main:
-        say(Ending(0, text))
 
 
 def newest(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> Found | None:
