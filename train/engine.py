@@ -109,41 +109,45 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
 
 
 def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
-    """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
-    steps = job.plan.steps
-    join, optimizer = job.settings.join, job.step.optimizer
-    left = min(job.sampler.longest - position.in_epoch, steps - position.step)
+    """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on.
+
+    All of it, for a run that was resumed begins within an epoch.
+    """
+    join, trainer = job.settings.join, job.trainer
+    steps = min(job.sampler.longest - position.in_epoch, job.plan.steps - position.step)
+    end = position.step + steps
+    # The epoch decides the order of the samples and how each is augmented. Both count epochs from 0, as torch does.
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.train_samples.set_epoch(position.epoch - 1)
-    job.step.forward.train()
+    trainer.forward.train()  # dropout drops, BatchNorm normalizes with the batch: the evaluation has switched to eval()
     logbook.begin_epoch()
-    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + left)
+    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps)
+    # Not strict: the loader may have more batches than --max-steps leaves.
     batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
-    with job.method.joined(optimizer) if join else nullcontext():
-        for samples, (x, y) in batches:
+    with job.method.joined(trainer.optimizer) if join else nullcontext():
+        for samples, (x, y) in batches:  # samples: of the global batch. x, y: this rank's share of it
             lr = job.rate.at(position.step)
-            set_learning_rate(optimizer, lr)
+            set_learning_rate(trainer.optimizer, lr)
             position.step += 1
             position.in_epoch += 1
-            left -= 1
-            job.step.run(position.step, x, y, samples, position.meter)
+            trainer.run(position.step, x, y, samples, position.meter)
             if not join:
                 check_and_save(job, position, logbook)
             logbook.after_step(position, lr, samples)
             stop_if_asked(job, position)
     if join:
-        # On a rank that was done earlier the others' last steps count too.
-        position.step += left
-        position.in_epoch += left
-        set_learning_rate(optimizer, job.rate.at(position.step - 1))
+        # A rank that ran out of batches earlier counts the others' last steps too: from here all are at one step.
+        position.in_epoch += end - position.step
+        position.step = end
+        set_learning_rate(trainer.optimizer, job.rate.at(end - 1))
         check_and_save(job, position, logbook)
 
 
 def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
-    """Do what is due after an optimizer step; a collective.
+    """Do what is due after an optimizer step: --monitor, --save-every, --checkpoint-every; a collective.
 
-    At once: no later forward may touch the buffers before. Checked first, so that what is saved is what was found to be
-    right, or was repaired.
+    Before any other forward: in training mode it would update BatchNorm's statistics, and through DDP's wrapper it
+    would replace them by rank 0's. Checked first, so that what is saved is what was found to be right, or was repaired.
     """
     step = position.step
     logbook.warned(job.watch.after_step(step, last=step == job.plan.steps))
@@ -154,7 +158,8 @@ def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
 def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
     """Save and leave if any rank was asked to by a signal; a collective when it is due. Raises Stopped on all ranks.
 
-    After the last step there is nothing to stop: what is left is to score the model.
+    now: agree now, as after an evaluation, which takes long; else at steps that all ranks know. After the last step
+    there is nothing to stop: what is left is to score the model.
     """
     if position.step == job.plan.steps or not (number := job.stopping.asked(position.step, now=now)):
         return

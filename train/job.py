@@ -58,7 +58,7 @@ class Job:
     train_batches: Batches
     test_batches: Batches
     method: Method
-    step: Step
+    trainer: Step
     rate: LearningRate
     watch: Watch
     saver: Saver
@@ -94,10 +94,10 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     optimizer = build_optimizer(settings, method)
     # From here on the ranks draw from streams of their own.
     seed_rank(settings.seed, ctx)
-    step = Step(settings, ctx, method, forward, optimizer, fault)
-    saver = Saver(settings, ctx, plan, step)
+    trainer = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(settings, ctx, plan, trainer)
     best = Best()
-    keeper = Keeper(settings, ctx, plan, step, saver, data.train, also={"best": best})
+    keeper = Keeper(settings, ctx, plan, trainer, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
@@ -107,9 +107,9 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
-        step=step,
+        trainer=trainer,
         rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
-        watch=Watch(settings, step, console),
+        watch=Watch(settings, trainer, console),
         saver=saver,
         best=best,
         keeper=keeper,

@@ -84,7 +84,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
+def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     """Turn the options into settings, and find out who this process is. Raises UserError."""
     settings = settings_from(args)
     try:
@@ -113,7 +113,7 @@ def fits(settings: Settings) -> bool:
 def work(args: argparse.Namespace) -> Ending:
     """Be one rank of one training."""
     try:
-        settings, ctx = prepare(args)
+        settings, ctx = settings_and_rank(args)
         if idle := idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
             tell(ctx, idle)
         output, launcher = Output(), launcher_name(os.environ, LaunchOptions.of(args))
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> Ending:
     try:
         spawn.check(os.environ, options)
         # What rank 0 would refuse is refused here, before any process is started.
-        prepare(spawn.options_of_rank(args, 0, Path.cwd()))
+        settings_and_rank(spawn.options_of_rank(args, 0, Path.cwd()))
     except UserError as error:
         return Ending(2, str(error), alike=True)
     return spawn.start(work, args)

@@ -41,9 +41,9 @@ class Saver:
     them cannot write at the start or at the end.
     """
 
-    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, step: Step) -> None:
-        self.settings, self.ctx, self.plan, self.trainer = settings, ctx, plan, step
-        self.replicas = ctx.world_size * step.method.replicas  # over all ranks
+    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, trainer: Step) -> None:
+        self.settings, self.ctx, self.plan, self.trainer = settings, ctx, plan, trainer
+        self.replicas = ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
         self.cleared = False  # of files of an earlier run

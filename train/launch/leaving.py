@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection, parent_process
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,7 +18,7 @@ from train.launch.options import LaunchOptions
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from train.launch.context import RankContext
@@ -68,6 +70,20 @@ def _write(text: str) -> None:
     with suppress(OSError):  # whoever reads may have gone
         sys.stderr.write(f"run.py: {text}\n")
         sys.stderr.flush()
+
+
+def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
+    """Let this process end as soon as the one that started it has been killed, after `clean_up`."""
+    parent = parent_process()
+    if parent is None:  # not started by multiprocessing
+        return
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        clean_up()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def leave(code: int, *, alike: bool = False, told: bool = False) -> NoReturn:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from train.comm_hooks import memory_of, register_hook, remember
-from train.methods.base import NoExtraState, Replica
+from train.methods.base import MethodDefaults, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Ddp(NoExtraState):
+class Ddp(MethodDefaults):
     """Every rank holds the whole model and its share of each global batch.
 
     Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from train.errors import UserError
-from train.methods.base import NoExtraState, Replica
+from train.methods.base import MethodDefaults, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
-class Fsdp(NoExtraState):
+class Fsdp(MethodDefaults):
     """Parameters, gradients and optimizer state are divided over all ranks: nothing of them exists twice.
 
     So no comparison of ranks can tell whether they are right; all ranks must start from one seed, for nothing

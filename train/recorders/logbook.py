@@ -109,7 +109,7 @@ class Logbook:
         mean, slowest = _over_ranks(rows)
         trained = score_of([sum(row[i] for row in rows) for i in range(3)])
         seconds = slowest.batch_time_s * self.since_record.steps
-        trainer = self.job.step
+        trainer = self.job.trainer
         record = StepRecord(
             step=position.step,
             epoch=position.epoch,

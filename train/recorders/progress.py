@@ -22,10 +22,6 @@ REFRESH = 10  # steps between two readings of the meter: each waits for the devi
 LISTED = 8  # ranks whose shares are listed one by one
 
 
-class Silent(Recorder):
-    """Shows nothing."""
-
-
 def remarks(start: Start) -> list[str]:
     """Say what a user may not expect: unequal shares, a learning rate that was not typed, a slow first step."""
     found, shares = [], start.shares
@@ -146,5 +142,5 @@ def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> 
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
     if not is_main or kind == "none":
-        return Silent()
+        return Recorder()
     return Bar(output) if kind == "bar" else Lines(output)
