@@ -87,12 +87,13 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
+    # What training calls: the model, in the wrapper of the method if it has one; a planted desync may change it.
     forward = fault.wrapped(method, method.wrap(model))
     if settings.compile:
         forward = compiled(forward, ctx)
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
-    # From here on the ranks draw from streams of their own.
+    # From here on the ranks draw from random streams of their own.
     seed_rank(settings.seed, ctx)
     trainer = Step(settings, ctx, method, forward, optimizer, fault)
     saver = Saver(settings, ctx, plan, trainer)
@@ -177,8 +178,12 @@ def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, se
             f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, of which "
             "BatchNorm makes no statistics; choose another --batch-size or --limit-train"
         )
-    every, epoch = {"--monitor": settings.monitor, "--save-every": settings.save_every or 0}, plan.steps_per_epoch
-    for option, steps in (every | {"--checkpoint-every": settings.checkpoint_every or 0}).items():
+    epoch = plan.steps_per_epoch
+    for option, steps in (
+        ("--monitor", settings.monitor),
+        ("--save-every", settings.save_every or 0),
+        ("--checkpoint-every", settings.checkpoint_every or 0),
+    ):
         if steps % epoch:
             raise UserError(
                 f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or a multiple"

@@ -49,7 +49,8 @@ class Watch:
         """
         if self.monitor is None:
             return ""
-        # What no tensor tells, and what may change from step to step: when localsgd averaged last.
+        # What no tensor tells, and what may change from step to step: when localsgd averaged last. The same block on
+        # all ranks: who they are the monitor knows.
         facts = self.trainer.method.facts
         self.beside["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
         before = self.monitor.checks

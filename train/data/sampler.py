@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def epoch_order(samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """Give the indices of all samples in the order of an epoch, the same on all ranks; with `shuffle` another each."""
+    """Give the indices of all samples in the order of an epoch, equal on all ranks; with `shuffle` each has its own."""
     if not shuffle:
         return list(range(samples))
     # As torch.utils.data.DistributedSampler does it.

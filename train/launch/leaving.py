@@ -56,17 +56,17 @@ def speaks(environment: Mapping[str, str], args: argparse.Namespace | None = Non
 def say(ending: Ending) -> None:
     """Write the message of an ending to stderr, if it has one."""
     if ending.message:
-        _write(f"error: {ending.message}" if ending.code in (1, 2) else ending.message)
+        write_line(f"error: {ending.message}" if ending.code in (1, 2) else ending.message)
 
 
 def tell(ctx: RankContext, text: str) -> None:
     """Write one line to stderr while the run goes on, once for all ranks."""
     if ctx.is_main:
-        _write(text)
+        write_line(text)
 
 
-def _write(text: str) -> None:
-    # In one go, so that ranks on one terminal do not mix their lines.
+def write_line(text: str) -> None:
+    """Write one line to stderr in one go, so that ranks on one terminal do not mix theirs."""
     with suppress(OSError):  # whoever reads may have gone
         sys.stderr.write(f"run.py: {text}\n")
         sys.stderr.flush()

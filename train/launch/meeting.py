@@ -1,4 +1,4 @@
-"""The ranks of a run find each other, or say which of them is missing, before torch connects them.
+"""The ranks of a run find each other, or say which of them is missing, before torch connects them: the rendezvous.
 
 torch alone waits in silence, and then names no rank. Here every rank announces itself in the store (a table of
 keys and values that all of them reach), rank 0 waits for all and answers with the list of those it counted. A

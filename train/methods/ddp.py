@@ -1,6 +1,7 @@
 """DistributedDataParallel: a replica per process, gradients averaged during backward.
 
-Compare with single.py: the numbers are the same steps, the letters are what is added.
+Compare with single.py: the numbers are the same steps, the letters are what is added. DDP collects gradients in
+buckets, and sends each in an all-reduce as soon as backward has filled it, so that sending and computing overlap.
 https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
@@ -126,7 +127,7 @@ class Ddp(MethodDefaults):
 
     def extra_state(self) -> dict[str, Any]:
         """Give what PowerSGD remembers, if that is the hook."""
-        # 5a. Of a bucket, which the resumed run fills alike: see `Step.rehearse`.
+        # 5a. It remembers by bucket, and a resumed run must fill its buckets alike: see `Step.rehearse`.
         return {} if self.compressor is None else memory_of(self.compressor, self.ctx)
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
