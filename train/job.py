@@ -96,9 +96,9 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     # From here on the ranks draw from random streams of their own.
     seed_rank(settings.seed, ctx)
     trainer = Step(settings, ctx, method, forward, optimizer, fault)
-    saver = Saver(settings, ctx, plan, trainer)
+    saver = Saver(trainer, plan)
     best = Best()
-    keeper = Keeper(settings, ctx, plan, trainer, saver, data.train, also={"best": best})
+    keeper = Keeper(trainer, plan, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
@@ -110,7 +110,7 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         method=method,
         trainer=trainer,
         rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
-        watch=Watch(settings, trainer, console),
+        watch=Watch(trainer, console),
         saver=saver,
         best=best,
         keeper=keeper,

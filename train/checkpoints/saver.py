@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from train.launch import RankContext
     from train.methods.base import Replica
     from train.position import Plan
-    from train.settings import Settings
     from train.step import Step
 
 
@@ -41,8 +39,9 @@ class Saver:
     them cannot write at the start or at the end.
     """
 
-    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, trainer: Step) -> None:
-        self.settings, self.ctx, self.plan, self.trainer = settings, ctx, plan, trainer
+    def __init__(self, trainer: Step, plan: Plan) -> None:
+        self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
+        self.trainer, self.plan = trainer, plan
         self.replicas = ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0

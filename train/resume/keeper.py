@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
     from train.checkpoints.saver import Saver
     from train.data.dataset import Images
-    from train.launch import RankContext
     from train.position import Plan
-    from train.settings import Settings
     from train.step import Step
 
 COMPLETE = 2  # complete states that are kept: should the newest be damaged, there is one more
@@ -50,18 +48,9 @@ class Keeper:
     alike: no place to write, no state that can be used, or one of another run.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        ctx: RankContext,
-        plan: Plan,
-        trainer: Step,
-        saver: Saver,
-        samples: Images,
-        also: Mapping[str, Stateful] | None = None,
-    ) -> None:
-        self.settings, self.ctx, self.plan = settings, ctx, plan
-        self.trainer, self.saver, self.also = trainer, saver, dict(also or {})
+    def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, also: Mapping[str, Stateful]) -> None:
+        self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
+        self.trainer, self.plan, self.saver, self.also = trainer, plan, saver, also
         self.folder = states_folder(settings.out, settings.run)
         self.position = Position(ctx.device)
         self.resumed = False
