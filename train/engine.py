@@ -111,7 +111,7 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
 def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on.
 
-    All of it, for a run that was resumed begins within an epoch.
+    A run that was resumed may begin within an epoch: the steps that it has made already are left out.
     """
     join, trainer = job.settings.join, job.trainer
     steps = min(job.sampler.longest - position.in_epoch, job.plan.steps - position.step)
@@ -119,7 +119,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     # The epoch decides the order of the samples and how each is augmented. Both count epochs from 0, as torch does.
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.train_samples.set_epoch(position.epoch - 1)
-    trainer.forward.train()  # dropout drops, BatchNorm normalizes with the batch: the evaluation has switched to eval()
+    trainer.forward.train()  # dropout drops, and BatchNorm takes the statistics of the batch
     logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps)
     # Not strict: the loader may have more batches than --max-steps leaves.
