@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,18 +11,16 @@ from typing import TYPE_CHECKING
 
 from train.errors import Stopped, UserError
 from train.job import Job, prepare
-from train.logbook import Logbook
-from train.position import Position
+from train.recorders.logbook import Logbook
 from train.schedule import set_learning_rate
 from train.scoring import evaluate
-
-__all__ = ["Position", "Result", "train", "train_epoch"]
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
     from train.metrics import Score
+    from train.position import Position
     from train.recorders.base import Recorder
     from train.settings import Settings
     from train.stopping import Heard
@@ -32,8 +31,9 @@ class Result:
     """What a run achieved.
 
     seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
-    ranks. replaced: files of an earlier run of the same name that are gone. failed: which saves on the way have failed,
-    as a sentence; empty if none.
+    ranks. replaced: files of an earlier run of the same name that are gone. diverged: the epoch since which the loss is
+    infinite or NaN; None where it is a number in the end. failed: which saves on the way have failed, as a sentence;
+    empty if none.
     """
 
     run: str
@@ -44,6 +44,7 @@ class Result:
     test: Score
     saved: tuple[Path, ...]
     replaced: int
+    diverged: int | None = None
     failed: str = ""
 
 
@@ -59,13 +60,17 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
     position = job.keeper.position
     logbook = Logbook(job, recorder, position)
     logbook.start(position.step if job.keeper.resumed else None)
-    start = time.perf_counter()
+    start, diverged = time.perf_counter(), None
     with job.watch:
         while True:
             train_epoch(job, position, logbook)
             trained = position.meter.over_ranks(ctx)
             logbook.end_epoch(position)
             test = evaluate_epoch(job, position, logbook, trained)
+            if math.isfinite(trained.loss) and (test is None or math.isfinite(test.loss)):
+                diverged = None  # or again: of one overflow, as with --amp fp16, a run recovers
+            else:
+                diverged = diverged or position.epoch
             if position.step == job.plan.steps:
                 break
             stop_if_asked(job, position, now=True)
@@ -73,9 +78,18 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
     assert test is not None  # the last epoch is always evaluated
     seconds = time.perf_counter() - start
     recorder.end(seconds)
-    epochs, saver = position.epoch, job.saver
-    saved, failed = tuple(saver.saved), saver.attempts.failed
-    return Result(settings.run, epochs, position.step, seconds, trained, test, saved, saver.replaced, failed)
+    return Result(
+        run=settings.run,
+        epochs=position.epoch,
+        steps=position.step,
+        seconds=seconds,
+        trained=trained,
+        test=test,
+        saved=tuple(job.saver.saved),
+        replaced=job.saver.replaced,
+        diverged=diverged,
+        failed=job.saver.attempts.failed,
+    )
 
 
 def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Score) -> Score | None:
@@ -95,41 +109,45 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
 
 
 def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
-    """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on."""
-    steps = job.plan.steps
-    join, optimizer = job.settings.join, job.step.optimizer
-    left = min(job.sampler.longest - position.in_epoch, steps - position.step)
+    """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on.
+
+    A run that was resumed may begin within an epoch: the steps that it has made already are left out.
+    """
+    join, trainer = job.settings.join, job.trainer
+    steps = min(job.sampler.longest - position.in_epoch, job.plan.steps - position.step)
+    end = position.step + steps
+    # The epoch decides the order of the samples and how each is augmented. Both count epochs from 0, as torch does.
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.train_samples.set_epoch(position.epoch - 1)
-    job.step.forward.train()
+    trainer.forward.train()  # dropout drops, and BatchNorm takes the statistics of the batch
     logbook.begin_epoch()
-    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + left)
+    sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps)
+    # Not strict: the loader may have more batches than --max-steps leaves.
     batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
-    with job.method.joined(optimizer) if join else nullcontext():
-        for samples, (x, y) in batches:
+    with job.method.joined(trainer.optimizer) if join else nullcontext():
+        for samples, (x, y) in batches:  # samples: of the global batch. x, y: this rank's share of it
             lr = job.rate.at(position.step)
-            set_learning_rate(optimizer, lr)
+            set_learning_rate(trainer.optimizer, lr)
             position.step += 1
             position.in_epoch += 1
-            left -= 1
-            job.step.run(position.step, x, y, samples, position.meter)
+            trainer.run(position.step, x, y, samples, position.meter)
             if not join:
                 check_and_save(job, position, logbook)
             logbook.after_step(position, lr, samples)
             stop_if_asked(job, position)
     if join:
-        # On a rank that was done earlier the others' last steps count too.
-        position.step += left
-        position.in_epoch += left
-        set_learning_rate(optimizer, job.rate.at(position.step - 1))
+        # A rank that ran out of batches earlier counts the others' last steps too: from here all are at one step.
+        position.in_epoch += end - position.step
+        position.step = end
+        set_learning_rate(trainer.optimizer, job.rate.at(end - 1))
         check_and_save(job, position, logbook)
 
 
 def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
-    """Do what is due after an optimizer step; a collective.
+    """Do what is due after an optimizer step: --monitor, --save-every, --checkpoint-every; a collective.
 
-    At once: no later forward may touch the buffers before. Checked first, so that what is saved is what was found to be
-    right, or was repaired.
+    Before any other forward: in training mode it would update BatchNorm's statistics, and through DDP's wrapper it
+    would replace them by rank 0's. Checked first, so that what is saved is what was found to be right, or was repaired.
     """
     step = position.step
     logbook.warned(job.watch.after_step(step, last=step == job.plan.steps))
@@ -140,7 +158,8 @@ def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
 def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
     """Save and leave if any rank was asked to by a signal; a collective when it is due. Raises Stopped on all ranks.
 
-    After the last step there is nothing to stop: what is left is to score the model.
+    now: agree now, as after an evaluation, which takes long; else at steps that all ranks know. After the last step
+    there is nothing to stop: what is left is to score the model.
     """
     if position.step == job.plan.steps or not (number := job.stopping.asked(position.step, now=now)):
         return

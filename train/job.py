@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from train.checkpoints.saver import Saver
 from train.compiling import compiled
 from train.data import (
     DataOptions,
@@ -23,9 +24,8 @@ from train.faults import make_fault
 from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
 from train.models import build_chosen
-from train.recorders.base import Plan
+from train.position import Plan
 from train.resume import Keeper
-from train.saver import Saver
 from train.schedule import LearningRate
 from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank
@@ -58,7 +58,7 @@ class Job:
     train_batches: Batches
     test_batches: Batches
     method: Method
-    step: Step
+    trainer: Step
     rate: LearningRate
     watch: Watch
     saver: Saver
@@ -87,17 +87,18 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
+    # What training calls: the model, in the wrapper of the method if it has one; a planted desync may change it.
     forward = fault.wrapped(method, method.wrap(model))
     if settings.compile:
         forward = compiled(forward, ctx)
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
-    # From here on the ranks draw from streams of their own.
+    # From here on the ranks draw from random streams of their own.
     seed_rank(settings.seed, ctx)
-    step = Step(settings, ctx, method, forward, optimizer, fault)
-    saver = Saver(settings, ctx, plan, step)
+    trainer = Step(settings, ctx, method, forward, optimizer, fault)
+    saver = Saver(trainer, plan)
     best = Best()
-    keeper = Keeper(settings, ctx, plan, step, saver, data.train, also={"best": best})
+    keeper = Keeper(trainer, plan, saver, data.train, also={"best": best})
     return Job(
         settings=settings,
         ctx=ctx,
@@ -107,9 +108,9 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
         train_batches=training_batches(data.train, sampler, ctx, settings.workers),
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
-        step=step,
+        trainer=trainer,
         rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
-        watch=Watch(settings, step, console),
+        watch=Watch(trainer, console),
         saver=saver,
         best=best,
         keeper=keeper,
@@ -177,8 +178,12 @@ def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, se
             f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, of which "
             "BatchNorm makes no statistics; choose another --batch-size or --limit-train"
         )
-    every, epoch = {"--monitor": settings.monitor, "--save-every": settings.save_every or 0}, plan.steps_per_epoch
-    for option, steps in (every | {"--checkpoint-every": settings.checkpoint_every or 0}).items():
+    epoch = plan.steps_per_epoch
+    for option, steps in (
+        ("--monitor", settings.monitor),
+        ("--save-every", settings.save_every or 0),
+        ("--checkpoint-every", settings.checkpoint_every or 0),
+    ):
         if steps % epoch:
             raise UserError(
                 f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or a multiple"

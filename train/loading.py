@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import threading
-from multiprocessing import connection, forkserver, parent_process
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from train.launch.leaving import end_with_parent
 from train.launch.signals import held_back
 
 if TYPE_CHECKING:
@@ -65,11 +64,4 @@ def end_with_rank(_worker: int) -> None:
     as they do.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    rank = parent_process()
-    if rank is not None:
-        connection.wait([rank.sentinel])
-        os._exit(1)
+    end_with_parent()

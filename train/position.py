@@ -1,13 +1,24 @@
-"""How far a run has come."""
+"""What lies ahead of a run, and how far it has come."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from train.metrics import Meter
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What lies ahead: name of the run, epochs, optimizer steps in all and per epoch."""
+
+    run: str
+    epochs: int
+    steps: int
+    steps_per_epoch: int
 
 
 class Position:

@@ -49,11 +49,12 @@ from train.launch import (
     say,
     spawn,
     speaks,
+    tell,
 )
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
-from train.output import Output
 from train.recorders.make import make_recorder
+from train.recorders.output import Output
 from train.settings import check
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def prepare(args: argparse.Namespace) -> tuple[Settings, RankContext]:
+def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     """Turn the options into settings, and find out who this process is. Raises UserError."""
     settings = settings_from(args)
     try:
@@ -112,15 +113,18 @@ def fits(settings: Settings) -> bool:
 def work(args: argparse.Namespace) -> Ending:
     """Be one rank of one training."""
     try:
-        settings, ctx = prepare(args)
-        if ctx.is_main:
-            say(Ending(0, idle_gpus(args.gpus, ctx.devices, ctx.local_world_size)))
+        settings, ctx = settings_and_rank(args)
+        if idle := idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
+            tell(ctx, idle)
         output, launcher = Output(), launcher_name(os.environ, LaunchOptions.of(args))
         recorder = make_recorder(settings, ctx, args.progress, output, launcher)
         with process_group(ctx, args.timeout), recorder:
             result = train(settings, ctx, recorder, SIGNALS)
         if ctx.is_main:
             output.write(summary(result))
+        if result.diverged is not None:
+            since = f"the loss is not finite since epoch {result.diverged}"
+            tell(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
         if result.failed:
             return Ending(2, result.failed, alike=True)
         if output.lost is not None:
@@ -150,7 +154,7 @@ def run(args: argparse.Namespace) -> Ending:
     try:
         spawn.check(os.environ, options)
         # What rank 0 would refuse is refused here, before any process is started.
-        prepare(spawn.options_of_rank(args, 0, Path.cwd()))
+        settings_and_rank(spawn.options_of_rank(args, 0, Path.cwd()))
     except UserError as error:
         return Ending(2, str(error), alike=True)
     return spawn.start(work, args)

@@ -11,7 +11,7 @@ from train.settings import LARGEST
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from train.recorders.base import Plan
+    from train.position import Plan
     from train.settings import Settings
 
 WARM_UP = 0.1  # share of all steps over which the learning rate rises, where no option says

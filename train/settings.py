@@ -18,97 +18,90 @@ APART = frozenset(
     {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
     | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
 )
+# Fields that are numbers of something, of which there must be 1 at least.
+COUNTS = (
+    *("epochs", "batch_size", "width", "depth", "alpha", "image_size", "channels", "classes", "train_samples"),
+    *("limit_train", "max_steps", "save_every", "checkpoint_every", "accumulate", "replicas", "average_every"),
+    *("fault_step", "eval_every", "log_interval", "powersgd_rank"),
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides a run; the defaults are those of the command line.
+    """All that decides a run, one field for each option; the defaults are those of the command line.
 
-    batch_size: samples per optimizer step, over all ranks and micro-batches together. accumulate:
-    micro-batches per optimizer step. amp: off, bf16 or fp16. grad_clip: largest norm of the whole gradient. ema:
-    decay of the weights' average, or None for no average.
-    join: let ranks have unequal numbers of batches.
-    compile: generate code for what training calls. channels_last: keep a pixel's channels beside each other in memory.
-    comm_hook: what DDP sends of a gradient: none for all of it, fp16, bf16 or powersgd. powersgd_rank: columns of its
-    matrices. powersgd_start: steps before it begins. None for the hook's own default.
-    replicas: of dp, and along the replicate dimension of hsdp; None for the method's own default.
-    average_every: steps between two averages of localsgd; None for its default. width: channels of the
-    model's first layer, depth: its layers or blocks, alpha: channels that it adds; None for the model's own.
-    download: fetch the data if it is not there. augment: how training images are changed at random. image_size,
-    channels, classes, train_samples: of synthetic data; None for its own. lr: peak of the schedule. limit_train: keep
-    this many training samples only. keep_last: train on the last, smaller global batch of an epoch too. save_every:
-    optimizer steps between two saved steps. fault: name of a planted desync. fault_step: the optimizer step,
-    counted from 1, at which it strikes; None for its own default. monitor: optimizer steps between two checks that all
-    ranks hold the same model, 0 for none. on_desync: raise, warn or resync where they do not; None for warn.
-    lr_scale: none, linear or sqrt, in the number of shares of the global batch. warmup_steps, warmup_epochs: of the
-    learning rate's rise; None for a tenth of the run. schedule: cosine or constant, after it. workers: processes of
-    each rank that load data. eval_every: epochs between two evaluations. save_best: keep a checkpoint of the best
-    epoch. log_dir: folder of logs and metrics, None for none. log_interval: optimizer steps between two of their
-    records, None for the default and no lines of their own on the terminal. tensorboard: write them for TensorBoard
-    too.
-    checkpoint_every: optimizer steps between two states from which the run can be resumed. resume: go on from the
-    newest of them.
+    A field of which None is allowed and nothing else is said leaves the choice to whoever it concerns.
     """
 
+    # The parallel method.
     method: str = "single"
-    replicas: int | None = None
-    average_every: int | None = None
+    replicas: int | None = None  # of dp, and along the replicate dimension of hsdp
+    average_every: int | None = None  # steps between two averages of localsgd
+    # What changes it.
     sync_bn: bool = False
     buffer_sync: bool = True
-    amp: str = "off"
-    accumulate: int = 1
-    grad_clip: float | None = None
+    amp: str = "off"  # or bf16, fp16
+    accumulate: int = 1  # micro-batches per optimizer step
+    grad_clip: float | None = None  # largest norm of the whole gradient; None for no clipping
     find_unused: bool = False
-    join: bool = False
-    compile: bool = False
-    channels_last: bool = False
-    comm_hook: str = "none"
-    powersgd_rank: int | None = None
-    powersgd_start: int | None = None
-    ema: float | None = None
-    fault: str | None = None
-    fault_step: int | None = None
+    join: bool = False  # let ranks have unequal numbers of batches
+    compile: bool = False  # generate code for what training calls
+    channels_last: bool = False  # keep a pixel's channels beside each other in memory (NHWC)
+    comm_hook: str = "none"  # what DDP sends of a gradient: all of it, or fp16, bf16, powersgd
+    powersgd_rank: int | None = None  # columns of its matrices
+    powersgd_start: int | None = None  # steps before it begins
+    ema: float | None = None  # decay of the weights' average; None for no average
+    # A planted desync.
+    fault: str | None = None  # its name
+    fault_step: int | None = None  # the optimizer step, counted from 1, at which it strikes
+    # The network. width, depth and alpha: None for the network's own.
     model: str = "resnet8"
-    width: int | None = None
-    depth: int | None = None
-    alpha: int | None = None
+    width: int | None = None  # channels of the first layer
+    depth: int | None = None  # layers or blocks
+    alpha: int | None = None  # channels that a PyramidNet adds over all its blocks
+    # The data. image_size, channels, classes and train_samples: of synthetic data.
     data: str = "digits"
     data_dir: Path | None = None
-    download: bool = False
-    augment: str = "none"
+    download: bool = False  # fetch the data if it is not there
+    augment: str = "none"  # how training images are changed at random: basic, strong
     image_size: int | None = None
     channels: int | None = None
     classes: int | None = None
     train_samples: int | None = None
-    limit_train: int | None = None
+    limit_train: int | None = None  # keep this many training samples only; None for all
     shuffle: bool = True
-    keep_last: bool = False
+    keep_last: bool = False  # train on the last, smaller global batch of an epoch too
+    # The optimization.
     epochs: int = 10
-    max_steps: int | None = None
-    batch_size: int = 32
+    max_steps: int | None = None  # optimizer steps after which the run ends, if the epochs have more
+    batch_size: int = 32  # samples per optimizer step, over all ranks and micro-batches together: the global batch
     optimizer: str = "sgd"
-    lr: float = LEARNING_RATES["sgd"]
+    lr: float = LEARNING_RATES["sgd"]  # peak of the schedule
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    lr_scale: str = "none"
-    warmup_steps: int | None = None
+    lr_scale: str = "none"  # or linear, sqrt: in the number of shares of the global batch
+    warmup_steps: int | None = None  # of the learning rate's rise; None here and below for a tenth of the run
     warmup_epochs: float | None = None
-    schedule: str = "cosine"
+    schedule: str = "cosine"  # after the rise; or constant
     seed: int = 0
-    workers: int = 0
-    eval_every: int = 1
+    workers: int = 0  # processes of each rank that load data
+    # What is measured and saved.
+    eval_every: int = 1  # epochs between two evaluations
     out: Path = Path("ckpts")
     save_per_rank: bool = False
-    save_every: int | None = None
+    save_every: int | None = None  # optimizer steps between two checkpoints on the way; None for none
     save_format: str = "pth"
-    save_best: bool = False
-    log_dir: Path | None = None
+    save_best: bool = False  # keep a checkpoint of the epoch that was best on the test set
+    # What is logged. log_interval: optimizer steps between two records; None: the default, and none on the terminal.
+    log_dir: Path | None = None  # folder of logs and metrics; None for none
     log_interval: int | None = None
-    tensorboard: bool = False
-    checkpoint_every: int | None = None
-    resume: bool = False
-    monitor: int = 0
-    on_desync: Literal["raise", "warn", "resync"] | None = None
+    tensorboard: bool = False  # write the records for TensorBoard too
+    # Going on after an interruption.
+    checkpoint_every: int | None = None  # optimizer steps between two states that --resume can go on from
+    resume: bool = False  # go on from the newest of them
+    # Checks that all ranks hold the same model.
+    monitor: int = 0  # optimizer steps between two checks; 0 for none
+    on_desync: Literal["raise", "warn", "resync"] | None = None  # where they do not; None for warn
 
     @property
     def run(self) -> str:
@@ -160,30 +153,37 @@ def check(settings: Settings, world_size: int) -> None:
     Raises UserError.
     """
     s = settings
-    for option, number in (
-        ("--epochs", s.epochs),
-        ("--batch-size", s.batch_size),
-        ("--width", s.width),
-        ("--depth", s.depth),
-        ("--alpha", s.alpha),
-        ("--image-size", s.image_size),
-        ("--channels", s.channels),
-        ("--classes", s.classes),
-        ("--train-samples", s.train_samples),
-        ("--limit-train", s.limit_train),
-        ("--max-steps", s.max_steps),
-        ("--save-every", s.save_every),
-        ("--checkpoint-every", s.checkpoint_every),
-        ("--accumulate", s.accumulate),
-        ("--replicas", s.replicas),
-        ("--average-every", s.average_every),
-        ("--fault-step", s.fault_step),
-        ("--eval-every", s.eval_every),
-        ("--log-interval", s.log_interval),
-        ("--powersgd-rank", s.powersgd_rank),
-    ):
+    _check_counts(s)
+    _check_optimization(s)
+    if not 0 <= s.workers <= MOST_WORKERS:
+        raise UserError(f"--workers {s.workers}: needs 0 to {MOST_WORKERS}")
+    if s.tensorboard and s.log_dir is None:
+        raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
+    if s.replicas == 1:
+        raise UserError("--replicas 1: needs 2 or more; one replica is --method single, for hsdp --method fsdp")
+    if s.monitor < 0:
+        raise UserError(f"--monitor {s.monitor}: needs a number of steps, or 0 for no checks")
+    if s.on_desync is not None and not s.monitor:
+        raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
+    check_hook(s)
+    check_join(s, world_size)
+    if s.fault_step is not None and s.fault is None:
+        raise UserError("--fault-step: needs --fault; --list-faults names them")
+    least = world_size * s.accumulate
+    if s.batch_size < least:
+        ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+        parts = f"{ranks} x {s.accumulate} micro-batches" if s.accumulate > 1 else ranks
+        raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
+
+
+def _check_counts(s: Settings) -> None:
+    for name in COUNTS:
+        number = getattr(s, name)
         if number is not None and number < 1:
-            raise UserError(f"{option} {number}: needs 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} {number}: needs 1 or more")
+
+
+def _check_optimization(s: Settings) -> None:
     if not (math.isfinite(s.lr) and s.lr > 0):
         raise UserError(f"--lr {s.lr}: needs a positive number")
     if s.grad_clip is not None and not (math.isfinite(s.grad_clip) and s.grad_clip > 0):
@@ -196,36 +196,12 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--weight-decay {s.weight_decay}: needs 0 or a positive number up to {LARGEST}")
     if not 0 <= s.seed < 2**63:
         raise UserError(f"--seed {s.seed}: needs a number from 0 to 2**63 - 1")
-    _check_running(s)
-    if s.replicas == 1:
-        raise UserError("--replicas 1: needs 2 or more; one replica is --method single, for hsdp --method fsdp")
-    if s.monitor < 0:
-        raise UserError(f"--monitor {s.monitor}: needs a number of steps, or 0 for no checks")
-    if s.on_desync is not None and not s.monitor:
-        raise UserError(f"--on-desync {s.on_desync}: needs --monitor N, the number of steps between two checks")
-    check_hook(s)
-    check_join(s, world_size)
-    if s.fault_step is not None and s.fault is None:
-        raise UserError("--fault-step: needs --fault; --list-faults names them")
-    if s.batch_size < world_size * s.accumulate:
-        parts = f"{world_size} rank{'s' * (world_size > 1)}" + (
-            f" x {s.accumulate} micro-batches" if s.accumulate > 1 else ""
-        )
-        least = world_size * s.accumulate
-        raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
-
-
-def _check_running(s: Settings) -> None:
     if s.warmup_steps is not None and s.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs: give one of them")
     if s.warmup_steps is not None and s.warmup_steps < 0:
         raise UserError(f"--warmup-steps {s.warmup_steps}: needs 0 or more")
     if s.warmup_epochs is not None and not (math.isfinite(s.warmup_epochs) and s.warmup_epochs >= 0):
         raise UserError(f"--warmup-epochs {s.warmup_epochs}: needs 0 or a positive number")
-    if not 0 <= s.workers <= MOST_WORKERS:
-        raise UserError(f"--workers {s.workers}: needs 0 to {MOST_WORKERS}")
-    if s.tensorboard and s.log_dir is None:
-        raise UserError("--tensorboard: needs --log-dir DIR, the folder to write to")
 
 
 def check_hook(settings: Settings) -> None:

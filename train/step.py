@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from train.methods.base import Method
     from train.settings import Settings
 
+# What layers compute in under autocast; "off" leaves it disabled.
 PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Step:
-    """Trains on one global batch.
+    """Trains on one global batch; in other modules its object is the `trainer`.
 
     The order is that of https://docs.pytorch.org/docs/stable/notes/amp_examples.html: forward and loss under
     autocast, backward outside it on the scaled loss, unscale, clip, step. Parameters stay in float32.
@@ -45,7 +46,7 @@ class Step:
         # float16 ends at 6e-8, where many gradients lie: they are computed of a larger loss, and scaled back.
         # bfloat16 has the range of float32 and needs none of it.
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
-        fault.scaler = self.scaler
+        fault.scaler = self.scaler  # a planted desync may look at it, or change it
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
         self.average = None if settings.ema is None else Average(method.module, settings.ema)
 
@@ -70,6 +71,7 @@ class Step:
             # Complete now, so one factor for all of it. All ranks have the same gradient, or parts of it (fsdp), of
             # which torch takes the norm together; under localsgd each clips its own.
             self.grad_norm = clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
+        # Here and behind the step a desync that --fault plants may strike; without it nothing happens.
         self.fault.before_step(step, self.method, self.optimizer, on_device)
         self.method.step(self.optimizer, self.scaler)
         if self.average is not None and self.fault.averages(step):
@@ -84,7 +86,7 @@ class Step:
         place in a bucket decides in which order gloo and NCCL add the ranks' values, and so the rounding: the first
         step after a resume must find the buckets as it would have found them without the interruption.
 
-        x, y: a batch; what it does to buffers, random states and counts is restored later.
+        x, y: a batch. What this changes is restored by the caller: buffers, random states, counts.
         """
         self._accumulate(x.to(self.ctx.device), y.to(self.ctx.device), len(x), Meter(self.ctx.device))
         self.optimizer.zero_grad()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from train.settings import Settings
     from train.step import Step
 
 
@@ -23,22 +22,22 @@ class Watch:
     console: where rank 0 prints the checks; None for stderr.
     """
 
-    def __init__(self, settings: Settings, trainer: Step, console: Console | None = None) -> None:
-        self.settings, self.trainer = settings, trainer
+    def __init__(self, trainer: Step, console: Console | None = None) -> None:
+        self.settings, self.trainer = trainer.settings, trainer
         # What a checkpoint of this trainer holds beside the model, under the same keys.
         self.beside: dict[str, Any] = {}
         if trainer.average is not None:
             self.beside["ema"] = trainer.average.parameters
         self.monitor: SyncMonitor | None = None
-        if settings.monitor:
+        if self.settings.monitor:
             method, scaler = trainer.method, trainer.scaler
             (replica,) = method.state(trainer.optimizer)
             self.monitor = SyncMonitor(
                 (method.module, self.beside),
                 replica.optimizer,
                 scaler if scaler.is_enabled() else None,
-                every=settings.monitor,
-                on_desync=settings.on_desync or "warn",
+                every=self.settings.monitor,
+                on_desync=self.settings.on_desync or "warn",
                 console=console,
             )
 
@@ -49,7 +48,8 @@ class Watch:
         """
         if self.monitor is None:
             return ""
-        # What no tensor tells, and what may change from step to step: when localsgd averaged last.
+        # What no tensor tells, and what may change from step to step: when localsgd averaged last. The same block on
+        # all ranks: who they are the monitor knows.
         facts = self.trainer.method.facts
         self.beside["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
         before = self.monitor.checks

@@ -33,14 +33,18 @@ SYNCHECK = {
     "Doors": "api config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
-    "To read first": "run engine step methods job",
+    "To read first": (
+        "run engine step job methods methods.base methods.single methods.ddp methods.zero methods.localsgd "
+        "methods.fsdp methods.hsdp methods.dp"
+    ),
     "What is trained": "models data loading schedule ema seeds position",
     "How it is spread": "launch data_parallel sync_batchnorm comm_hooks compiling",
-    "What is kept": "saver checkpoint attempts resume replicas",
-    "What goes wrong, and is noticed": "faults errors stopping watch",
-    "What is measured and shown": (
-        "metrics logbook recorders progress output usage scoring rank_scores evaluate bench listing"
+    "What is kept": (
+        "checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.block checkpoints.attempts "
+        "resume"
     ),
+    "What goes wrong, and is noticed": "faults errors stopping watch",
+    "What is measured and shown": "metrics scoring recorders evaluate bench listing",
     "Options": "options settings",
 }
 

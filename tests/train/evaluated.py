@@ -10,13 +10,13 @@ import torch
 from scenarios import load
 from started import ROOT
 
-from train.rank_scores import score_run
-from train.replicas import find
+from train.evaluate.rank_scores import score_run
+from train.evaluate.replicas import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from train.rank_scores import RunScores
+    from train.evaluate.rank_scores import RunScores
 
 FIXTURES = ROOT / "fixtures"
 SYNCED = "ddp-syncbn_rank{}.pth"

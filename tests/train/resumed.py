@@ -11,7 +11,7 @@ import torch
 from scenarios import load
 
 from train.engine import Result, train
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
 from train.settings import Settings
 
@@ -32,7 +32,7 @@ class Crash(Exception):
     """Ends a run on all ranks, in the middle."""
 
 
-class Stops(Silent):
+class Stops(Recorder):
     """Lets a run crash right after a step, when its state has been saved."""
 
     def __init__(self, step: int) -> None:
@@ -44,7 +44,7 @@ class Stops(Silent):
             raise Crash
 
 
-class Notes(Silent):
+class Notes(Recorder):
     """Keeps which steps were trained, and what was reported of each epoch."""
 
     def __init__(self) -> None:

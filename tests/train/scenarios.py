@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from train.engine import Position, Result, train, train_epoch
+from train.engine import Result, train, train_epoch
 from train.job import Job, prepare
-from train.logbook import Logbook
 from train.methods.fsdp import ON_CPU
-from train.progress import Silent
+from train.position import Position
+from train.recorders.base import Recorder
+from train.recorders.logbook import Logbook
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ def slow_fsdp(*values: Any) -> Any:
 
 def run(ctx: RankContext, settings: Settings) -> Result:
     """Train. It ends with a collective, so all ranks' files are there when it returns on any of them."""
-    return train(settings, ctx, Silent())
+    return train(settings, ctx, Recorder())
 
 
 def trained(ctx: RankContext, settings: Settings) -> Job:
     """Train, and return what the process then holds in memory."""
     job, position = prepare(settings, ctx), Position(ctx.device)
-    logbook = Logbook(job, Silent(), position)
+    logbook = Logbook(job, Recorder(), position)
     train_epoch(job, position, logbook)
     while position.step < job.plan.steps:
         position.next_epoch()

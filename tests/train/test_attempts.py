@@ -11,9 +11,8 @@ import pytest
 from resumed import TINY, resume
 from scenarios import load
 
-from train import checkpoint
 from train.engine import train
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Disk:
         self.fsync(descriptor)
 
 
-class Fills(Silent):
+class Fills(Recorder):
     """Fills the disk after one step and frees it after another."""
 
     def __init__(self, disk: Disk, full: int, free: int) -> None:
@@ -54,9 +53,9 @@ def test_a_disk_full_for_a_while(
 ) -> None:
     """One rank cannot save steps 3 and 4: all go on, no rank leaves a file of them, and later saves are whole."""
     disk = Disk(os.fsync)
-    monkeypatch.setattr(checkpoint.os, "fsync", disk)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     settings = replace(TINY, save_every=1, out=syncheck_rank.shared / "out")
-    result = train(settings, ctx, Fills(disk, 2, 4) if ctx.rank == 1 else Silent())
+    result = train(settings, ctx, Fills(disk, 2, 4) if ctx.rank == 1 else Recorder())
     path = state_path(states_folder(settings.out, settings.run), 4, 1)
     reason = f"the state of step 4 is not saved: rank 1: cannot write {path}: No space left on device"
     assert result.failed == f"4 of 16 saves on the way failed, the last: {reason}"
@@ -75,9 +74,9 @@ def test_a_disk_full_for_a_while(
 def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that stays full costs no state that was complete, and the run can be resumed from it."""
     disk = Disk(os.fsync)
-    monkeypatch.setattr(checkpoint.os, "fsync", disk)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     settings = replace(TINY, save_per_rank=False, out=syncheck_rank.shared / "out")
-    result = train(settings, ctx, Fills(disk, 3, 8) if ctx.rank == 0 else Silent())
+    result = train(settings, ctx, Fills(disk, 3, 8) if ctx.rank == 0 else Recorder())
     assert result.failed.startswith("5 of 8 saves on the way failed")
     folder = states_folder(settings.out, settings.run)
     syncheck_rank.barrier()
@@ -93,5 +92,5 @@ def test_a_folder_in_the_way(ctx: RankContext, syncheck_rank: Rank) -> None:
     settings = replace(TINY, checkpoint_every=None, save_every=3, out=syncheck_rank.shared)
     step = syncheck_rank.shared / "history" / "ddp" / "step_3"
     (step / "rank_1.pth").mkdir(parents=True, exist_ok=True)
-    assert "rank_1.pth: Is a directory" in train(settings, ctx, Silent()).failed
+    assert "rank_1.pth: Is a directory" in train(settings, ctx, Recorder()).failed
     assert [path.name for path in step.iterdir()] == ["rank_1.pth"]

@@ -24,8 +24,8 @@ from train.settings import Settings
 
 if TYPE_CHECKING:
     from train.job import Job
-    from train.logbook import Logbook
     from train.position import Position
+    from train.recorders.logbook import Logbook
 
 
 def fake_runs(folder: Path, *codes: int) -> list[list[str]]:

@@ -11,8 +11,8 @@ import pytest
 from scenarios import SMALL, run, tensors
 
 import syncheck
+from train.checkpoints.saver import Saver
 from train.launch import RankContext
-from train.saver import Saver
 
 if TYPE_CHECKING:
     from pathlib import Path

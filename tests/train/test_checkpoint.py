@@ -11,14 +11,13 @@ import pytest
 import torch
 from scenarios import SMALL, load, run, tensors
 
-from train import checkpoint
-from train.checkpoint import check_writable, remove_run, write_atomic
+from train.checkpoints.files import check_writable, remove_run, write_atomic
 from train.engine import train
 from train.errors import UserError
 from train.job import prepare
 from train.launch import RankContext
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.base import Recorder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +34,7 @@ def files(folder: Path) -> list[str]:
 
 def test_content_and_metadata(tmp_path: Path) -> None:
     """A checkpoint loads with weights_only, fits a fresh model and optimizer, and says what run it is from."""
-    result = train(replace(SINGLE, max_steps=50, optimizer="adamw", lr=0.01, out=tmp_path), RankContext(), Silent())
+    result = train(replace(SINGLE, max_steps=50, optimizer="adamw", lr=0.01, out=tmp_path), RankContext(), Recorder())
     (path,) = result.saved
     assert path == tmp_path / "single_rank0.pth"
     content = load(path)
@@ -81,11 +80,11 @@ def test_a_run_replaces_the_one_before_when_it_saves(tmp_path: Path) -> None:
     """Files of an earlier run of the same name stay until the new one saves first, and are counted when they go."""
     ctx = RankContext()
     settings = replace(SINGLE, out=tmp_path, save_every=1)
-    assert train(settings, ctx, Silent()).replaced == 0
+    assert train(settings, ctx, Recorder()).replaced == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
     prepare(settings, ctx)  # all that a run does before its first step
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == before
-    result = train(replace(settings, save_every=None, max_steps=2), ctx, Silent())
+    result = train(replace(settings, save_every=None, max_steps=2), ctx, Recorder())
     assert result.replaced == len(before) == 4
     assert files(tmp_path) == ["single_rank0.pth"]
 
@@ -95,7 +94,7 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     for form in ("pth", "safetensors"):
-        train(replace(SINGLE, save_format=form, out=tmp_path / form), RankContext(), Silent())
+        train(replace(SINGLE, save_format=form, out=tmp_path / form), RankContext(), Recorder())
     content = load(tmp_path / "pth" / "single_rank0.pth")
     names = content["syncheck"]["optimizer_parameters"]
     momenta = {
@@ -114,7 +113,7 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
 
 def test_history_has_every_nth_step(tmp_path: Path) -> None:
     """--save-every 2 writes steps 2 and 4 of 5, and the final file is of step 5."""
-    result = train(replace(SINGLE, max_steps=5, save_every=2, out=tmp_path), RankContext(), Silent())
+    result = train(replace(SINGLE, max_steps=5, save_every=2, out=tmp_path), RankContext(), Recorder())
     expected = ["history/single/step_2/rank_0.pth", "history/single/step_4/rank_0.pth", "single_rank0.pth"]
     assert files(tmp_path) == expected
     assert [str(path.relative_to(tmp_path)) for path in result.saved] == expected
@@ -127,7 +126,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", refuse)
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +148,7 @@ def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     def interrupt(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.os, "fsync", interrupt)
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
@@ -203,7 +202,7 @@ def test_a_new_run_starts_by_removing_the_old_one(tmp_path: Path) -> None:
     """A run on one rank leaves no file of an earlier, longer run on two beside its own."""
     (tmp_path / "single_rank1.pth").write_bytes(b"old")
     (tmp_path / "ddp_rank1.pth").write_bytes(b"other")
-    train(replace(SINGLE, save_format="safetensors", out=tmp_path), RankContext(), Silent())
+    train(replace(SINGLE, save_format="safetensors", out=tmp_path), RankContext(), Recorder())
     assert files(tmp_path) == ["ddp_rank1.pth", "single_rank0.safetensors"]
 
 

@@ -14,7 +14,7 @@ from scenarios import SMALL, run
 from train.data import DataOptions, load_data
 from train.engine import train
 from train.launch import RankContext
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.run import main
 from train.settings import Settings
 
@@ -59,7 +59,7 @@ def test_synthetic_images_differ_and_are_normalized() -> None:
 
 def test_synthetic_data_can_be_learned() -> None:
     """A small network gets nearly all test images right after a few steps, which share no noise with the training."""
-    result = train(replace(SMALL_DATA, epochs=4), RankContext(), Silent())
+    result = train(replace(SMALL_DATA, epochs=4), RankContext(), Recorder())
     assert result.test.accuracy > 0.9
     assert result.test.samples == 25
 

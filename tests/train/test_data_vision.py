@@ -20,11 +20,11 @@ from data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
 from train.data import DataOptions, download, load_data
 from train.engine import train
 from train.errors import UserError
-from train.evaluate import main as evaluate
+from train.evaluate.__main__ import main as evaluate
 from train.job import load
 from train.launch import RankContext
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.run import main
 from train.settings import Settings
 
@@ -300,4 +300,4 @@ def test_mnist_convnet_learns_mnist_files(tmp_path: Path) -> None:
         model="mnist_convnet", width=8, data="mnist", data_dir=tmp_path, epochs=2, batch_size=20, lr=0.003,
         optimizer="adamw",
     )  # fmt: skip
-    assert train(settings, RankContext(), Silent()).test.accuracy > 0.5
+    assert train(settings, RankContext(), Recorder()).test.accuracy > 0.5

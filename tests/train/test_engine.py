@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ from train.errors import UserError
 from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
 from train.methods.single import Single
+from train.metrics import Score
 from train.models import build_model
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.schedule import schedule
 from train.scoring import evaluate, evaluation_batches
 from train.settings import Settings
@@ -29,15 +31,33 @@ if TYPE_CHECKING:
 
 def test_single_learns_the_digits() -> None:
     """Three epochs in one process get nine of ten digits right, on images that were not trained on."""
-    result = train(Settings(epochs=3), RankContext(), Silent())
+    result = train(Settings(epochs=3), RankContext(), Recorder())
     assert result.test.accuracy > 0.9
     assert (result.epochs, result.steps, result.test.samples, result.saved) == (3, 132, 360, ())
 
 
 def test_adamw_learns_too() -> None:
     """The other optimizer works with its own default rate."""
-    result = train(Settings(epochs=2, width=8, optimizer="adamw", lr=0.005), RankContext(), Silent())
+    result = train(Settings(epochs=2, width=8, optimizer="adamw", lr=0.005), RankContext(), Recorder())
     assert result.test.accuracy > 0.8
+
+
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        ((1.0, 1.0, 1.0), None),
+        ((math.inf, 1.0, 1.0), None),
+        ((math.inf, 1.0, math.nan), 3),
+        ((1.0, math.inf, math.nan), 2),
+    ],
+)
+def test_divergence_is_told_since_its_last_begin(
+    monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], since: int | None
+) -> None:
+    """A loss that became a number again, as after one overflow, does not count; the epochs since then do."""
+    scores = iter([Score(loss, 0.5, 10) for loss in losses])
+    monkeypatch.setattr("train.engine.evaluate", lambda *_: next(scores))
+    assert train(Settings(epochs=3, width=4, limit_train=32), RankContext(), Recorder()).diverged == since
 
 
 def test_evaluation_changes_nothing() -> None:
@@ -150,5 +170,5 @@ def test_optimizer_takes_all_parameters_in_order() -> None:
 def test_dropout_does_not_hear_of_evaluations() -> None:
     """How often the model is scored decides nothing of what is trained, with random numbers in the model too."""
     settings = Settings(model="mnist_convnet", limit_train=32, epochs=2)
-    results = [train(replace(settings, eval_every=every), RankContext(), Silent()) for every in (1, 2)]
+    results = [train(replace(settings, eval_every=every), RankContext(), Recorder()) for every in (1, 2)]
     assert results[0].trained == results[1].trained

@@ -177,7 +177,7 @@ def test_hsdp_replicas_are_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, 
     if planted and ctx.rank == 2:
         parameters["layer2.0.conv1.weight"].to_local().data[0, 0, 0, 0] += 1e-6  # type: ignore[operator]
     mine = {name: p.to_local().detach().numpy().tobytes() for name, p in parameters.items()}  # type: ignore[operator]
-    for index, states in job.step.optimizer.state_dict()["state"].items():
+    for index, states in job.trainer.optimizer.state_dict()["state"].items():
         for key in ("exp_avg", "exp_avg_sq"):
             mine[f"{index}.{key}"] = states[key].to_local().numpy().tobytes()
     every = ctx.gather(mine)

@@ -19,11 +19,11 @@ from scenarios import SMALL, SMALLEST, load, run
 from started import ROOT
 
 from train.data import load_data
-from train.evaluate import main
+from train.evaluate.__main__ import main
+from train.evaluate.rank_scores import average_statistics, score_run
+from train.evaluate.replicas import find
 from train.launch import RankContext
 from train.models import MODELS, build_model
-from train.rank_scores import average_statistics, score_run
-from train.replicas import find
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank

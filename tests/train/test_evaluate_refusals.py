@@ -12,8 +12,8 @@ from evaluated import FIXTURES, SYNCED, change, copy_synced
 from scenarios import NEEDS_FSDP, SMALL, load, run
 
 from train.errors import UserError
-from train.evaluate import main
-from train.replicas import find, load_weights
+from train.evaluate.__main__ import main
+from train.evaluate.replicas import find, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

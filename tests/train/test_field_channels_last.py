@@ -57,7 +57,7 @@ def test_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(between)
     weight = job.method.module.get_parameter("conv2.weight")
     assert is_nhwc(weight)
-    assert is_nhwc(job.step.optimizer.state[weight]["momentum_buffer"])
+    assert is_nhwc(job.trainer.optimizer.state[weight]["momentum_buffer"])
     assert widest_gap(usual, tmp_path / "single-channels-last_rank0.pth") < ROUNDING
 
 

@@ -76,7 +76,7 @@ def test_sync_bn_is_left_out_of_it(ctx: RankContext, syncheck_rank: Rank, traced
     assert widest_gap(usual[0], saved[0]) == 0
     assert widest_gap(*saved) == 0
     job = prepare(replace(settings, compile=True), ctx)
-    assert job.step.forward is not job.method.module  # what is saved and evaluated stays as it was
+    assert job.trainer.forward is not job.method.module  # what is saved and evaluated stays as it was
     assert list(job.method.module.state_dict()) == list(load(usual[0])["model"])
 
 

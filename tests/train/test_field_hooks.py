@@ -91,8 +91,8 @@ def test_an_overflow_in_the_hook_is_every_ranks(ctx: RankContext, monkeypatch: p
 
     monkeypatch.setattr(Ddp, "backward", large)
     job = trained(ctx, replace(CONVNET, comm_hook="fp16", amp="fp16", optimizer="adamw"))
-    steps = {state["step"].item() for state in job.step.optimizer.state_dict()["state"].values()}
-    seen = ctx.gather((steps, job.step.scaler.get_scale()))
+    steps = {state["step"].item() for state in job.trainer.optimizer.state_dict()["state"].values()}
+    seen = ctx.gather((steps, job.trainer.scaler.get_scale()))
     assert seen[0] == seen[1]
     assert max(steps) < 6
     assert all(p.isfinite().all() for p in job.method.module.parameters())

@@ -127,7 +127,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def test_sync_bn_is_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -> None:
     """With --sync-bn the model and the optimizer that two or three ranks hold are the same, file or no file."""
     run(ctx, replace(SMALL, sync_bn=True, save_per_rank=False))
-    assert_in_sync(jobs[0].method.module, jobs[0].step.optimizer)
+    assert_in_sync(jobs[0].method.module, jobs[0].trainer.optimizer)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -137,7 +137,7 @@ def test_plain_ddp_is_not_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -
     The evaluation must not pass through DDP's wrapper, which would make them equal and hide the difference.
     """
     run(ctx, replace(SMALL, save_per_rank=False))
-    model, optimizer = jobs[0].method.module, jobs[0].step.optimizer
+    model, optimizer = jobs[0].method.module, jobs[0].trainer.optimizer
     with pytest.raises(AssertionError, match="SYN201"):
         assert_in_sync(model, optimizer)
     assert_in_sync(model, optimizer, exclude=[f"*{name}" for name in STATISTICS])

@@ -59,9 +59,9 @@ def test_amp_computes_in_its_precision(
     """Layers compute in the precision asked for, while weights and their optimizer state stay in float32."""
     job = trained(ctx, replace(CONVNET, method=method, amp=amp))
     assert seen == {"activation": {dtype}, "weight": {torch.float32}}
-    states = job.method.state(job.step.optimizer)[0].optimizer.state_dict()["state"].values()
+    states = job.method.state(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
     assert {t.dtype for state in states for t in state.values() if isinstance(t, Tensor)} == {torch.float32}
-    assert job.step.scaler.is_enabled() is (amp == "fp16")
+    assert job.trainer.scaler.is_enabled() is (amp == "fp16")
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -107,8 +107,8 @@ def test_an_overflow_in_one_shard_is_known_to_all(ctx: RankContext, monkeypatch:
 
     monkeypatch.setattr(METHODS["fsdp"], "backward", overflow)
     job = trained(ctx, replace(CONVNET, method="fsdp", amp="fp16", optimizer="adamw"))
-    steps = {state["step"].item() for state in job.step.optimizer.state_dict()["state"].values()}
-    assert ctx.gather((steps, job.step.scaler.get_scale())) == [({5.0}, 32768.0)] * 2
+    steps = {state["step"].item() for state in job.trainer.optimizer.state_dict()["state"].values()}
+    assert ctx.gather((steps, job.trainer.scaler.get_scale())) == [({5.0}, 32768.0)] * 2
 
 
 @pytest.mark.syncheck(ranks=2)

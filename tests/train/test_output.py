@@ -10,9 +10,10 @@ import pytest
 from programs import TRAIN
 
 from train.launch import RankContext
-from train.output import Output
-from train.progress import clock, make_progress, remarks
-from train.recorders.base import Plan, Start
+from train.position import Plan
+from train.recorders.base import Start
+from train.recorders.output import Output
+from train.recorders.progress import clock, make_progress, remarks
 from train.settings import Settings
 
 if TYPE_CHECKING:

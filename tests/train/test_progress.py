@@ -10,8 +10,9 @@ import torch
 
 from train.launch import RankContext
 from train.metrics import Meter, Score
-from train.progress import Bar, Lines, Silent, make_progress
-from train.recorders.base import EpochRecord, Pace, Plan, Start, StepRecord
+from train.position import Plan
+from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
+from train.recorders.progress import Bar, Lines, make_progress
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_only_the_main_rank_shows_anything() -> None:
     """Other ranks, and --progress none, are silent; a bar is there for who wants one."""
-    assert type(make_progress("bar", is_main=False)) is Silent
-    assert type(make_progress("none", is_main=True)) is Silent
+    assert type(make_progress("bar", is_main=False)) is Recorder
+    assert type(make_progress("none", is_main=True)) is Recorder
     assert type(make_progress("bar", is_main=True)) is Bar
 
 
@@ -98,7 +99,7 @@ def test_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monk
     """From the pace since its first step, a resumed run's too; the longest numbers fit 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     seconds = iter((0.0, 100.0))
-    monkeypatch.setattr("train.progress.time.monotonic", lambda: next(seconds, 100.0))
+    monkeypatch.setattr("train.recorders.progress.time.monotonic", lambda: next(seconds, 100.0))
     plan = Plan("ddp-syncbn", epochs=300, steps=117300, steps_per_epoch=391)
     with make_progress("bar", is_main=True) as progress:
         progress.start(replace(START, plan=plan, resumed_at=110000))

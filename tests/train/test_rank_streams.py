@@ -37,7 +37,7 @@ def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0 + 1,))
     layer.register_forward_hook(keep)
     for step, (x, y) in enumerate(job.train_batches, 1):
-        job.step.run(step, x, y, settings.batch_size, _NoMeter())
+        job.trainer.run(step, x, y, settings.batch_size, _NoMeter())
         if step == 2:
             break
     return found
@@ -91,7 +91,7 @@ def test_a_model_without_dropout_draws_nothing() -> None:
     job = prepare(settings, RankContext())
     state = torch.get_rng_state()
     x, y = job.train_samples[:8]
-    job.step.run(1, x, y, 8, _NoMeter())
+    job.trainer.run(1, x, y, 8, _NoMeter())
     assert torch.equal(torch.get_rng_state(), state)
 
 

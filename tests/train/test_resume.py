@@ -73,6 +73,15 @@ def test_one_process_resumes_bitwise(tmp_path: Path, case: str) -> None:
     assert_bitwise(RankContext(), tmp_path, replace(TINY, **changes), stops)
 
 
+def test_a_state_and_a_checkpoint_of_one_step_carry_one_block(tmp_path: Path) -> None:
+    """Both count the epochs that are done, as syncheck.metadata() says; the epoch that a run is in is one more."""
+    settings = replace(TINY, method="single", max_steps=7, save_every=1, out=tmp_path)
+    whole(RankContext(), settings)
+    state = load(state_path(states_folder(tmp_path, settings.run), 7, 0))
+    block = load(tmp_path / "history" / settings.run / "step_7" / "rank_0.pth")["syncheck"]
+    assert (state["syncheck"], block["epoch"], state["epoch"]) == (block, 1, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd", fsdp("hsdp")])

@@ -14,7 +14,7 @@ from resumed import TINY, interrupt, resume, state_of, whole
 from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def test_a_state_counts_if_all_ranks_have_it(
         for step in (7, 8):
             cut(state_path(states_folder(settings.out, "ddp"), step, 1))
     with pytest.raises(UserError, match="none of the states in"):
-        train(replace(settings, resume=True), ctx, Silent())
+        train(replace(settings, resume=True), ctx, Recorder())
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -65,7 +65,7 @@ def whole_optimizer(settings: Settings, ctx: RankContext) -> dict[str, Tensor]:
     """Resume, and give the optimizer's tensors of all ranks, whole, by the name of their parameter."""
 
     job = prepare(replace(settings, resume=True), ctx)
-    optimizer = held(job.step)
+    optimizer = held(job.trainer)
     names = parameter_names(job.method.module, optimizer)
     mine = {}
     for index, states in optimizer.state_dict()["state"].items():
@@ -211,7 +211,7 @@ def test_copies_of_parts_are_put_together_once(ctx: RankContext, syncheck_rank: 
     with torch.no_grad():
         for parameter in job.method.module.parameters():
             _local(parameter).zero_()
-    restore(together, job.step)
+    restore(together, job.trainer)
     after = job.method.module.state_dict()
     assert [name for name in before if not _local(after[name]).equal(before[name])] == []
 

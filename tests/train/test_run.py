@@ -122,6 +122,13 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings.lr, settings.save_per_rank) == (0.005, True)
 
 
+def test_a_loss_that_is_no_number_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate that blows the weights up in the first epoch is told once, on stderr, and the exit code stays 0."""
+    assert main("--lr 3e38 --limit-train 64 --epochs 2 --width 4 --progress none".split()) == 0
+    told = "run.py: warning: the loss is not finite since epoch 1; lower --lr, or add --grad-clip\n"
+    assert capsys.readouterr().err == told
+
+
 NEXT = "; add --spawn 2, or start with torchrun"
 
 

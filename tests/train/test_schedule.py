@@ -9,7 +9,7 @@ from scenarios import SMALL
 
 from train.errors import UserError
 from train.job import prepare
-from train.recorders.base import Plan
+from train.position import Plan
 from train.schedule import LearningRate, schedule
 from train.settings import Settings, check
 

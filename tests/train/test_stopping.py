@@ -14,7 +14,7 @@ from scenarios import load
 from train.engine import train
 from train.errors import Stopped
 from train.launch import RankContext
-from train.progress import Silent
+from train.recorders.base import Recorder
 from train.recorders.make import make_recorder
 from train.recorders.several import Several
 from train.resume import state_path, states_folder
@@ -40,7 +40,7 @@ class Told:
         self.deferred = True
 
 
-class Tells(Silent):
+class Tells(Recorder):
     """Sends a signal to this rank after a step."""
 
     def __init__(self, told: Told, step: int, number: int) -> None:
@@ -109,7 +109,7 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     settings = replace(TINY, checkpoint_every=1000, save_per_rank=False, out=syncheck_rank.shared / "stopped")
     told = Told()
     with pytest.raises(Stopped) as caught:
-        train(settings, ctx, Tells(told, 2, signal.SIGUSR1) if ctx.rank == 1 else Silent(), told)
+        train(settings, ctx, Tells(told, 2, signal.SIGUSR1) if ctx.rank == 1 else Recorder(), told)
     assert caught.value.number == signal.SIGUSR1
     steps = ctx.gather(caught.value.step)
     assert steps == [steps[0]] * 2
@@ -123,7 +123,7 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     assert differences(mine, reference) == []
 
 
-class TellsAfterEpoch(Silent):
+class TellsAfterEpoch(Recorder):
     """Sends SIGTERM while the model is scored after the first epoch."""
 
     def __init__(self, told: Told) -> None:
@@ -166,7 +166,7 @@ def test_without_states(ctx: RankContext, syncheck_rank: Rank) -> None:
     """A run that keeps no states says that nothing is saved and which option does; a signal after the end is late."""
     settings = replace(TINY, checkpoint_every=None, save_per_rank=False, out=syncheck_rank.shared / "out")
     with pytest.raises(Stopped, match=r"step 1; nothing was saved: --checkpoint-every N keeps what --resume needs$"):
-        train(settings, ctx, Silent(), Told(signal.SIGTERM))
+        train(settings, ctx, Recorder(), Told(signal.SIGTERM))
     assert not list(settings.out.glob("**/*.pth"))
     told = Told()
     assert train(settings, ctx, Tells(told, 8, signal.SIGTERM), told).steps == 8
@@ -178,7 +178,7 @@ def test_a_save_that_fails(ctx: RankContext, syncheck_rank: Rank) -> None:
     settings = replace(TINY, checkpoint_every=1000, save_per_rank=False, out=syncheck_rank.shared / "out")
     told = Told()
 
-    class Breaks(Silent):
+    class Breaks(Recorder):
         def step(self, *_: Any) -> None:
             """Put a file where the folder was to be."""
             if ctx.rank == 1:

@@ -35,7 +35,7 @@ from train.bench.parts import explain, parts
 from train.bench.ranks import on_ranks
 from train.bench.runs import Row, measure
 from train.bench.table import as_json, as_markdown, as_text
-from train.checkpoint import write_atomic
+from train.checkpoints.files import write_atomic
 from train.errors import UserError
 from train.options import Parser
 from train.options import build_parser as trainer_options

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from train.bench import bare
 from train.bench.ranks import seconds
-from train.engine import Position, train_epoch
+from train.engine import train_epoch
 from train.errors import UserError
 from train.job import build_optimizer, load, make_model, prepare
-from train.logbook import Logbook
 from train.methods import METHODS
+from train.position import Position
 from train.recorders.base import Recorder
+from train.recorders.logbook import Logbook
 from train.settings import DEFAULT
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from train.errors import UserError
 from train.launch import Ending, process_group, spawn
 from train.options import build_parser
-from train.run import prepare
+from train.run import settings_and_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def on_ranks(measurement: Measurement, options: Sequence[str], rounds: int) -> d
 def work(args: Namespace) -> Ending:
     """Be one rank."""
     try:
-        settings, ctx = prepare(args)
+        settings, ctx = settings_and_rank(args)
         with process_group(ctx, args.timeout):
             found = args.measurement(settings, ctx, args.rounds)
         if ctx.is_main:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch.utils.data import Sampler
+
+from train.data.sampler import epoch_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,9 +41,6 @@ class OwnSharesSampler(Sampler[list[int]]):
         return len(self.starts[self.skip :])
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self.samples))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.samples, generator=generator).tolist()
+        order = epoch_order(self.samples, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
         for start in self.starts[self.skip :]:
             yield order[start : start + self.size]

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def epoch_order(samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    """Give the indices of all samples in the order of an epoch, equal on all ranks; with `shuffle` each has its own."""
+    if not shuffle:
+        return list(range(samples))
+    # As torch.utils.data.DistributedSampler does it.
+    order: list[int] = torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return order
+
+
 def smallest_share(samples: int, world_size: int, parts: int, replicas: int) -> int:
     """Count the samples of the smallest share when a global batch is split.
 
@@ -67,11 +76,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return len(self.sizes) - self.skip
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.samples, generator=generator).tolist()
-        else:
-            order = list(range(self.samples))
+        order = epoch_order(self.samples, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
         start = sum(self.sizes[: self.skip])
         for size in self.sizes[self.skip :]:
             yield order[start + self.rank : start + size : self.world_size]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
+from torch import nn
 
 from train.errors import UserError
 
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from train.checkpoint import Snapshot
+    from train.checkpoints.formats import Snapshot
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
@@ -100,3 +101,8 @@ class Fault:
         with torch.random.fork_rng(devices=[self.ctx.device] if self.ctx.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield
+
+
+def classifier(module: nn.Module) -> tuple[str, nn.Linear]:
+    """Find the last linear layer: its name and the layer."""
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)][-1]

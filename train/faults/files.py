@@ -14,7 +14,7 @@ from train.faults.base import Fault
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from train.checkpoint import Snapshot
+    from train.checkpoints.formats import Snapshot
     from train.launch import RankContext
     from train.settings import Settings
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from train.faults.base import Fault
+from train.faults.base import Fault, classifier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,8 +161,3 @@ class DiffersByNode(UnequalGradients):
     def host(self) -> str | None:
         """Name the half of one machine as a machine."""
         return None if self.real else f"{os.uname().nodename}-node{self.node}"
-
-
-def classifier(module: nn.Module) -> tuple[str, nn.Linear]:
-    """Find the last linear layer: its name and the layer."""
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)][-1]

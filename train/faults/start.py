@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from train.faults.base import Fault
+from train.faults.base import Fault, classifier
 from train.models import build_chosen
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ class InitNotBroadcast(Fault):
         By its own initialization: norm weights and zero biases come out equal, as in real life.
         """
         with self.seeded(self.settings.seed + 1):
+            channels, classes = first_convolution(module).in_channels, classifier(module)[1].out_features
             size = getattr(module, "image_size", 0)  # of those that are built for one
-            return build_chosen(self.settings, first_convolution(module).in_channels, classes(module), size)
+            return build_chosen(self.settings, channels, classes, size)
 
 
 class FrozenNotBroadcast(InitNotBroadcast):
@@ -80,11 +81,6 @@ class FrozenNotBroadcast(InitNotBroadcast):
 def first_convolution(module: nn.Module) -> nn.Conv2d:
     """Find the layer that takes the images."""
     return next(layer for layer in module.modules() if isinstance(layer, nn.Conv2d))
-
-
-def classes(module: nn.Module) -> int:
-    """Count the model's outputs."""
-    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1].out_features
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:

@@ -11,7 +11,7 @@ from train.launch.choose import LAUNCHERS, from_environment, launched, launcher_
 from train.launch.context import RankContext
 from train.launch.devices import idle_gpus
 from train.launch.group import PeerLost, process_group
-from train.launch.leaving import INTERRUPTED, Ending, leave, say, speaks
+from train.launch.leaving import INTERRUPTED, Ending, leave, say, speaks, tell, write_line
 from train.launch.options import LaunchOptions, add_options
 from train.launch.signals import SIGNALS
 
@@ -33,4 +33,6 @@ __all__ = [
     "say",
     "spawn",
     "speaks",
+    "tell",
+    "write_line",
 ]

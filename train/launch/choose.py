@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 # The first that recognizes itself is taken. torchrun inside srun: torchrun started this process, srun started
 # torchrun. --spawn is by hand too: the first process types the options for those that it starts.
-LAUNCHERS: tuple[Launcher, ...] = (torchrun, by_hand, slurm)
-NAMES: dict[str, Launcher] = {"torchrun": torchrun, "by_hand": by_hand, "slurm": slurm}
+LAUNCHERS: dict[str, Launcher] = {"torchrun": torchrun, "by_hand": by_hand, "slurm": slurm}
 NOTHING_TYPED = LaunchOptions()
 
 
 def find_launcher(environment: Mapping[str, str], options: LaunchOptions) -> Launcher | None:
     """Find what started this process among others; None where nothing did."""
-    return next((launcher for launcher in LAUNCHERS if launcher.recognizes(environment, options)), None)
+    return next((launcher for launcher in LAUNCHERS.values() if launcher.recognizes(environment, options)), None)
 
 
 def launcher_name(environment: Mapping[str, str], options: LaunchOptions) -> str:
@@ -34,7 +33,7 @@ def launcher_name(environment: Mapping[str, str], options: LaunchOptions) -> str
     launcher = find_launcher(environment, options)
     if launcher is by_hand and options.local_world_size is not None:
         return "spawn"  # which alone knows it
-    return next((name for name, known in NAMES.items() if known is launcher), "alone")
+    return next((name for name, known in LAUNCHERS.items() if known is launcher), "alone")
 
 
 def launched(environment: Mapping[str, str], args: argparse.Namespace | None = None) -> bool:

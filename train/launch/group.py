@@ -1,4 +1,4 @@
-"""The process group: the ranks meet, torch connects them, and at the end it is closed."""
+"""The process group: the ranks meet (the rendezvous), torch connects them, and at the end the group is closed."""
 
 from __future__ import annotations
 

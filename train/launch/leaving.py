@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection, parent_process
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,8 +18,10 @@ from train.launch.options import LaunchOptions
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import FrameType
+
+    from train.launch.context import RankContext
 
 LINGER = 10.0  # seconds that the other ranks give rank 0 to print the error; torchrun ends them sooner
 LINGER_SLURM = 3.0  # srun ends them sooner with --kill-on-bad-exit only
@@ -50,12 +54,36 @@ def speaks(environment: Mapping[str, str], args: argparse.Namespace | None = Non
 
 
 def say(ending: Ending) -> None:
-    """Write the message to stderr in one go, so that ranks on one terminal do not mix theirs."""
+    """Write the message of an ending to stderr, if it has one."""
     if ending.message:
-        kind = "error: " if ending.code in (1, 2) else ""
-        with suppress(OSError):  # whoever reads may have gone
-            sys.stderr.write(f"run.py: {kind}{ending.message}\n")
-            sys.stderr.flush()
+        write_line(f"error: {ending.message}" if ending.code in (1, 2) else ending.message)
+
+
+def tell(ctx: RankContext, text: str) -> None:
+    """Write one line to stderr while the run goes on, once for all ranks."""
+    if ctx.is_main:
+        write_line(text)
+
+
+def write_line(text: str) -> None:
+    """Write one line to stderr in one go, so that ranks on one terminal do not mix theirs."""
+    with suppress(OSError):  # whoever reads may have gone
+        sys.stderr.write(f"run.py: {text}\n")
+        sys.stderr.flush()
+
+
+def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
+    """Let this process end as soon as the one that started it has been killed, after `clean_up`."""
+    parent = parent_process()
+    if parent is None:  # not started by multiprocessing
+        return
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        clean_up()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def leave(code: int, *, alike: bool = False, told: bool = False) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The ranks of a run find each other, or say which of them is missing, before torch connects them.
+"""The ranks of a run find each other, or say which of them is missing, before torch connects them: the rendezvous.
 
 torch alone waits in silence, and then names no rank. Here every rank announces itself in the store (a table of
 keys and values that all of them reach), rank 0 waits for all and answers with the list of those it counted. A
@@ -57,14 +57,17 @@ def announce(rank: int, world_size: int, backend: str | None = None) -> Rank:
 
 def has_ended(other: Rank) -> bool:
     """Tell whether a process is known to be gone; False where it runs on, or where nobody here can tell."""
-    return bool(other.machine) and other.machine == _machine() and _started(other.pid) != other.started
+    return _can_be_seen(other) and _started(other.pid) != other.started
 
 
 def is_stopped(other: Rank) -> bool:
     """Tell whether a process is known to be stopped, by SIGSTOP or a debugger; False where nobody here can tell."""
-    if not other.machine or other.machine != _machine() or _started(other.pid) != other.started:
-        return False
-    return _fields(other.pid)[:1] in (["T"], ["t"])
+    runs = _can_be_seen(other) and _started(other.pid) == other.started
+    return runs and _fields(other.pid)[:1] in (["T"], ["t"])
+
+
+def _can_be_seen(other: Rank) -> bool:
+    return bool(other.machine) and other.machine == _machine()
 
 
 def _machine() -> str:

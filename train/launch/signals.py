@@ -88,7 +88,8 @@ class Signals:
         self._writer.setblocking(False)
         self._handle(signal.SIGINT, self._interrupt)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # Workers that load data are forks: they share the socket, and would write what they are told themselves.
+        # A fork shares the socket, and what it is told itself would be taken for this process's. The workers that load
+        # data are none (train/loading.py), but a library may fork.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -12,12 +12,11 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing import connection, parent_process
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 from train.errors import UserError
 from train.launch import slurm, torchrun
-from train.launch.leaving import Ending, leave
+from train.launch.leaving import Ending, end_with_parent, leave
 from train.launch.signals import GRACE, REPEAT, SIGNALS, held_back, name, overdue, signals_as_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
 
 def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
     """Be one rank: leave the ending in a file, for the parent to judge and to print."""
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     SIGNALS.listen(speaks=False)
     try:
         ending = work(options_of_rank(args, rank, folder))
@@ -107,15 +106,6 @@ def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
             sys.stderr.write(traceback.format_exc())
         leave(1)
     leave(ending.code)
-
-
-def _end_with_parent(folder: Path) -> None:
-    """End, and clean up, when the parent was killed and could do neither."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
 
 
 def wait(processes: Sequence[BaseProcess], signals: socket) -> int:

@@ -31,8 +31,8 @@ class Method(Protocol):
 
     grouped: whether it needs a process group. refuses: options that make no sense with it, each with the
     reason. replicas: how many replicas of the model this process holds. module: the model without any
-    wrapper, on its device, once `wrap` has run. rebuilds_buckets: whether gradients are laid out anew for sending after
-    the first backward, see `Step.rehearse`.
+    wrapper, on its device, once `wrap` has run. rebuilds_buckets: whether the buckets in which gradients are sent are
+    put together anew after the first backward, see `Step.rehearse`.
     """
 
     grouped: ClassVar[bool]
@@ -85,12 +85,12 @@ class Method(Protocol):
         ...
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `extra_state` gave on this rank, or with another number of ranks one of then."""
+        """Take back what `extra_state` gave on this rank; where the number of ranks has changed, on one of the old."""
         ...
 
 
-class NoExtraState:
-    """What most methods say of --resume: all that they hold is in the model and the optimizer; and of --join."""
+class MethodDefaults:
+    """What most methods answer: no buckets, no --join, and all that they hold is in the model and the optimizer."""
 
     rebuilds_buckets: ClassVar[bool] = False
 

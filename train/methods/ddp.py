@@ -1,6 +1,7 @@
 """DistributedDataParallel: a replica per process, gradients averaged during backward.
 
-Compare with single.py: the numbers are the same steps, the letters are what is added.
+Compare with single.py: the numbers are the same steps, the letters are what is added. DDP collects gradients in
+buckets, and sends each in an all-reduce as soon as backward has filled it, so that sending and computing overlap.
 https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from train.comm_hooks import memory_of, register_hook, remember
-from train.methods.base import NoExtraState, Replica
+from train.methods.base import MethodDefaults, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Ddp(NoExtraState):
+class Ddp(MethodDefaults):
     """Every rank holds the whole model and its share of each global batch.
 
     Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not:
@@ -126,7 +127,7 @@ class Ddp(NoExtraState):
 
     def extra_state(self) -> dict[str, Any]:
         """Give what PowerSGD remembers, if that is the hook."""
-        # 5a. Of a bucket, which the resumed run fills alike: see `Step.rehearse`.
+        # 5a. It remembers by bucket, and a resumed run must fill its buckets alike: see `Step.rehearse`.
         return {} if self.compressor is None else memory_of(self.compressor, self.ctx)
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.data_parallel import Buffers, GpuReplicas, ThreadReplicas
 from train.errors import UserError
-from train.methods.base import NoExtraState, Replica
+from train.methods.base import MethodDefaults, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPLICAS = 2  # where there are not two GPUs that could say how many
 
 
-class Dp(NoExtraState):
+class Dp(MethodDefaults):
     """One set of parameters, one optimizer, and as many replicas as there are devices.
 
     So parameters and optimizer cannot differ. BatchNorm's running statistics do, as under DDP: each replica

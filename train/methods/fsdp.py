@@ -1,7 +1,8 @@
 """Fully Sharded Data Parallel (FSDP2): each rank keeps a part of every parameter, and all of none.
 
-Compare with ddp.py: the numbers are the same steps. Each block's parameters are gathered just before they are
-used and let go after; each gradient goes to the rank that keeps that part, and the optimizer's state is there.
+Compare with ddp.py: the numbers are the same steps. Each block's parameters are gathered from all ranks just before
+they are used (an all-gather) and let go after. In backward the ranks' gradients are added up, and each rank receives
+the part whose parameters it keeps (a reduce-scatter); the optimizer's state for that part is there too.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from train.errors import UserError
-from train.methods.base import NoExtraState, Replica
+from train.methods.base import MethodDefaults, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
-class Fsdp(NoExtraState):
+class Fsdp(MethodDefaults):
     """Parameters, gradients and optimizer state are divided over all ranks: nothing of them exists twice.
 
     So no comparison of ranks can tell whether they are right; all ranks must start from one seed, for nothing
@@ -108,7 +109,7 @@ class Fsdp(NoExtraState):
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients; each rank receives the average of its parts."""
-        # 3. As in ddp.py: the average over the ranks, so the shares are multiplied by their number.
+        # 3. As in ddp.py: the reduce-scatter averages over the ranks, so the shares are multiplied by their number.
         (loss * self.ctx.world_size).backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
@@ -125,7 +126,10 @@ class Fsdp(NoExtraState):
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Find what is worth gathering on its own: the members of the model's stages, such as a ResNet's blocks."""
+    """Find what is worth gathering on its own: the members of the model's stages, such as a ResNet's blocks.
+
+    Not each layer, for every gathering is a message that all ranks wait for.
+    """
     for stage in model.children():
         if isinstance(stage, nn.Sequential):
             yield from (block for block in stage if any(True for _ in block.parameters()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from train.methods.base import NoExtraState, Replica
+from train.methods.base import MethodDefaults, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Single(NoExtraState):
+class Single(MethodDefaults):
     """Plain training."""
 
     grouped: ClassVar[bool] = False

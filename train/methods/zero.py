@@ -37,7 +37,7 @@ class Zero(Ddp):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # 2a. Whole parameters are dealt out, the largest first, to the rank that has the fewest elements.
-        # 4. Its step() updates this rank's parameters and sends each to all others; the call is that of ddp.py.
+        # 4. The call is that of ddp.py. Its step() updates this rank's parameters and then broadcasts them.
         self.optimizer = ZeroRedundancyOptimizer(self.module.parameters(), optimizer_class=kind, **arguments)
         return self.optimizer
 

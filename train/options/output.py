@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.checkpoint import FORMATS
+from train.checkpoints.formats import FORMATS
 from train.settings import DEFAULT
 
 if TYPE_CHECKING:

@@ -15,19 +15,10 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.metrics import Meter, Score
+    from train.position import Plan
     from train.settings import Settings
 
 STOPS = (KeyboardInterrupt, Stopped)  # exceptions by which a run ends because somebody wanted it
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What lies ahead: name of the run, epochs, optimizer steps in all and per epoch."""
-
-    run: str
-    epochs: int
-    steps: int
-    steps_per_epoch: int
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.launch import write_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +67,4 @@ class LineFile:
 
 def warn_lost(path: Path, error: OSError) -> None:
     """Say once that a log has gaps."""
-    with suppress(OSError):  # stderr may be lost too
-        sys.stderr.write(f"run.py: warning: cannot write the log {path}: {error.strerror}; the training goes on\n")
-        sys.stderr.flush()
+    write_line(f"warning: cannot write the log {path}: {error.strerror}; the training goes on")

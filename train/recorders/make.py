@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.progress import make_progress
 from train.recorders.metrics_file import MetricsFile
+from train.recorders.progress import make_progress
 from train.recorders.rank_log import RankLog
 from train.recorders.several import Several
 from train.recorders.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from train.launch import RankContext
-    from train.output import Output
     from train.recorders.base import Recorder
+    from train.recorders.output import Output
     from train.settings import Settings
 
 

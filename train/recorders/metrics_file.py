@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.checkpoint import write_atomic
+from train.checkpoints.files import write_atomic
 from train.errors import UserError
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, how_it_ended
 from train.recorders.line_file import LineFile

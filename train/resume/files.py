@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.checkpoint import copied, write_atomic
+from train.checkpoints.files import write_atomic
+from train.checkpoints.formats import copied
 from train.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,17 +79,8 @@ def visible(folder: Path) -> dict[int, list[int]]:
 def write(path: Path, state: dict[str, Any]) -> None:
     """Write a state that is either whole or not there. Raises UserError with the system's reason."""
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, "version": VERSION, **_copied(state)}, buffer)
+    torch.save({"format": FORMAT, "version": VERSION, **copied(state)}, buffer)
     write_atomic(path, buffer.getvalue())
-
-
-def _copied(tree: Any) -> Any:
-    """Copy all tensors of nested containers to the CPU."""
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_copied(value) for value in tree)
-    return copied(tree)
 
 
 def read(path: Path, run: str) -> dict[str, Any]:

@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 
 def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Collect them as tensors and numbers, which torch.load(weights_only=True) accepts. devices: of this rank."""
+    """Collect them as tensors and numbers, which torch.load(weights_only=True) accepts. devices: GPUs of this rank."""
     version, words, python_gauss = random.getstate()
     kind, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
-    states = {
+    return {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words),
         "python_rest": [version, python_gauss],
         "numpy": torch.from_numpy(np.asarray(numpy_words).astype(np.int64)),
         "numpy_rest": [str(kind), int(position), int(has_gauss), float(numpy_gauss)],
+        "cuda": [torch.cuda.get_rng_state(device) for device in devices],
     }
-    states["cuda"] = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
-    return states
 
 
 def restore_generators(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
@@ -39,9 +38,8 @@ def restore_generators(states: dict[str, Any], devices: Sequence[torch.device]) 
     kind, position, has_gauss, numpy_gauss = states["numpy_rest"]
     words = states["numpy"].numpy().astype(np.uint32)
     np.random.set_state((kind, words, position, has_gauss, numpy_gauss))
-    for device, state in zip(devices, states["cuda"], strict=False):
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
+    for device, state in zip(devices, states["cuda"], strict=False):  # there are none of a run on the CPU
+        torch.cuda.set_rng_state(state, device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:

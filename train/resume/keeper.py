@@ -6,24 +6,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from train.checkpoint import check_writable
+from train.checkpoints.files import check_writable
 from train.errors import UserError
+from train.launch import tell
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
 from train.resume.files import remove_states, state_path, states_folder, write
 from train.resume.generators import reseed, restore_generators
-from train.resume.search import Found, newest, tell
+from train.resume.search import Found, newest
 from train.resume.shards import joined
 from train.resume.state import check_fits, collect, restore, restored_position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from train.checkpoints.saver import Saver
     from train.data.dataset import Images
-    from train.launch import RankContext
-    from train.recorders.base import Plan
-    from train.saver import Saver
-    from train.settings import Settings
+    from train.position import Plan
     from train.step import Step
 
 COMPLETE = 2  # complete states that are kept: should the newest be damaged, there is one more
@@ -49,18 +48,9 @@ class Keeper:
     alike: no place to write, no state that can be used, or one of another run.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        ctx: RankContext,
-        plan: Plan,
-        trainer: Step,
-        saver: Saver,
-        samples: Images,
-        also: Mapping[str, Stateful] | None = None,
-    ) -> None:
-        self.settings, self.ctx, self.plan = settings, ctx, plan
-        self.trainer, self.saver, self.also = trainer, saver, dict(also or {})
+    def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, also: Mapping[str, Stateful]) -> None:
+        self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
+        self.trainer, self.plan, self.saver, self.also = trainer, plan, saver, also
         self.folder = states_folder(settings.out, settings.run)
         self.position = Position(ctx.device)
         self.resumed = False
@@ -94,8 +84,7 @@ class Keeper:
 
     def _save(self, position: Position) -> None:
         """Save a state, and when it is complete remove older ones."""
-        state = collect(self.settings, self.ctx, self.plan, self.trainer, position)
-        state["run_id"] = state["syncheck"]["run_id"] = self.saver.run_id
+        state = collect(self.trainer, self.plan, position, self.saver.run_id)
         state["saved"] = [str(path.relative_to(self.settings.out)) for path in self.saver.saved]
         state["also"] = {name: part.state() for name, part in self.also.items()}
         if not self.cleared:
@@ -140,7 +129,7 @@ class Keeper:
         if same:
             # Last, for the rehearsal has drawn. From here to the first step nobody does: each DataLoader, which takes a
             # number when a pass over it begins, has a generator of its own.
-            restore_generators(state["rng"], ctx.devices or (ctx.device,))
+            restore_generators(state["rng"], ctx.devices)
         else:
             reseed(settings.seed, found.step, ctx.rank)
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step

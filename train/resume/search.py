@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
-from train.launch import Ending, say
+from train.launch import tell
 from train.resume.files import Unusable, read, state_path, visible
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
+
+DIFFERENT_RUNS = "its files are of different runs"
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,6 @@ class Answer:
     identity: tuple[str, int] | None = None
 
 
-def tell(ctx: RankContext, text: str) -> None:
-    """Print one line on stderr, once for all ranks."""
-    if ctx.is_main:
-        say(Ending(0, text))
-
-
 def newest(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> Found | None:
     """Find the newest state of `run` that is whole on all ranks; None where none was ever completed.
 
@@ -56,23 +52,23 @@ def newest(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> Found 
     there are states and none can be used.
     """
     with ctx.together():
-        here = visible(folder)
-    steps = sorted({step for ranks in ctx.gather(here) for step in ranks}, reverse=True)
+        search = Search(folder, run, ctx, visible(folder))
+    steps = sorted({step for ranks in ctx.gather(search.here) for step in ranks}, reverse=True)
     damaged = False
     for at, step in enumerate(steps):
-        states, answers = _look(folder, step, run, ctx, here.get(step, []))
-        old = _agreed(answers)
-        problem = _first_problem(answers)
-        if not problem and isinstance(old, str):
-            problem = old
-        if not problem and isinstance(old, int) and old != ctx.world_size:
-            problem = _read_others(folder, step, run, ctx, old, here.get(step, []), states, sharded=sharded)
-        damaged = damaged or bool(problem)
+        states, answers = search.look(step)
+        problem, lacking = _problem(answers), []
         if not problem:
-            assert isinstance(old, int)
-            lacking = [rank for rank, answer in enumerate(answers) if answer.rank != rank]
-            if old != ctx.world_size or not lacking:
-                return Found(step, old, states, tuple(steps[at + 1 :]))
+            # One identity: somebody sees files of this step, and whoever does has read one.
+            ((_, saved_by),) = {answer.identity for answer in answers if answer.identity is not None}
+            if saved_by == ctx.world_size:
+                lacking = [rank for rank, answer in enumerate(answers) if answer.rank != rank]
+            else:
+                problem = search.read_others(step, saved_by, states, sharded=sharded)
+            if not problem and not lacking:
+                return Found(step, saved_by, states, tuple(steps[at + 1 :]))
+        damaged = damaged or bool(problem)
+        if lacking:
             problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} has no such file"
         tell(ctx, f"--resume: step {step} is passed over: {problem}")
     if damaged or len(steps) > 1:
@@ -84,71 +80,70 @@ def newest(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> Found 
     return None
 
 
-def _look(
-    folder: Path, step: int, run: str, ctx: RankContext, ranks: list[int]
-) -> tuple[dict[int, dict[str, Any]], list[Answer]]:
-    """Read this rank's own file, or else another to see what ranks there were; returns it and all ranks' answers."""
-    states: dict[int, dict[str, Any]] = {}
-    answer = Answer()
-    if ranks:
-        rank = ctx.rank if ctx.rank in ranks else ranks[0]
-        try:
-            states[rank] = state = _read(folder, step, rank, run)
-            answer = Answer(rank, identity=(state["run_id"], state["world_size"]))
-        except Unusable as error:
-            answer = Answer(rank, problem=str(error))
-    return states, ctx.gather(answer)
-
-
-def _read(folder: Path, step: int, rank: int, run: str) -> dict[str, Any]:
-    path = state_path(folder, step, rank)
-    state = read(path, run)
-    if (state["step"], state["rank"]) != (step, rank):
-        raise Unusable(f"{path}: holds step {state['step']} of rank {state['rank']}")
-    return state
-
-
-def _first_problem(answers: list[Answer]) -> str:
-    return next((answer.problem for answer in answers if answer.problem), "")
-
-
-def _agreed(answers: list[Answer]) -> int | str:
-    """Give the number of ranks that saved the state, or say why it is not one state."""
+def _problem(answers: list[Answer]) -> str:
+    """Say why the files that the ranks have read are not those of one whole state; empty if they are."""
+    damaged = next((answer.problem for answer in answers if answer.problem), "")
     identities = {answer.identity for answer in answers if answer.identity is not None}
-    if len(identities) > 1:
-        return "its files are of different runs"
-    return next((world_size for _, world_size in identities), 0)
+    return damaged or (DIFFERENT_RUNS if len(identities) > 1 else "")
 
 
-def _read_others(
-    folder: Path,
-    step: int,
-    run: str,
-    ctx: RankContext,
-    old: int,
-    ranks: list[int],
-    states: dict[int, dict[str, Any]],
-    *,
-    sharded: bool,
-) -> str:
-    """Read the files that this rank needs of another number of ranks; returns why that cannot be, or nothing."""
-    known = [rank for rank in ranks if rank < old]
-    # Of whole replicas one is enough. Where all are to be seen, rank r takes that of rank r modulo their number.
-    wanted = list(range(old)) if sharded else known[ctx.rank % max(1, len(known)) :][:1]
-    problem = ""
-    if not wanted or not set(wanted) <= set(known):
-        lacking = sorted(set(wanted) - set(known)) or [ctx.rank % old]
-        problem = (
-            f"rank {ctx.rank} cannot see {state_path(folder, step, lacking[0])}, which it needs where the "
-            f"number of ranks changes ({old} then, {ctx.world_size} now): copy the files of all ranks to each node"
-        )
-    else:
-        try:
-            read_now = {rank: states.get(rank) or _read(folder, step, rank, run) for rank in wanted}
-            if len({(state["run_id"], state["world_size"]) for state in read_now.values()}) > 1:
-                raise Unusable("its files are of different runs")
-            states.clear()
-            states.update(read_now)
-        except Unusable as error:
-            problem = str(error)
-    return next((text for text in ctx.gather(problem) if text), "")
+@dataclass(frozen=True)
+class Search:
+    """What one rank looks through. here: the ranks whose files it can see, by step."""
+
+    folder: Path
+    run: str
+    ctx: RankContext
+    here: dict[int, list[int]]
+
+    def look(self, step: int) -> tuple[dict[int, dict[str, Any]], list[Answer]]:
+        """Read this rank's own file, or else another to see what ranks there were; a collective.
+
+        Returns what was read, by the rank that saved it, and all ranks' answers.
+        """
+        ranks = self.here.get(step, [])
+        states: dict[int, dict[str, Any]] = {}
+        answer = Answer()
+        if ranks:
+            rank = self.ctx.rank if self.ctx.rank in ranks else ranks[0]
+            try:
+                states[rank] = state = self._read(step, rank)
+                answer = Answer(rank, identity=(state["run_id"], state["world_size"]))
+            except Unusable as error:
+                answer = Answer(rank, problem=str(error))
+        return states, self.ctx.gather(answer)
+
+    def read_others(self, step: int, saved_by: int, states: dict[int, dict[str, Any]], *, sharded: bool) -> str:
+        """Read the files that this rank needs where the number of ranks was `saved_by`; a collective.
+
+        states: those read so far, replaced by those that are needed. Returns why it cannot be, on any rank, or nothing.
+        """
+        ctx = self.ctx
+        known = [rank for rank in self.here.get(step, []) if rank < saved_by]
+        # Of whole replicas one is enough. Where all are to be seen, rank r takes that of rank r modulo their number.
+        wanted = list(range(saved_by)) if sharded else known[ctx.rank % max(1, len(known)) :][:1]
+        problem = ""
+        if not wanted or not set(wanted) <= set(known):
+            lacking = sorted(set(wanted) - set(known)) or [ctx.rank % saved_by]
+            problem = (
+                f"rank {ctx.rank} cannot see {state_path(self.folder, step, lacking[0])}, which it needs where the "
+                f"number of ranks changes ({saved_by} then, {ctx.world_size} now): copy the files of all ranks to each "
+                "node"
+            )
+        else:
+            try:
+                needed = {rank: states.get(rank) or self._read(step, rank) for rank in wanted}
+                if len({(state["run_id"], state["world_size"]) for state in needed.values()}) > 1:
+                    raise Unusable(DIFFERENT_RUNS)
+                states.clear()
+                states.update(needed)
+            except Unusable as error:
+                problem = str(error)
+        return next((text for text in ctx.gather(problem) if text), "")
+
+    def _read(self, step: int, rank: int) -> dict[str, Any]:
+        path = state_path(self.folder, step, rank)
+        state = read(path, self.run)
+        if (state["step"], state["rank"]) != (step, rank):
+            raise Unusable(f"{path}: holds step {state['step']} of rank {state['rank']}")
+        return state

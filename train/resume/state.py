@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncheck import metadata
+from train.checkpoints.block import metadata_block
 from train.errors import UserError
 from train.position import Position
 from train.resume.generators import generator_states
@@ -19,42 +19,30 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.launch import RankContext
-    from train.recorders.base import Plan
-    from train.settings import Settings
+    from train.position import Plan
     from train.step import Step
 
 
-def collect(settings: Settings, ctx: RankContext, plan: Plan, trainer: Step, position: Position) -> dict[str, Any]:
+def collect(trainer: Step, plan: Plan, position: Position, run_id: str) -> dict[str, Any]:
     """Collect this rank's state, not copied; a collective, for the sums of the epoch are added up over all ranks.
 
-    Keys: see `train.resume.files.FIELDS`; the keeper adds what it knows of the run and of others. Under fsdp tensors
-    are DTensors, which say themselves which part of what they are.
+    Keys: see `train.resume.files.FIELDS`; the keeper adds what it knows of others. `epoch` is the one that the run is
+    in, counted from 1, where it goes on; that of the metadata block counts those that are done, as in every file.
+    Under fsdp tensors are DTensors, which say themselves which part of what they are.
     """
-    method = trainer.method
+    settings, ctx, method = trainer.settings, trainer.ctx, trainer.method
     optimizer = held(trainer)
-    config = settings.config(ctx.world_size)
     all_sums = ctx.sum_over_ranks(position.meter.sums.clone())
-    block = metadata(
-        run=settings.run,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        step=position.step,
-        epoch=position.epoch,
-        model=method.module,
-        optimizer=optimizer,
-        config=config,
-        host=trainer.fault.host,
-        **method.facts,
-    )
     return {
         "run": settings.run,
+        "run_id": run_id,
         "rank": ctx.rank,
         "world_size": ctx.world_size,
         "replicas": method.replicas,
         "step": position.step,
         "epoch": position.epoch,
         "steps_per_epoch": plan.steps_per_epoch,
-        "config": config,
+        "config": settings.config(ctx.world_size),
         "position": {
             "in_epoch": position.in_epoch,
             "sums": position.meter.sums.tolist(),  # numbers: of a tensor syncheck would think that ranks shall agree
@@ -66,8 +54,8 @@ def collect(settings: Settings, ctx: RankContext, plan: Plan, trainer: Step, pos
         "scaler": trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
         "ema": None if trainer.average is None else average_of(trainer),
         "method": method.extra_state(),
-        "rng": generator_states(ctx.devices or (ctx.device,)),
-        "syncheck": block,
+        "rng": generator_states(ctx.devices),
+        "syncheck": metadata_block(trainer, optimizer, plan, run_id, position.step, ctx.rank, ctx.world_size),
     }
 
 

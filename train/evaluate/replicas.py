@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncheck import Options, compare, read
-from train.checkpoint import FORMATS
+from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MOST_SAMPLES
 from train.errors import UserError
 from train.models import MODELS

@@ -9,8 +9,8 @@ from typing import IO, TYPE_CHECKING, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from train.output import Output
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
+from train.recorders.output import Output
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 LONGEST_NAME = 10  # characters beside the bar
 REFRESH = 10  # steps between two readings of the meter: each waits for the device
 LISTED = 8  # ranks whose shares are listed one by one
-
-
-class Silent(Recorder):
-    """Shows nothing."""
 
 
 def remarks(start: Start) -> list[str]:
@@ -146,5 +142,5 @@ def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> 
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
     if not is_main or kind == "none":
-        return Silent()
+        return Recorder()
     return Bar(output) if kind == "bar" else Lines(output)

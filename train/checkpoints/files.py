@@ -1,111 +1,25 @@
-"""One checkpoint per rank.
+"""The files of a run, one per rank: their names, how they are written, and how those of an earlier run go.
 
 Of the end of a run `<out>/<run>_rank<r>.<ext>`, of its steps `<out>/history/<run>/step_<n>/rank_<r>.<ext>`, and of its
-best epoch `<out>/best/<run>/rank_<r>.<ext>`.
-
-The replicas of a model are equal, or so one hopes: a trainer that saves rank 0 only can never show that they
-are not.
+best epoch `<out>/best/<run>/rank_<r>.<ext>`. One per rank, and not rank 0's only as most trainers do: the replicas of a
+model ought to be equal, and a file of one of them can never show that they are not.
 """
 
 from __future__ import annotations
 
 import errno
-import io
-import json
 import os
 import re
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
+from train.checkpoints.formats import FORMATS
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
-
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What one rank knows after a step.
-
-    model: its tensors without any wrapper's prefix. optimizer: the optimizer's own state dict. block: the
-    metadata that syncheck.metadata() made of the run. scaler: state of the loss scale, where there is one. ema: the
-    parameters' averages, where they are kept.
-    """
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any] | None
-    epoch: int
-    step: int
-    block: dict[str, Any]
-    ema: dict[str, Tensor] | None = None
-
-
-def encode_pth(snapshot: Snapshot) -> bytes:
-    """Serialize with torch.save, in a form that torch.load(weights_only=True) accepts."""
-    buffer = io.BytesIO()
-    content = {
-        "model": {name: copied(tensor) for name, tensor in snapshot.model.items()},
-        **({} if snapshot.ema is None else {"ema": {n: copied(tensor) for n, tensor in snapshot.ema.items()}}),
-        "optimizer": {
-            "state": {
-                index: {key: copied(value) for key, value in states.items()}
-                for index, states in snapshot.optimizer["state"].items()
-            },
-            "param_groups": snapshot.optimizer["param_groups"],
-        },
-        **({} if snapshot.scaler is None else {"scaler": snapshot.scaler}),
-        "epoch": snapshot.epoch,
-        "step": snapshot.step,
-        "syncheck": snapshot.block,
-    }
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-def encode_safetensors(snapshot: Snapshot) -> bytes:
-    """Serialize flat: the model's tensors by name, the optimizer's as `optimizer.<parameter>.<state>`.
-
-    Averages are `ema.<parameter>`.
-    The format keeps tensors and strings only, so the optimizer's param_groups and the loss scale stay out.
-    Raises UserError where the library is missing.
-    """
-    try:
-        from safetensors.torch import save
-    except ImportError as error:
-        raise UserError("--save-format safetensors: not installed; pip install -e '.[train]'") from error
-    tensors = snapshot.model | {f"ema.{name}": tensor for name, tensor in (snapshot.ema or {}).items()}
-    names = snapshot.block["optimizer_parameters"]  # in the order of the state dict's integer ids
-    for index, states in snapshot.optimizer["state"].items():
-        for key, value in states.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{names[index]}.{key}"] = value
-    strings = {"syncheck": json.dumps(snapshot.block), "epoch": str(snapshot.epoch)}
-    strings["step"] = str(snapshot.step)
-    return save({name: copied(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
-
-
-def copied(value: Any) -> Any:
-    """Copy a tensor to the CPU, and pass anything else on.
-
-    Even where it is there already: of a view torch.save would write the whole storage behind it, and
-    safetensors refuses tensors that share memory.
-    """
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-
-# Each turns a snapshot into the bytes of a file; the name is also the file's ending.
-FORMATS: dict[str, Callable[[Snapshot], bytes]] = {
-    "pth": encode_pth,
-    "safetensors": encode_safetensors,
-}
 
 
 def final_path(out: Path, run: str, rank: int, extension: str) -> Path:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from syncheck import metadata
-from train.attempts import Attempts
-from train.checkpoint import (
-    FORMATS,
-    Snapshot,
+from train.checkpoints.attempts import Attempts
+from train.checkpoints.block import metadata_block
+from train.checkpoints.files import (
     beside,
     best_path,
     check_writable,
@@ -20,15 +18,14 @@ from train.checkpoint import (
     take_name,
     write_beside,
 )
+from train.checkpoints.formats import FORMATS, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from train.launch import RankContext
     from train.methods.base import Replica
-    from train.recorders.base import Plan
-    from train.settings import Settings
+    from train.position import Plan
     from train.step import Step
 
 
@@ -42,9 +39,10 @@ class Saver:
     them cannot write at the start or at the end.
     """
 
-    def __init__(self, settings: Settings, ctx: RankContext, plan: Plan, step: Step) -> None:
-        self.settings, self.ctx, self.plan, self.trainer = settings, ctx, plan, step
-        self.replicas = ctx.world_size * step.method.replicas  # over all ranks
+    def __init__(self, trainer: Step, plan: Plan) -> None:
+        self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
+        self.trainer, self.plan = trainer, plan
+        self.replicas = ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
         self.cleared = False  # of files of an earlier run
@@ -146,28 +144,18 @@ class Saver:
 
     def _encoded(self, replica: Replica, index: int, step: int, *, final: bool) -> bytes | None:
         """Make the bytes of one file, or what a planted fault makes of it; None for no file. index: of the replica."""
-        epoch = step // self.plan.steps_per_epoch  # epochs done
-        config = self.settings.config(self.replicas)
-        if self.settings.fault is not None:
-            config["fault_step"] = self.trainer.fault.at  # where it was left to the fault itself
-        method, scaler = self.trainer.method, self.trainer.scaler
-        block = metadata(
-            run=self.settings.run,
-            run_id=self.run_id,
-            rank=index,
-            world_size=self.replicas,
+        trainer = self.trainer
+        block = metadata_block(trainer, replica.optimizer, self.plan, self.run_id, step, index, self.replicas)
+        snapshot = Snapshot(
+            model=replica.model,
+            optimizer=replica.optimizer.state_dict(),
+            scaler=trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
+            epoch=block["epoch"],
             step=step,
-            epoch=epoch,
-            model=method.module,
-            optimizer=replica.optimizer,
-            config=config,
-            host=self.trainer.fault.host,
-            **method.facts,
+            block=block,
+            ema=None if trainer.average is None else trainer.average.parameters,
         )
-        state = scaler.state_dict() if scaler.is_enabled() else None
-        ema = None if self.trainer.average is None else self.trainer.average.parameters
-        snapshot = Snapshot(replica.model, replica.optimizer.state_dict(), state, epoch, step, block, ema)
-        written = self.trainer.fault.saving(snapshot, final=final)
+        written = trainer.fault.saving(snapshot, final=final)
         return None if written is None else FORMATS[self.settings.save_format](written)
 
     def _clear(self, paths: list[Path]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from train.errors import UserError
-from train.launch import Ending, say
+from train.launch import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +37,7 @@ class Attempts:
             return write()
         except UserError as error:
             self.errors.append(f"{what} is not saved: {error}")
-            if self.ctx.is_main:
-                say(Ending(0, f"warning: {self.errors[-1]}; the run goes on, and tries again at the next"))
+            tell(self.ctx, f"warning: {self.errors[-1]}; the run goes on, and tries again at the next")
             return None
 
     @property

@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    # As in run.py: `train` and `syncheck` are the ones beside this file, also for `python train/evaluate.py`.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    # As in run.py: `train` and `syncheck` are those of this clone, also for `python train/evaluate`.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     if find_spec("torch") is None:
         sys.stderr.write("evaluate.py: torch is not installed; in this clone: pip install -e '.[train]'\n")
         sys.exit(2)
 
 from syncheck import SyncheckError
 from train.errors import UserError
+from train.evaluate.rank_scores import score_run
+from train.evaluate.replicas import find
 from train.options import Parser
-from train.rank_scores import score_run
-from train.replicas import find
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from train.evaluate.rank_scores import RunScores
     from train.metrics import Score
-    from train.rank_scores import RunScores
 
 SCHEMA = 1  # of the JSON document; removing a field raises it
 HEAD = ("run", "step", "rank", "accuracy", "loss", "averaged: accuracy", "loss")

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.data import DataOptions, load_data
 from train.errors import UserError
+from train.evaluate.replicas import load_weights
 from train.launch import RankContext
 from train.models import build_chosen
-from train.replicas import load_weights
 from train.scoring import evaluate, evaluation_batches
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from train.data import Data
+    from train.evaluate.replicas import Replicas
     from train.metrics import Score
-    from train.replicas import Replicas
     from train.scoring import Batches
 
 State = dict[str, "Tensor"]
@@ -75,8 +75,12 @@ def _differs(scores: RunScores, batchnorm: bool) -> str:
     if not (r.statistics_differ or r.parameters_differ):
         agree = "weights and BatchNorm statistics agree" if batchnorm else "weights agree, and there is no BatchNorm"
         return f"accuracy is {_range([rank.own for rank in scores.ranks])}: {agree}"
-    drifts = ["drifted BatchNorm statistics"] * r.statistics_differ + ["different weights"] * r.parameters_differ
-    what = " and ".join(drifts)
+    reasons = []
+    if r.statistics_differ:
+        reasons.append("drifted BatchNorm statistics")
+    if r.parameters_differ:
+        reasons.append("different weights")
+    what = " and ".join(reasons)
     if not scores.spread:
         return f"accuracy is {_range([rank.own for rank in scores.ranks])} despite {what}"
     return f"accuracy differs by up to {100 * scores.spread:.2f} points between ranks with {what}"

@@ -10,7 +10,7 @@ import torch
 
 from train.metrics import Score, score_of
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
-from train.usage import gpu_utilization, peak_memory
+from train.recorders.usage import gpu_utilization, peak_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -109,7 +109,7 @@ class Logbook:
         mean, slowest = _over_ranks(rows)
         trained = score_of([sum(row[i] for row in rows) for i in range(3)])
         seconds = slowest.batch_time_s * self.since_record.steps
-        trainer = self.job.step
+        trainer = self.job.trainer
         record = StepRecord(
             step=position.step,
             epoch=position.epoch,
