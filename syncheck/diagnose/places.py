@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import names_text
+from syncheck.diagnose.case import differ, names_text
 from syncheck.evidence.suspects import sets_within
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SHARED = ("parameter", "optimizer", "optimizer_step", "ema")
 
 
-def rest_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
+def others_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
     """Name what differs among the other ranks too, so that nothing hides behind a cause that is of these ranks alone.
 
     Running statistics and buffers follow each rank's data, and are not asked. '' where the others agree.
@@ -28,8 +28,7 @@ def rest_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
             names.append(diff.name)
     if not names:
         return ""
-    verb = "differs" if len(names) == 1 else "differ"
-    return f"; {len(names)} of these tensors {verb} among the other ranks too: {names_text(names)}"
+    return f"; {len(names)} of these tensors {differ(len(names))} among the other ranks too: {names_text(names)}"
 
 
 def divided_by(diff: TensorDiff, places: Mapping[int, Hashable]) -> bool:
