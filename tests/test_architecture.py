@@ -62,7 +62,7 @@ ALLOWED = {
     "evidence.histograms": BASE | {"kernel.blocks", "gaps.floats", "evidence.suspects"},
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
     "evidence.stale": BYTES | {"names", "layout.groups", "kernel.quick"},
-    "evidence.free_running": BASE | {"names", "layout.groups", "kernel.blocks", "gaps.floats"},
+    "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "gaps.floats"},
     "comparison.ties": BASE,
     "comparison.optimizer_parts": BASE | {"names"},
     "comparison.values": BASE | {"names", "kinds"},

@@ -179,9 +179,3 @@ def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 def fewer(some: set[int], others: set[int]) -> set[int]:
     """Return the smaller set of ranks, which is the suspect one; of two equally large ones both."""
     return some | others if len(some) == len(others) else min(some, others, key=len)
-
-
-def names_text(names: Sequence[str], most: int = 3) -> str:
-    """Return the first few names and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

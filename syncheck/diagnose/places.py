@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import differ, names_text
+from syncheck.diagnose.case import differ
 from syncheck.evidence.suspects import sets_within
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping

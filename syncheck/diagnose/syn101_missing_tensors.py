@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, fewer, names_text
+from syncheck.diagnose.case import Match, counted, fewer
 from syncheck.diagnose.empty_state import without_state
 from syncheck.kinds import OPTIMIZER
-from syncheck.records import ranks_text
+from syncheck.records import names_text, ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -27,7 +27,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, names_text, parameters_text
+from syncheck.diagnose.case import Match, agreement_text, counted, parameters_text
 from syncheck.diagnose.gradients import (
     agreed_before,
     cosines,
@@ -41,6 +41,7 @@ from syncheck.diagnose.gradients import (
     with_followers,
 )
 from syncheck.evidence.suspects import suspects
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -26,7 +26,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, names_text
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.gradients import (
     TOUCHED,
     cosines,
@@ -45,6 +45,7 @@ from syncheck.diagnose.gradients import (
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, names_text
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.gradients import (
     course,
     followers_text,
@@ -36,6 +36,7 @@ from syncheck.diagnose.gradients import (
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text
+from syncheck.diagnose.case import Match, agreement_text, counted, gap_text
 from syncheck.diagnose.gradients import course
 from syncheck.evidence.suspects import suspects
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, names_text
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.places import divided_by
 from syncheck.evidence.suspects import suspects
-from syncheck.records import ranks_text
+from syncheck.records import names_text, ranks_text
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
