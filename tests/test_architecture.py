@@ -79,7 +79,7 @@ ALLOWED = {
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "atomic", "report"},
+    "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "report"},
     "paths": BASE | {"readers", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE

@@ -22,11 +22,12 @@ def others_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
 
     Running statistics and buffers follow each rank's data, and are not asked. '' where the others agree.
     """
-    names = []
-    for diff in tensors:
-        left = [[set(of) - set(ranks) for of in sets] for sets in sets_within(diff)]
-        if diff.kind in _SHARED and any(sum(map(bool, sets)) > 1 for sets in left):
-            names.append(diff.name)
+    odd = set(ranks)
+    names = [
+        diff.name
+        for diff in tensors
+        if diff.kind in _SHARED and any(sum(not odd.issuperset(of) for of in sets) > 1 for sets in sets_within(diff))
+    ]
     if not names:
         return ""
     return f"; {len(names)} of these tensors {differ(len(names))} among the other ranks too: {names_text(names)}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import counted, parameter_of
+from syncheck.evidence.suspects import sets_within
 from syncheck.kinds import BN_STATISTICS
 from syncheck.snapshots import flat_index
 
@@ -71,8 +72,7 @@ def _in_part(diff: TensorDiff) -> bool:
     """
     if diff.status != "different" or diff.reason is not None or not diff.mismatched:
         return False
-    differing = [group for group in diff.replica_groups if sum(found[0] in group for found in diff.clusters) > 1]
-    return 2 * diff.mismatched <= diff.numel and len(differing) < 2
+    return 2 * diff.mismatched <= diff.numel and len(sets_within(diff)) < 2
 
 
 def _owner(diff: TensorDiff, names: Collection[str]) -> str:

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
+from syncheck.evidence.suspects import sets_within
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import names_text
 
@@ -93,8 +94,7 @@ def spans_text(ranks: Sequence[int]) -> str:
 
 def clusters_text(diff: TensorDiff) -> str:
     """Write who agrees with whom: '0,2,3 | 1'; of several replica groups in each: '0 | 2; 1 | 3'."""
-    groups = [[found for found in diff.clusters if set(found) <= set(ranks)] for ranks in diff.replica_groups]
-    apart = [sets for sets in groups if sets]
+    apart = sets_within(diff)
     if len(apart) < 2:
         return _sets_text(diff.clusters)
     texts = [_sets_text(sets) for sets in apart[:4]]
