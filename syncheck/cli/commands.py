@@ -51,7 +51,7 @@ def _across_ranks(arguments: argparse.Namespace) -> int:
         return ranks.Task(
             replace(options, baseline=None),
             files.asks_for_histograms(arguments.output),
-            lambda found: _told(arguments, found, "comparison", option, baseline),
+            lambda found: told(arguments, found, "comparison", option, baseline),
         )
 
     ranks.run(arguments.paths, prepare)
@@ -113,14 +113,14 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
     found = api.compare(*paths, options=options, histograms=files.asks_for_histograms(arguments.output))
     for broken in found.unreadable:
         output.tell(f"error: {broken.path}: {broken.reason}")
-    return _told(arguments, found, layout, option, baseline)
+    return told(arguments, found, layout, option, baseline)
 
 
 def _baseline(arguments: argparse.Namespace, options: Options) -> baselines.Baseline:
     return baselines.opened(options.baseline, update=arguments.update_baseline, quiet=arguments.quiet)
 
 
-def _told(arguments: argparse.Namespace, found: Report, layout: str, option: str, baseline: baselines.Baseline) -> int:
+def told(arguments: argparse.Namespace, found: Report, layout: str, option: str, baseline: baselines.Baseline) -> int:
     """Write and print a report as the arguments ask for; return the exit code.
 
     A file that cannot be written is told of, and makes it 2; the others and what is printed come out all the same.
