@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from syncheck.records import Group, Severity, TensorDiff, ValueDiff
 
 _Value = TypeVar("_Value")
+_MOST_SETS = 4  # replica groups that are named; HSDP has as many as a replica has shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,11 @@ def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
         return ""
     divided = sorted({rank for diff in tensors if len(diff.replica_groups) > 1 for rank in suspects([diff], group)})
     if divided:
-        sets = next(diff.replica_groups for diff in tensors if len(diff.replica_groups) > 1)
-        compared = " and of ".join(ranks_text(found) for found in sets if len(found) > 1)
+        sets = [
+            found for found in next(d.replica_groups for d in tensors if len(d.replica_groups) > 1) if len(found) > 1
+        ]
+        compared = " and of ".join(map(ranks_text, sets[:_MOST_SETS]))
+        compared += f" and of {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
         return f"; compared within the replica groups of {compared}, suspect {ranks_text(divided)}"
     # Of what some ranks lack altogether only one set may be told.
     counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)

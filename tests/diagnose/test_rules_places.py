@@ -123,6 +123,18 @@ ALONG_TP = ((0, 2), (1, 3))
 NORM = diff("layers.0.input_layernorm.weight", "parameter", ALONG_TP)
 
 
+def test_few_of_hundreds_of_replica_groups_are_named() -> None:
+    """A weight whose 512 shards differ each between two ranks is told with four of the groups, and how many more."""
+    pairs = tuple((rank, rank + 512) for rank in range(512))
+    weight = replace(diff("fc.weight", "parameter", tuple((rank,) for rank in range(1024))), replica_groups=pairs)
+    (fitted,) = found(group(weight, ranks=1024)).values()
+    named = (
+        "ranks 0, 512 and of ranks 1, 513 and of ranks 2, 514 and of ranks 3, 515 and of 508 more, suspect 1024 ranks"
+    )
+    assert f"; compared within the replica groups of {named}" in fitted.evidence
+    assert len(fitted.evidence) < 500
+
+
 def test_231() -> None:
     """A norm that is equal along dp and differs along tp is SYN231; the optimizer's state of it too."""
     moment = diff("optimizer.layers.0.input_layernorm.weight.exp_avg", "optimizer", ALONG_TP, max_abs=0.1)
