@@ -139,14 +139,13 @@ def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
     """
     if len(group.replicas) < 3:
         return ""
-    divided = sorted({rank for diff in tensors if len(diff.replica_groups) > 1 for rank in suspects([diff], group)})
-    if divided:
-        sets = [
-            found for found in next(d.replica_groups for d in tensors if len(d.replica_groups) > 1) if len(found) > 1
-        ]
+    divided = [diff for diff in tensors if len(diff.replica_groups) > 1]
+    odd = sorted({rank for diff in divided for rank in suspects([diff], group)})
+    if odd:
+        sets = [found for found in divided[0].replica_groups if len(found) > 1]
         compared = " and of ".join(map(ranks_text, sets[:_MOST_SETS]))
-        compared += f" and of {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
-        return f"; compared within the replica groups of {compared}, suspect {ranks_text(divided)}"
+        more = f" and of {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
+        return f"; compared within the replica groups of {compared}{more}, suspect {ranks_text(odd)}"
     # Of what some ranks lack altogether only one set may be told.
     counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
     if not counts and tensors:
