@@ -265,11 +265,7 @@ def _compare(
     while True:
         try:
             rank = reference.rank_of(options.reference, replicas)
-            group = compare_group(replicas, replace(options.selection(rank), histograms=histograms))
-            if rank is None or group.verdict == "alone":
-                return group, replicas
-            note = f"differences are described against rank {rank}, the reference"
-            return replace(group, notes=(*group.notes, note)), replicas
+            return compare_group(replicas, replace(options.selection(rank), histograms=histograms)), replicas
         except CheckpointError as error:
             # What breaks may be one file of a folder that is one checkpoint.
             left = tuple((rank, s) for rank, s in replicas.ranks if not f"{error.path}/".startswith(f"{s.path}/"))

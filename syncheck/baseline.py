@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck import atomic
 from syncheck.errors import UsageError, brief, one_line
-from syncheck.records import Fixed
+from syncheck.records import Fixed, names_text
 from syncheck.verdicts import overall, with_findings
 
 if TYPE_CHECKING:
@@ -192,8 +192,7 @@ def _looked_up(group: Group, finding: Finding, known: Known) -> Finding:
     new = tuple(sorted(entry.name for entry in covered - known))
     if covered and not new:
         return replace(finding, accepted=True)
-    more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-    what = f"not in the baseline: {', '.join(map(one_line, new[:_MOST_NAMED]))}{more}"
+    what = f"not in the baseline: {one_line(names_text(new, _MOST_NAMED))}"
     return replace(finding, new=new, evidence=f"{what}; {finding.evidence}")
 
 

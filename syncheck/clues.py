@@ -1,4 +1,4 @@
-"""Small records: of a second look at what differs, and of what stands beside tensors. Read from `records`."""
+"""Small records: of a second look at what differs, and of what stands beside tensors. Import them from `records`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ _TYPES: dict[str, Any] = {
 }
 # What `--color` may say, here and on the command line.
 COLORS = ("auto", "always", "never")
-_CHOICES = {f"one of {', '.join(choices)}": choices for choices in (FORMATS, COLORS)}
+_FORMAT, _COLOR = (f"one of {', '.join(choices)}" for choices in (FORMATS, COLORS))
+_CHOICES = {_FORMAT: FORMATS, _COLOR: COLORS}
 # Every key of the table, in the order in which errors list them, and what it needs.
 KEYS = {
     "checkpoints": _STRINGS,
@@ -73,11 +74,11 @@ KEYS = {
 # Those of the command line's printing; the pytest plugin has options of its own for that.
 PRINTING = {
     "exit-zero": _FLAG,
-    "format": f"one of {', '.join(FORMATS)}",
+    "format": _FORMAT,
     "output": _STRINGS,
     "limit": _ROWS,
     "quiet": _FLAG,
-    "color": f"one of {', '.join(COLORS)}",
+    "color": _COLOR,
 }
 _WORDS = Words("tool.syncheck.", " = ")
 
@@ -223,8 +224,9 @@ def _read(value: Any, needed: str) -> Any:
         return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
     if needed in _CHOICES:
         return value if value in _CHOICES[needed] else None
-    if isinstance(value, bool) or not isinstance(value, _TYPES[needed]):
-        return value if needed == _FLAG and isinstance(value, bool) else None
+    # To Python true and false are numbers.
+    if isinstance(value, bool) != (needed == _FLAG) or not isinstance(value, _TYPES[needed]):
+        return None
     if needed == _ROWS:
         return value if value >= 0 else None
     if needed == _NUMBER:

@@ -10,10 +10,10 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import brief
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.moments import NAMES, moments_of
-from syncheck.kinds import kinds_of
+from syncheck.kinds import kinds_in
 
 if TYPE_CHECKING:
-    from syncheck.snapshots import Tensor
+    from syncheck.snapshots import Metadata, Tensor
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -23,11 +23,7 @@ def describe(path: str) -> dict[str, Any]:
     Returns JSON values. Raises CheckpointError for a file that cannot be read.
     """
     snapshot = readers.read(path)
-    kinds, guessed = kinds_of(
-        {name: t.shape for name, t in snapshot.tensors.items()},
-        snapshot.metadata,
-        dtypes={name: t.dtype for name, t in snapshot.tensors.items()},
-    )
+    kinds, guessed = kinds_in(snapshot)
     rows = []
     with Files() as files:
         for name, tensor in snapshot.tensors.items():
@@ -58,7 +54,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _metadata(metadata: Any) -> dict[str, Any]:
+def _metadata(metadata: Metadata) -> dict[str, Any]:
     """Keep what identifies the file; the lists of names are in the tensors' kinds."""
     wanted = ("run", "run_id", "step", "epoch", "rank", "world_size", "host", "buffers_synced")
     return {name: getattr(metadata, name) for name in wanted}

@@ -104,7 +104,7 @@ class RankFailed(SyncheckError):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How an option is written: `--group-by REGEX` is Words("--", " "), and `group_by='REGEX'` is PYTHON."""
+    """How an option is written: `--group-by REGEX` as on the COMMAND_LINE, and `group_by='REGEX'` as in PYTHON."""
 
     prefix: str
     equals: str
@@ -126,6 +126,7 @@ class Words:
 
 
 PYTHON = Words("", "=")
+COMMAND_LINE = Words("--", " ")
 
 
 class OptionError(UsageError):

@@ -18,7 +18,7 @@ from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
 from syncheck.kernel.digests import ALGORITHM, hasher
 from syncheck.kernel.moments import Moments
-from syncheck.kinds import kinds_of
+from syncheck.kinds import kinds_in
 from syncheck.metadata_block import SCHEMA
 from syncheck.readers import ENDINGS, fingerprint_file, keep
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
@@ -40,11 +40,7 @@ def fingerprint(snapshot: Snapshot) -> str:
     Raises CheckpointError when the file can no longer be read.
     """
     tensors = snapshot.tensors
-    kinds, _ = kinds_of(
-        {name: tensor.shape for name, tensor in tensors.items()},
-        snapshot.metadata,
-        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
-    )
+    kinds, _ = kinds_in(snapshot)
     source = os.path.basename(os.path.normpath(snapshot.path))
     found = counted(snapshot)
     values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}

@@ -15,7 +15,7 @@ from syncheck.names import bn_sibling, is_random
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from syncheck.snapshots import Metadata
+    from syncheck.snapshots import Metadata, Snapshot
 
 KINDS = (
     "parameter", "buffer", "bn_mean", "bn_var", "bn_count",
@@ -72,6 +72,13 @@ def kinds_of(
         return kinds, False
     guessed = [name for name, kind in kinds.items() if kind == "parameter"]
     return kinds, any(name not in trained for name in guessed)
+
+
+def kinds_in(snapshot: Snapshot) -> tuple[dict[str, str], bool]:
+    """Name the kind of each tensor of one opened checkpoint, as `kinds_of` does."""
+    tensors = snapshot.tensors
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return kinds_of({name: tensor.shape for name, tensor in tensors.items()}, snapshot.metadata, dtypes=dtypes)
 
 
 def _helper(name: str, shape: tuple[int, ...], dtype: str | None) -> str | None:

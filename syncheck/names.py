@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Container, Iterable, Mapping
+
+_Value = TypeVar("_Value")
 
 # Keys under which trainers keep the model's state dict; they are no part of a tensor's name.
 MODEL_CONTAINERS = frozenset(
@@ -49,6 +51,11 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     A name that would become equal to another one stays as it is.
     """
     return dict(_normalized(tuple(names)))  # a thousand ranks have the same, and a live check asks again and again
+
+
+def by_normal_name(found: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return what is kept by names of one checkpoint by these names without wrapper prefixes."""
+    return {normal: found[name] for name, normal in normalize(found).items()}
 
 
 def free_name(name: str, taken: Container[str]) -> str:

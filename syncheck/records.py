@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
     "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
-    "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "ranks_text",
+    "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "names_text",
+    "ranks_text",
 ]  # fmt: skip
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
@@ -112,6 +113,11 @@ class TensorDiff:
         return self.status == "different" or (
             self.status == "not_compared" and self.reason in ("missing", "shape", "dtype")
         )
+
+    @property
+    def untold(self) -> bool:
+        """Whether stored checksums, by which `--quick` goes, do not tell of it, and a comparison of its bytes would."""
+        return self.status == "not_compared" and self.reason == "checksum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +285,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def names_text(names: Sequence[str], most: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

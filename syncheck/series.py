@@ -23,10 +23,12 @@ def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
     for group in groups:
         if group.verdict != "alone":
             runs[group.run].setdefault(group.step, group)
-    return {
-        run: tuple(sorted(steps.values(), key=lambda g: -1 if g.step is None else g.step))
-        for run, steps in runs.items()
-    }
+    return {run: tuple(sorted(steps.values(), key=step_order)) for run, steps in runs.items()}
+
+
+def step_order(group: Group) -> int:
+    """Return a key that sorts groups by their steps, those without one first."""
+    return -1 if group.step is None else group.step
 
 
 def drift_of(group: Group) -> DriftPoint | None:

@@ -34,6 +34,15 @@ def flat_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
     return sum(at * stride for at, stride in zip(index or (), in_c_order(shape), strict=False))
 
 
+def index_at(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element that stands at this place in C order; () of a tensor without dimensions."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))
+
+
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """What `syncheck.metadata()` wrote into a checkpoint, checked."""

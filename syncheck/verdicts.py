@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from syncheck.records import Finding, Group, TensorDiff, Unreadable, Verdict
+    from syncheck.records import Finding, Group, Unreadable, Verdict
 
 
 def judged_group(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:
@@ -30,14 +30,9 @@ def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _compared(group) or any(_is_untold(diff) for diff in group.tensors):
+    elif not _compared(group) or any(diff.untold for diff in group.tensors):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
-
-
-def _is_untold(diff: TensorDiff) -> bool:
-    """Whether --quick could not tell of a tensor that a comparison of its bytes would tell of."""
-    return diff.status == "not_compared" and diff.reason == "checksum"
 
 
 def _compared(group: Group) -> int:
@@ -45,10 +40,10 @@ def _compared(group: Group) -> int:
     return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
 
 
-def overall(groups: Sequence[Group], unreadable: Iterable[Unreadable]) -> Verdict:
+def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
     """Return the verdict on all groups: of those in which something was compared, and of files that could not be."""
     found = {group.verdict for group in groups}
     if "out_of_sync" in found:
         return "out_of_sync"
-    untold = any(_is_untold(diff) for group in groups for diff in group.tensors)
-    return "in_sync" if "in_sync" in found and not untold and not list(unreadable) else "undecided"
+    untold = any(diff.untold for group in groups for diff in group.tensors)
+    return "in_sync" if "in_sync" in found and not untold and not unreadable else "undecided"

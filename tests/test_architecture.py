@@ -72,7 +72,7 @@ ALLOWED = {
     "evidence.histograms": BASE | {"kernel.blocks", "gaps.floats", "evidence.suspects"},
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
     "evidence.stale": BYTES | {"names", "layout.groups", "kernel.quick"},
-    "evidence.free_running": BASE | {"names", "layout.groups", "kernel.blocks", "gaps.floats"},
+    "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "gaps.floats"},
     "comparison.ties": BASE,
     "comparison.optimizer_parts": BASE | {"names"},
     "comparison.values": BASE | {"names", "kinds"},
@@ -89,7 +89,7 @@ ALLOWED = {
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "atomic", "report"},
+    "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "report"},
     "paths": BASE | {"readers", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE

@@ -35,14 +35,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     from syncheck.cli import output, streams
-    from syncheck.errors import OptionError, SyncheckError, Words
+    from syncheck.errors import COMMAND_LINE, OptionError, SyncheckError
 
     try:
         code = _carried_out(argv)
         streams.flush()
         return code
     except SyncheckError as error:
-        text = error.spelled(Words("--", " ")) if isinstance(error, OptionError) else error
+        text = error.spelled(COMMAND_LINE) if isinstance(error, OptionError) else error
         output.tell(f"error: {text}")
         return error.exit_code
     except BrokenPipeError:

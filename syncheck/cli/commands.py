@@ -43,17 +43,18 @@ def _across_ranks(arguments: argparse.Namespace) -> int:
 
     if not ranks.leads():
         arguments.quiet = True
-    option, baseline = "-o", baselines.Baseline()
 
-    def choose() -> tuple[Options, bool]:
-        nonlocal option, baseline
+    def prepare() -> ranks.Task:
         options, option = _chosen(arguments, _project(arguments))
-        if ranks.leads():  # which alone needs the file
-            baseline = _baseline(arguments, options)
-        options = replace(options, baseline=None)  # of a project, it has another path on each machine
-        return options, files.asks_for_histograms(arguments.output)
+        # The first process alone needs the file; that of a project has another path on each machine.
+        baseline = _baseline(arguments, options) if ranks.leads() else baselines.Baseline()
+        return ranks.Task(
+            replace(options, baseline=None),
+            files.asks_for_histograms(arguments.output),
+            lambda found: told(arguments, found, "comparison", option, baseline),
+        )
 
-    ranks.run(arguments.paths, choose, lambda found: told(arguments, found, "comparison", option, baseline))
+    ranks.run(arguments.paths, prepare)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -194,16 +195,15 @@ def explain(arguments: argparse.Namespace) -> int:
 
     if RULES[0].__doc__ is None:
         raise UsageError("explain: `python -OO` leaves out the texts that it prints; run it without -OO")
-    rules = {rule.CODE: rule for rule in sorted(RULES, key=lambda rule: rule.CODE)}
+    rules = sorted(RULES, key=lambda rule: rule.CODE)
     if arguments.code is None:
-        output.write(listing.rules(list(rules.values())), arguments.color)
+        output.write(listing.rules(rules), arguments.color)
         return 0
-    found: Any = next(
-        (r for r in rules.values() if arguments.code.lower() in (r.CODE.lower(), r.SLUG, r.CODE.lower()[3:])),
-        None,
-    )
+    asked = arguments.code.lower()
+    found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
-        raise UsageError(f"{arguments.code}: no such finding; needs one of {', '.join(rules)}, or none to list them")
+        known = ", ".join(rule.CODE for rule in rules)
+        raise UsageError(f"{arguments.code}: no such finding; needs one of {known}, or none to list them")
     output.write(listing.rule(found), arguments.color)
     return 0
 

@@ -60,28 +60,16 @@ def build() -> argparse.ArgumentParser:
     add = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="syncheck").add_parser
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        made = add(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=EPILOG,
-        )
+        made = add(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EPILOG)
         made.set_defaults(run=run)
         return made
 
     compare = command(
         "compare", commands.compare, "compare the replicas in each group of files and diagnose what differs"
     )
-    compare.add_argument("paths", nargs="+", metavar="PATH", help=_COMPARED)
-    _comparing(compare)
+    _comparing(compare, "+", _COMPARED)
     report = command("report", commands.report, "look at all runs and steps: matrix, drift, what SyncBatchNorm closed")
-    report.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="files, folders or globs (default: checkpoints of pyproject.toml, else ckpts)",
-    )
-    _comparing(report)
+    _comparing(report, "*", "files, folders or globs (default: checkpoints of pyproject.toml, else ckpts)")
     show = command("show", commands.show, "list what is in a checkpoint: name, kind, dtype, shape, bytes, statistics")
     show.add_argument("path", metavar="PATH", help="a checkpoint: a file, or a folder that is one")
     show.add_argument("--format", choices=("text", "json"), default="text", help="for stdout (default: text)")
@@ -98,9 +86,7 @@ def build() -> argparse.ArgumentParser:
     explain.add_argument("code", nargs="?", metavar="CODE", help="as in SYN201; without one, all findings are listed")
     _color(explain)
     demo = command(
-        "demo",
-        commands.demo,
-        "train DDP without and with SyncBatchNorm on two processes here, compare and report",
+        "demo", commands.demo, "train DDP without and with SyncBatchNorm on two processes here, compare and report"
     )
     _color(demo)
     return parser
@@ -118,7 +104,9 @@ def _fingerprinting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
-def _comparing(parser: argparse.ArgumentParser) -> None:
+def _comparing(parser: argparse.ArgumentParser, number: str, paths: str) -> None:
+    """Add what `compare` and `report` share. number: how many paths, as argparse has it; paths: the help of these."""
+    parser.add_argument("paths", nargs=number, metavar="PATH", help=paths)
     parser.add_argument("--no-config", action="store_true", help="do without the table tool.syncheck of pyproject.toml")
     _selecting(parser.add_argument_group("what to compare"))
     _excusing(parser.add_argument_group("what to excuse (default: nothing, replicas are bitwise equal)"))
@@ -229,6 +217,7 @@ def _color(parser: Any, default: str | None = "auto") -> None:
     )
 
 
+# The names of these functions stand in argparse's errors: "invalid number value: 'x'".
 def _number(text: str) -> float:
     value = float(text)
     if value != value:

@@ -8,10 +8,10 @@ import re
 import string
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from syncheck.cli import output
-from syncheck.errors import OptionError, RankFailed, SyncheckError, UsageError, Words, one_line
+from syncheck.cli import CLOSED, output, streams
+from syncheck.errors import COMMAND_LINE, OptionError, RankFailed, SyncheckError, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,15 +20,19 @@ if TYPE_CHECKING:
     from syncheck.live.channel import Channel
     from syncheck.records import Report
 
-    Choose = Callable[[], tuple[Options, bool]]
-    Tell = Callable[[Report], int]
-
 # What may stand in a path, and the variable of torchrun that has it.
 FIELDS = {"rank": "RANK", "local_rank": "LOCAL_RANK", "node_rank": "GROUP_RANK", "world_size": "WORLD_SIZE"}
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_CLOSED = 141  # what a shell reports for SIGPIPE
 # Until the last process has come to its end, after all have had the last message.
 _PATIENCE = timedelta(seconds=30)
+
+
+class Task(NamedTuple):
+    """What a process was asked for. tell: prints and writes the report, and returns the exit code."""
+
+    options: Options
+    histograms: bool
+    tell: Callable[[Report], int]
 
 
 def asked_for(paths: Sequence[str]) -> bool:
@@ -41,14 +45,14 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run(paths: Sequence[str], choose: Choose, tell: Tell) -> NoReturn:
+def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
     """Compare the file of this process with those of all others. The first one tells; all end with its exit code.
 
-    choose: returns options and whether histograms are wanted. tell: prints and writes a report, returns the exit code.
+    prepare: reads the options, once the processes know each other: where it fails on one of them, all hear of it.
     The processes leave together, so that none is told that another failed. Raises UsageError where this process was
     not started as one of several.
     """
-    channel, code = compared(_path(paths), choose, tell)
+    channel, code = compared(_path(paths), prepare)
     sys.stderr.flush()
     if not channel.lost:
         _wait()
@@ -56,15 +60,15 @@ def run(paths: Sequence[str], choose: Choose, tell: Tell) -> NoReturn:
     os._exit(code)
 
 
-def compared(path: str, choose: Choose, tell: Tell) -> tuple[Channel, int]:
+def compared(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
     """Do all of `run` but to leave. A collective call: returns the same exit code on all processes."""
     channel = _channel(path)
 
     def work() -> int:
         try:
-            return _compared(channel, path, choose, tell)
+            return _compared(channel, path, prepare())
         except OptionError as error:
-            raise UsageError(error.spelled(Words("--", " "))) from error
+            raise UsageError(error.spelled(COMMAND_LINE)) from error
 
     try:
         return channel, channel.together(work)
@@ -80,10 +84,9 @@ def compared(path: str, choose: Choose, tell: Tell) -> tuple[Channel, int]:
         return channel, error.exit_code
 
 
-def _compared(channel: Channel, path: str, choose: Choose, tell: Tell) -> int:
+def _compared(channel: Channel, path: str, task: Task) -> int:
     from syncheck.live.files import compare_files
 
-    options, histograms = choose()
     try:
         own = path.format_map({name: int(os.environ[of]) for name, of in FIELDS.items() if of in os.environ})
     except (ValueError, KeyError) as error:
@@ -91,18 +94,18 @@ def _compared(channel: Channel, path: str, choose: Choose, tell: Tell) -> int:
             f"{path}: what is in braces cannot be filled in: {error}; needs {{rank}} or {{rank:02d}}"
         ) from None
     pattern = os.path.splitext(re.sub(r"{[^{}]*}", "*", path))[0]
-    report = compare_files(channel, own, pattern, options, histograms=histograms)
-    return channel.led(lambda: _told(report, tell), lambda _: None)
+    report = compare_files(channel, own, pattern, task.options, histograms=task.histograms)
+    return channel.led(lambda: _told(report, task), lambda _: None)
 
 
-def _told(report: Report, tell: Tell) -> int:
+def _told(report: Report, task: Task) -> int:
     try:
-        code = tell(report)
+        code = task.tell(report)
         sys.stdout.flush()
     except BrokenPipeError:
         # As without ranks: the reader (`| head`) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _CLOSED
+        streams.silence(sys.stdout)
+        return CLOSED
     return code
 
 
@@ -148,7 +151,11 @@ def _wait() -> None:
 
 
 def _names_field(path: str) -> bool:
-    """Whether a path, of which there is no file, has a field; one without any that is known is no glob's either."""
+    """Whether a path that is no file has a field to be filled in.
+
+    Braces without a known field may be a misspelt one, which is to be told; but not where the path is a glob of files
+    that do have braces in their names.
+    """
     fields = _fields(path)
     return bool(fields & FIELDS.keys()) or (bool(fields) and not glob.glob(path))
 

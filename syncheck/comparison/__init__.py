@@ -15,7 +15,7 @@ from syncheck.comparison.tensors import compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, lacking, stores_progress
 from syncheck.kernel.blocks import Files
-from syncheck.kinds import KINDS, kinds_of, selector
+from syncheck.kinds import KINDS, OPTIMIZER, kinds_of, selector
 from syncheck.names import normalize
 from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
 from syncheck.tensor_parallel import replicated
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from syncheck.layout.groups import Replicas
     from syncheck.snapshots import Snapshot, Tensor
 
-
-# Kinds of what ZeRO deals out to the ranks.
-_OPTIMIZER = ("optimizer", "optimizer_step")
 # The folder of one machine's files: node0/rank_1.pth.
 _HOST = re.compile(r"(?:^|/)((?:node|host|machine)[-_]?\d+)(?=/)", re.IGNORECASE)
 _DEALT_OUT = "of which each rank has its own"
@@ -96,7 +93,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         stores_progress=any(map(stores_progress, snapshots.values())),
         notes=(
             *_notes(replicas, snapshots, tally, guessed=guessed and bool(tally.by_kind)),
-            *(_quick_note() if selection.quick and len(snapshots) > 1 else ()),
+            *(_notes_of_selection(selection) if len(snapshots) > 1 else ()),
         ),
         metadata=metadata,
         hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
@@ -107,12 +104,6 @@ def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
     """Return what moves parameters besides gradients, of the first parameter group. values: of a snapshot."""
     found = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
-
-
-def _quick_note() -> tuple[str, ...]:
-    from syncheck.kernel import quick  # what nobody asked for is not imported
-
-    return (quick.NOTE,)
 
 
 @dataclass
@@ -174,7 +165,7 @@ def _compare_all(
             # A rank that names the parameter among its own should hold its state: missing there, it is lost.
             parameter = name.rpartition(".")[0]
             lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
-            apart = bool(parts) and kind in _OPTIMIZER and not lost
+            apart = bool(parts) and kind in OPTIMIZER and not lost
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
             division = divide(tensors, ranks, places, standing, replicated=name in whole)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
@@ -235,7 +226,10 @@ def _replica(rank: int, snapshot: Snapshot) -> Replica:
 
 
 def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
-    """Count the names of each rank that had a wrapper's prefix. Where all are wrapped in memory nothing was saved."""
+    """Count the names of each rank that had a wrapper's prefix.
+
+    None where all ranks gave a wrapped model in memory: that is no saved file which could not be loaded elsewhere.
+    """
     counts = {rank: sum(a != b for a, b in of.items()) for rank, of in names.items()}
     if in_memory(snapshots) and all(counts.values()):
         return {}
@@ -264,3 +258,15 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally,
         notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")
     notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
     return notes + lacking(snapshots)
+
+
+def _notes_of_selection(selection: Selection) -> list[str]:
+    """Say what the options change in the numbers and words of a comparison."""
+    notes = []
+    if selection.quick:
+        from syncheck.kernel import quick  # what nobody asked for is not imported
+
+        notes.append(quick.NOTE)
+    if selection.reference is not None:
+        notes.append(f"differences are described against rank {selection.reference}, the reference")
+    return notes

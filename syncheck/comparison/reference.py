@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
-from syncheck.records import ranks_text
+from syncheck.records import names_text, ranks_text
+from syncheck.snapshots import index_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,9 +59,8 @@ def check(reference: str | int | None, groups: Sequence[Replicas], unreadable: S
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
     ranks = sorted({rank for replicas in groups for rank, _ in replicas.ranks})
     paths = [snapshot.path for replicas in groups for _, snapshot in replicas.ranks]
-    more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
     raise OptionError(
-        f"no replica has this rank or path; there are {ranks_text(ranks)}: {', '.join(paths[:_MOST_PATHS])}{more}",
+        f"no replica has this rank or path; there are {ranks_text(ranks)}: {names_text(paths, _MOST_PATHS)}",
         reference=reference,
     )
 
@@ -86,9 +86,7 @@ def described(
     # Between two clusters the gap is one and the same; and what was not read has none.
     if len(diff.replica_groups) > 1 or len(apart) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
-    import numpy as np
-
-    from syncheck.gaps import measure
+    from syncheck.gaps import measure  # and numpy with it
 
     gaps = measure([tensors[found[0]] for found in (alike, *apart)], files, tolerance, majority=True)
     return replace(
@@ -96,7 +94,7 @@ def described(
         max_abs=gaps.max_abs,
         max_rel=gaps.max_rel,
         max_ulp=gaps.max_ulp,
-        index=None if gaps.worst is None else tuple(map(int, np.unravel_index(gaps.worst, diff.shape))),
+        index=None if gaps.worst is None else index_at(gaps.worst, diff.shape),
     )
 
 

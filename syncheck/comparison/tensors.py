@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.comparison.replica_groups import is_whole, layout_text, sets_text
 from syncheck.kernel import clusters
 from syncheck.records import TensorDiff, ranks_text
+from syncheck.snapshots import index_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +35,8 @@ def compare_tensor(
     files: Files,
     tolerance: Tolerance,
     *,
-    sharded: bool = False,
-    quick: bool = False,
+    sharded: bool,
+    quick: bool,
 ) -> TensorDiff | None:
     """Compare one tensor's replicas by rank, within each replica group; None when they are identical.
 
@@ -86,7 +87,8 @@ def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
 
 def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
     """Say why replicas cannot be compared by value: of another kind, shape or dtype, or refused by the reader."""
-    for t in tensors.values():  # as nearly always; a generator in all() takes twice as long
+    # Nearly always they can, so this comes first, and as a loop: a generator in any() takes twice as long.
+    for t in tensors.values():
         if t.shape != bare.shape or t.dtype != bare.dtype or t.refused or t.sharding is not None:
             break
     else:
@@ -210,7 +212,7 @@ def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tol
         max_abs=gaps.max_abs,
         max_rel=gaps.max_rel,
         max_ulp=gaps.max_ulp,
-        index=None if gaps.worst is None else _unravel(gaps.worst, bare.shape),
+        index=None if gaps.worst is None else index_at(gaps.worst, bare.shape),
         nonfinite=dict(sorted(nonfinite.items())),
         extent=gaps.extent(bare.numel),
     )
@@ -250,14 +252,6 @@ def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: Told) -> TensorDiff
         nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
     )
     return replace(known, **told.gaps)
-
-
-def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.insert(0, at)
-    return tuple(index)
 
 
 def _largest_first(sets: Iterable[list[int]]) -> Sets:

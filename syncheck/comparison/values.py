@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import SCALERS
 from syncheck.names import is_random
-from syncheck.records import PROGRESS, ValueDiff, ranks_text
+from syncheck.records import PROGRESS, ValueDiff, names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -83,8 +83,7 @@ def lacking(snapshots: Mapping[int, Snapshot]) -> list[str]:
         if ranks and not is_random((top,)):
             gone[ranks].append(top)
     notes = [
-        f"not on {ranks_text(ranks)}, and so not compared: {', '.join(f'{name:.80}' for name in names[:5])}"
-        + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        f"not on {ranks_text(ranks)}, and so not compared: {names_text([f'{name:.80}' for name in names], 5)}"
         for ranks, names in list(gone.items())[:_MOST_NOTES]
     ]
     more = sum(map(len, list(gone.values())[_MOST_NOTES:]))

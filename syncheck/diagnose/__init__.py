@@ -36,7 +36,7 @@ from syncheck.diagnose import (
     syn299_unexplained_difference,
 )
 from syncheck.diagnose.case import Case, Rule
-from syncheck.diagnose.places import rest_text
+from syncheck.diagnose.places import others_text
 from syncheck.evidence.history import history_of
 from syncheck.records import Finding
 
@@ -103,7 +103,7 @@ def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str]
                 severity=rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(diff.name for diff in match.tensors),
-                evidence=match.evidence + rest_text(match.tensors, match.ranks),
+                evidence=match.evidence + others_text(match.tensors, match.ranks),
                 cause=match.cause or rule.CAUSE,
                 fix=match.fix or rule.FIX,
                 values=match.values,

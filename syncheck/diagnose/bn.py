@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import agreement_text, gap_text, worst
+from syncheck.diagnose.case import agreement_text, differ, gap_text
 from syncheck.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
@@ -36,12 +36,11 @@ def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:
     explained = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "parameter"]
     agreeing = f"all {parameters} parameters agree" if parameters else "parameters were not compared"
     if explained:
-        verb = "differs" if len(explained) == 1 else "differ"
-        agreeing = f"{len(explained)} of {parameters} parameters {verb} for another reason"
+        agreeing = f"{len(explained)} of {parameters} parameters {differ(len(explained))} for another reason"
     if case.compared("bn_count") and case.agrees("bn_count"):
         agreeing += ", num_batches_tracked agrees"
     return (
-        f"{len(statistics)} of {case.compared(*BN_STATISTICS)} running statistics differ, {gap_text(worst(statistics))}"
+        f"{len(statistics)} of {case.compared(*BN_STATISTICS)} running statistics differ, {gap_text(statistics)}"
         f"; {agreeing}{agreement_text(statistics, case.group)}"
     )
 

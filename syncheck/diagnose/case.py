@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.records import Group, Severity, TensorDiff, ValueDiff
+
+_Value = TypeVar("_Value")
+_MOST_SETS = 4  # replica groups that are named; HSDP has as many as a replica has shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,14 @@ class Case:
         return frozenset(name for name, kind in self.group.names.items() if kind in kinds and name not in apart)
 
     @property
-    def trained(self) -> frozenset[str]:
-        """The parameters of which the optimizer holds state; empty where there is no optimizer, or one without."""
-        return frozenset(parameter_of(name) for name, kind in self.group.names.items() if kind == "optimizer")
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the metadata calls frozen; empty where there is none."""
+        return frozenset(self.group.metadata.frozen if self.group.metadata is not None else ())
+
+    @property
+    def settings_differ(self) -> bool:
+        """Whether settings of the optimizer, such as its learning rate, are among the uncovered values."""
+        return any(".param_groups." in name for name in self.values)
 
     def compared(self, *kinds: str) -> int:
         """How many tensors of these kinds were compared."""
@@ -100,22 +108,28 @@ def parameter_of(name: str) -> str:
     return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
-def worst(tensors: Iterable[TensorDiff]) -> TensorDiff | None:
-    """Return the tensor with the largest absolute gap; of any whose gap is not known, the first."""
+def gap_text(tensors: Iterable[TensorDiff]) -> str:
+    """Name the largest gap of any of these: 'largest gap 0.092 in bn1.running_mean[17]'."""
     tensors = tuple(tensors)
-    measured = [diff for diff in tensors if diff.max_abs is not None]
-    unknown = next((diff for diff in tensors if diff.mismatched is None), None)
-    return unknown or max(measured, key=lambda diff: diff.max_abs or 0, default=None)
-
-
-def gap_text(diff: TensorDiff | None) -> str:
-    """Name a tensor's largest gap: 'largest gap 0.092 in bn1.running_mean[17]'."""
-    if diff is not None and diff.mismatched is None:
+    if any(diff.mismatched is None for diff in tensors):
         return "by how much is not known"
-    if diff is None or diff.max_abs is None:
+    measured = [(diff.max_abs, diff) for diff in tensors if diff.max_abs is not None]
+    if not measured:
         return "no finite gap"
-    where = f"[{', '.join(map(str, diff.index))}]" if diff.index else ""
-    return f"largest gap {diff.max_abs:.3g} in {diff.name}{where}"
+    gap, diff = max(measured, key=lambda found: found[0])
+    return f"largest gap {gap:.3g} in {place_text(diff)}"
+
+
+def place_text(diff: TensorDiff) -> str:
+    """Name the element of a tensor that is most apart: 'fc.weight[3, 1]'; a tensor of one number by its name."""
+    return f"{diff.name}[{', '.join(map(str, diff.index))}]" if diff.index else diff.name
+
+
+def parameters_text(case: Case, apart: Sequence[TensorDiff]) -> str:
+    """Say how many parameters differ, and by how much; '' where none does."""
+    if not apart:
+        return ""
+    return f"{len(apart)} of {case.compared('parameter')} parameters differ, {gap_text(apart)}"
 
 
 def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
@@ -125,11 +139,13 @@ def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
     """
     if len(group.replicas) < 3:
         return ""
-    divided = sorted({rank for diff in tensors if len(diff.replica_groups) > 1 for rank in suspects([diff], group)})
-    if divided:
-        sets = next(diff.replica_groups for diff in tensors if len(diff.replica_groups) > 1)
-        compared = " and of ".join(ranks_text(found) for found in sets if len(found) > 1)
-        return f"; compared within the replica groups of {compared}, suspect {ranks_text(divided)}"
+    divided = [diff for diff in tensors if len(diff.replica_groups) > 1]
+    odd = sorted({rank for diff in divided for rank in suspects([diff], group)})
+    if odd:
+        sets = [found for found in divided[0].replica_groups if len(found) > 1]
+        compared = " and of ".join(map(ranks_text, sets[:_MOST_SETS]))
+        more = f" and of {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
+        return f"; compared within the replica groups of {compared}{more}, suspect {ranks_text(odd)}"
     # Of what some ranks lack altogether only one set may be told.
     counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
     if not counts and tensors:
@@ -150,7 +166,19 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def names_text(names: Sequence[str], most: int = 3) -> str:
-    """Return the first few names and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def differ(number: int) -> str:
+    """'differs' of one, 'differ' of several."""
+    return "differs" if number == 1 else "differ"
+
+
+def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Return the ranks that hold each value, in the order in which the values first come."""
+    found: dict[_Value, list[int]] = {}
+    for rank, value in by_rank.items():
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def fewer(some: set[int], others: set[int]) -> set[int]:
+    """Return the smaller set of ranks, which is the suspect one; of two equally large ones both."""
+    return some | others if len(some) == len(others) else min(some, others, key=len)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, parameter_of
+from syncheck.diagnose.case import counted, differ, parameter_of, ranks_by
 from syncheck.kinds import BN_STATISTICS, SCALERS
 from syncheck.records import ranks_text
 
@@ -63,7 +63,7 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
         if len(set(counts.values())) > 1:
             found.append(StepCounter(diff.name, counts, diff, diff.minority))
     for value in case.of_values():
-        if not _is_counter(value.name):
+        if not is_counter(value.name):
             continue
         numbers = {rank: float(count) for rank, count in value.by_rank.items() if _is_number(count)}
         if len(numbers) == len(value.by_rank) and len(set(numbers.values())) > 1:
@@ -80,10 +80,7 @@ def counts_of(diff: TensorDiff) -> dict[int, float]:
 
 def minority_of(by_rank: Mapping[int, object]) -> tuple[int, ...]:
     """Return the ranks whose value is not the most common one; empty where no value is the most common."""
-    sets: dict[object, list[int]] = {}
-    for rank, value in by_rank.items():
-        sets.setdefault(value, []).append(rank)
-    first, *others = sorted(sets.values(), key=len, reverse=True) or [[]]
+    first, *others = sorted(ranks_by(by_rank).values(), key=len, reverse=True) or [[]]
     if not others or len(first) == len(others[0]):
         return ()
     return tuple(sorted(rank for ranks in others for rank in ranks))
@@ -94,6 +91,16 @@ def odd_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
     return tuple(sorted({rank for counter in counters for rank in counter.odd or counter.behind}))
 
 
+def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
+    """Return the counter in which the ranks are most steps apart."""
+    return max(counters, key=lambda counter: counter.lag, default=None)
+
+
+def names_of_values(counters: Iterable[StepCounter]) -> tuple[str, ...]:
+    """Name the counters that are Python numbers, which a finding covers as values and not as tensors."""
+    return tuple(counter.name for counter in counters if counter.diff is None)
+
+
 def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     """Return the counters that tell of steps left out, or with `far` of a state that was lost.
 
@@ -101,7 +108,7 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     where BatchNorm's counts lag as well: then the rank did not only miss the optimizer's work.
     """
     found = tuple(c for c in counters_of(case) if c.far is far)
-    # Ranks that are stale ran no step with an empty state.
+    # A rank that holds the others' state of an earlier step to the byte has lost none.
     if not found or scaler_explains(case, found) or (far and (case.group.stale or forwards_lag(case, found))):
         return ()
     moved = [diff for diff in followers(case, found) if diff.kind in ("parameter", "optimizer")]
@@ -125,8 +132,7 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
     ]
     names = {parameter_of(name) for name in (*own, *(diff.name for diff in steps))}
     known = bool(own) and all(case.group.names.get(name) == "parameter" for name in names)
-    frozen = frozenset(case.group.metadata.frozen) if case.group.metadata is not None else frozenset()
-    found = list(steps)
+    frozen, found = case.frozen, list(steps)
     for diff in case.tensors:
         if diff.kind == "parameter":
             taken = diff.name in names if known else diff.name not in frozen
@@ -147,7 +153,7 @@ def forwards_lag(case: Case, counters: Sequence[StepCounter]) -> bool:
     With gradient accumulation a step is several batches.
     """
     counts = case.of_kind("bn_count")
-    known = [counted for diff in counts if (counted := counts_of(diff))]
+    known = [batches for diff in counts if (batches := counts_of(diff))]
     if not known or len(known) < len(counts):
         return False
     return all(_lags_alike(counter.by_rank, batches) for counter in counters for batches in known)
@@ -203,20 +209,18 @@ def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
 
 def counted_text(counter: StepCounter) -> str:
     """Say what the ranks counted: '12 steps on ranks 0, 1, 2 and 11 on rank 3'."""
-    sets: dict[float, list[int]] = {}
-    for rank, count in sorted(counter.by_rank.items()):
-        sets.setdefault(count, []).append(rank)
-    first, *others = sorted(sets.items(), reverse=True)
+    first, *others = sorted(ranks_by(dict(sorted(counter.by_rank.items()))).items(), reverse=True)
     texts = [f"{first[0]:g} steps on {ranks_text(first[1])}", *(f"{n:g} on {ranks_text(r)}" for n, r in others[:3])]
     return " and ".join(texts) + (" and ..." if len(others) > 3 else "")
 
 
 def lag_text(counters: Sequence[StepCounter]) -> str:
-    """Say how many counters differ, by how much, and what the ranks of the one most apart counted."""
-    most = max(counters, key=lambda counter: counter.lag)
-    verb = "differ" if len(counters) > 1 else "differs"
+    """Say how many counters differ, by how much, and what the ranks of the one most apart counted; '' without any."""
+    most = farthest(counters)
+    if most is None:
+        return ""
     number = counted(len(counters), "optimizer step counter")
-    return f"{number} {verb}, by {counted(int(most.lag), 'step')}: {counted_text(most)}"
+    return f"{number} {differ(len(counters))}, by {counted(int(most.lag), 'step')}: {counted_text(most)}"
 
 
 def other_lag_text(counter: StepCounter, series: Sequence[Group]) -> str:
@@ -233,7 +237,8 @@ def other_lag_text(counter: StepCounter, series: Sequence[Group]) -> str:
     return ""
 
 
-def _is_counter(name: str) -> bool:
+def is_counter(name: str) -> bool:
+    """Whether a Python value is one of the optimizer's step counters, by its name."""
     parts = name.split(".")
     return parts[0] == "optimizer" and parts[-1] == "step"
 

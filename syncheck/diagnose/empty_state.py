@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.kinds import OPTIMIZER
+
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-
-_STATE = ("optimizer", "optimizer_step")
 
 
 def without_state(case: Case) -> tuple[int, ...]:
@@ -18,10 +18,10 @@ def without_state(case: Case) -> tuple[int, ...]:
     """
     group = case.group
     # Of all that is missing: what an earlier rule covers, as NaNs beside it, is missing all the same.
-    lacking = [diff for diff in group.tensors if diff.reason == "missing" and diff.kind in _STATE]
+    lacking = [diff for diff in group.tensors if diff.reason == "missing" and diff.kind in OPTIMIZER]
     if not lacking or not group.hyperparameters or (group.metadata is not None and group.metadata.optimizer_sharded):
         return ()
-    if len(lacking) < sum(kind in _STATE for kind in group.names.values()):
+    if len(lacking) < sum(kind in OPTIMIZER for kind in group.names.values()):
         return ()
     holders = {frozenset(rank for ranks in diff.clusters for rank in ranks) for diff in lacking}
     without = tuple(rank for rank in group.ranks if not any(rank in ranks for ranks in holders))

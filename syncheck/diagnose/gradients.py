@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, parameter_of
+from syncheck.diagnose.case import counted, differ, parameter_of
+from syncheck.diagnose.counters import is_counter
 from syncheck.evidence.history import gap_ratios, trend_of
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import FIRST_MOMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     from syncheck.diagnose.case import Case
     from syncheck.records import Group, TensorDiff, Trend
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 # and a little more later, since the gap shrinks. Measured: 0.27 to 1.04 times that, the same in all tensors.
 DECAY_ROOM = 1.25
 # What follows from parameters that differ, and needs no cause of its own.
-_FOLLOWERS = ("optimizer", "bn_mean", "bn_var", "buffer", "ema")
+_FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
+# Share of elements. Gradients of unequal batches touch every element of what they train; damage touches few.
+TOUCHED = 0.1
 
 
 def in_step(case: Case) -> bool:
@@ -32,10 +36,7 @@ def in_step(case: Case) -> bool:
     if case.group.stale or (metadata is not None and metadata.averaging) or not case.agrees("optimizer_step"):
         return False
     values = [diff.name for diff in case.group.values if diff.counts]
-    return not any(
-        (name.startswith("optimizer.") and name.endswith(".step")) or name.partition(".")[0].endswith("scaler")
-        for name in values
-    )
+    return not any(is_counter(name) or name.partition(".")[0].endswith("scaler") for name in values)
 
 
 def counts_steps(case: Case) -> bool:
@@ -45,7 +46,10 @@ def counts_steps(case: Case) -> bool:
 
 
 def just_began(case: Case) -> bool:
-    """Whether the parameters agreed at all earlier steps that were compared: an event, or not yet a course."""
+    """Whether the parameters agreed at all earlier steps that were compared, so that no trend shows yet.
+
+    A single event, such as a step that was left out, looks like the start of a lasting fault then.
+    """
     earlier = steps_of(case)[:-1]
     return bool(earlier) and not any(diff.kind == "parameter" for group in earlier for diff in group.tensors)
 
@@ -82,8 +86,7 @@ def trained(case: Case) -> frozenset[str]:
     """The parameters that are trained, as far as known: those with a first moment, else all that are not frozen."""
     parameters = frozenset(_compared(case, "parameter"))
     found = with_moment(case) & parameters
-    metadata = case.group.metadata
-    return found or parameters - frozenset(metadata.frozen if metadata is not None else ())
+    return found or parameters - case.frozen
 
 
 def owner(case: Case, name: str) -> str:
@@ -111,6 +114,12 @@ def touched(diffs: Iterable[TensorDiff]) -> float | None:
     """Return the median share of elements that differ; None where only digests were compared."""
     shares = [diff.mismatched / diff.numel for diff in diffs if diff.mismatched is not None and diff.numel]
     return median(shares) if shares else None
+
+
+def touched_less(diffs: Iterable[TensorDiff], least: float) -> bool:
+    """Whether it is known that a smaller share of the elements than `least` differs."""
+    share = touched(diffs)
+    return share is not None and share < least
 
 
 def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
@@ -174,45 +183,9 @@ def followers_text(covered: Iterable[TensorDiff], *told: str) -> str:
         "ema": "tensor of the averaged copy|tensors of the averaged copy",
         "optimizer": "tensor of the optimizer|tensors of the optimizer",
     }
-    numbers: dict[str, int] = defaultdict(int)
-    for diff in covered:
-        if diff.kind in words and diff.kind not in told:
-            numbers[words[diff.kind]] += 1
+    numbers = Counter(words[diff.kind] for diff in covered if diff.kind in words and diff.kind not in told)
     listed = [counted(number, *word.split("|")) for word, number in numbers.items()]
-    return f"; {', '.join(listed)} differ{'s' * (sum(numbers.values()) == 1)} too" if listed else ""
-
-
-def prefixes(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return the fewest modules that hold all of the names and none of the others; a name where no module does."""
-    taken = {"", *(part for other in others for part in _modules(other))}
-    return sorted({next((part for part in _modules(name) if part not in taken), name) for name in names})
-
-
-def marks(names: Collection[str], others: Collection[str], most: int) -> list[str]:
-    """Return few parts of names, as lora_A and lora_B, of which each name has one and no other has any.
-
-    Empty where there are none, or more than `most`. The part that stands in most names comes first.
-    """
-    foreign = {part for other in others for part in other.split(".")}
-    left = set(names)
-    found: list[str] = []
-    while left:
-        numbers: dict[str, int] = defaultdict(int)
-        for name in left:
-            for part in {part for part in name.split(".") if part not in foreign and not part.isdigit()}:
-                numbers[part] += 1
-        if not numbers or len(found) == most:
-            return []
-        best = min(numbers, key=lambda part: (-numbers[part], part))
-        found.append(best)
-        left = {name for name in left if best not in name.split(".")}
-    return found
-
-
-def _modules(name: str) -> list[str]:
-    """'layer1.0.weight' gives layer1, layer1.0 and itself."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return f"; {', '.join(listed)} {differ(numbers.total())} too" if listed else ""
 
 
 def _compared(case: Case, kind: str) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.case import ranks_by
 from syncheck.diagnose.counters import scales_of
+from syncheck.kinds import OPTIMIZER
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -38,17 +40,14 @@ def only_skipped(group: Group) -> bool:
     A parameter gather that came too early leaves old parameters beside the optimizer's new state. Where the ranks'
     loss scales differ, the step was left out for an overflow, and that is the scaler's matter.
     """
-    old_state = any(diff.kind in ("optimizer", "optimizer_step") and diff.out_of_sync for diff in group.tensors)
+    old_state = any(diff.kind in OPTIMIZER and diff.out_of_sync for diff in group.tensors)
     return bool(group.stale) and old_state and ran_forward(group) is True and not scales_of(group)
 
 
 def stale_text(group: Group) -> str:
     """Say which ranks were where: 'at step 6 rank 1 was, to the byte, where the others were at step 5'."""
-    by_step: dict[int, list[int]] = {}
-    for rank, step in sorted(group.stale.items()):
-        by_step.setdefault(step, []).append(rank)
     places = ", ".join(
         f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'}, to the byte, where the others were at step {step}"
-        for step, ranks in by_step.items()
+        for step, ranks in ranks_by(dict(sorted(group.stale.items()))).items()
     )
     return f"at step {group.step} {places}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import names_text
+from syncheck.diagnose.case import differ
 from syncheck.evidence.suspects import sets_within
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
 _SHARED = ("parameter", "optimizer", "optimizer_step", "ema")
 
 
-def rest_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
+def others_text(tensors: Iterable[TensorDiff], ranks: Collection[int]) -> str:
     """Name what differs among the other ranks too, so that nothing hides behind a cause that is of these ranks alone.
 
     Running statistics and buffers follow each rank's data, and are not asked. '' where the others agree.
     """
-    names = []
-    for diff in tensors:
-        left = [[set(of) - set(ranks) for of in sets] for sets in sets_within(diff)]
-        if diff.kind in _SHARED and any(sum(map(bool, sets)) > 1 for sets in left):
-            names.append(diff.name)
+    odd = set(ranks)
+    names = [
+        diff.name
+        for diff in tensors
+        if diff.kind in _SHARED and any(sum(not odd.issuperset(of) for of in sets) > 1 for sets in sets_within(diff))
+    ]
     if not names:
         return ""
-    verb = "differs" if len(names) == 1 else "differ"
-    return f"; {len(names)} of these tensors {verb} among the other ranks too: {names_text(names)}"
+    return f"; {len(names)} of these tensors {differ(len(names))} among the other ranks too: {names_text(names)}"
 
 
 def divided_by(diff: TensorDiff, places: Mapping[int, Hashable]) -> bool:

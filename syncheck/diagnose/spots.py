@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import parameter_of
+from syncheck.diagnose.case import counted, parameter_of
+from syncheck.evidence.suspects import sets_within
 from syncheck.kinds import BN_STATISTICS
 from syncheck.snapshots import flat_index
 
@@ -67,12 +68,11 @@ def spots(case: Case) -> tuple[Spot, ...]:
 def _in_part(diff: TensorDiff) -> bool:
     """Whether it is known that some elements of it differ and at least half do not.
 
-    Of several replica groups that differ only one is described.
+    Where several replica groups differ this is not known: the numbers are those of the worst of them only.
     """
     if diff.status != "different" or diff.reason is not None or not diff.mismatched:
         return False
-    differing = [group for group in diff.replica_groups if sum(found[0] in group for found in diff.clusters) > 1]
-    return 2 * diff.mismatched <= diff.numel and len(differing) < 2
+    return 2 * diff.mismatched <= diff.numel and len(sets_within(diff)) < 2
 
 
 def _owner(diff: TensorDiff, names: Collection[str]) -> str:
@@ -101,12 +101,7 @@ def one_bit(diff: TensorDiff) -> bool:
     return diff.extent == "one" and diff.evidence is not None and diff.evidence.flipped_bits == 1
 
 
-def place_text(diff: TensorDiff) -> str:
-    """Name an element: 'fc.weight[3, 1]'."""
-    return f"{diff.name}[{', '.join(map(str, diff.index or ()))}]"
-
-
-def followers_text(spot: Spot) -> str:
+def also_there_text(spot: Spot) -> str:
     """Say what else differs in the same place: ', and so does its momentum_buffer there'."""
     names = [
         f"its {diff.name.rpartition('.')[2]}"
@@ -117,9 +112,9 @@ def followers_text(spot: Spot) -> str:
     return f", and so do{'es' * (len(names) == 1)} {' and '.join(names)} there" if names else ""
 
 
-def rest_text(case: Case) -> str:
+def agreeing_text(case: Case) -> str:
     """Say what agrees: '; all else of 20 parameters and 40 optimizer tensors agrees'."""
     parameters, states = case.compared("parameter"), case.compared("optimizer")
-    counts = [f"{parameters} parameter{'s' * (parameters != 1)}"] if parameters else []
-    counts += [f"{states} optimizer tensor{'s' * (states != 1)}"] if states else []
+    counts = [counted(parameters, "parameter")] if parameters else []
+    counts += [counted(states, "optimizer tensor")] if states else []
     return f"; all else of {' and '.join(counts)} agrees" if counts else ""

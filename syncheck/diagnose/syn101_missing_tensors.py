@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, names_text
+from syncheck.diagnose.case import Match, counted, fewer
 from syncheck.diagnose.empty_state import without_state
-from syncheck.records import ranks_text
+from syncheck.kinds import OPTIMIZER
+from syncheck.records import names_text, ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -38,7 +39,7 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit every tensor that some replica lacks."""
-    lost = ("optimizer", "optimizer_step") if without_state(case) else ()
+    lost = OPTIMIZER if without_state(case) else ()
     lacking = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in lost)
     if not lacking:
         return None
@@ -48,9 +49,9 @@ def apply(case: Case) -> Match | None:
         for diff in lacking
         for rank in set(_expected(diff, case.group.ranks)) - {r for found in diff.clusters for r in found}
     }
-    having = everyone - without
-    # The fewer are the suspects, whether they lack something or have it alone.
-    odd = without if len(without) < len(having) else having if len(having) < len(without) else everyone
+    # The fewer are the suspects, whether they lack something or have it alone. Of what only one rank ought to have, no
+    # other rank has anything, and that one is the suspect.
+    odd = fewer(without, everyone - without)
     names = names_text([diff.name for diff in lacking])
     return Match(
         lacking,

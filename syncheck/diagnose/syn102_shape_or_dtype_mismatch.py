@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, names_text
+from syncheck.diagnose.case import Match, counted
 from syncheck.evidence.suspects import suspects
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted
+from syncheck.diagnose.case import Match, counted, fewer
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def apply(case: Case) -> Match | None:
     if not ties:
         return None
     together = set(ties[0].ranks)
-    apart = set(case.group.ranks) - together
-    odd = apart if len(apart) < len(together) else together if len(together) < len(apart) else set(case.group.ranks)
+    odd = fewer(together, set(case.group.ranks) - together)
     texts = [f"{' and '.join(tie.names[:_MOST])} share memory on {ranks_text(tie.ranks)} only" for tie in ties[:_MOST]]
     more = f"; and {counted(len(ties) - _MOST, 'more tie')}" if len(ties) > _MOST else ""
     return Match((), tuple(sorted(odd)), "; ".join(texts) + more)

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.case import Match, counted
+from syncheck.diagnose.case import Match, counted, differ, ranks_by
 from syncheck.diagnose.counters import (
-    StepCounter,
     counted_text,
     counters_of,
+    farthest,
     fitting,
     forwards_lag,
+    minority_of,
     odd_ranks,
     scaler_explains,
 )
@@ -49,18 +50,12 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
-    differing = [diff for diff in case.of_values() if diff.name in PROGRESS and _unlike(diff)]
-    if differing:
-        first = differing[0]
-        by_value: dict[Any, list[int]] = {}
-        for rank, value in first.by_rank.items():
-            by_value.setdefault(value if value == value else "nan", []).append(rank)
-        sets = sorted(by_value.values(), key=len, reverse=True)
-        tied = len(sets[0]) == len(sets[1])
-        odd = case.group.ranks if tied else tuple(sorted(rank for found in sets[1:] for rank in found))
-        texts = "; ".join(f"{first.name} {brief(value)} on {ranks_text(found)}" for value, found in by_value.items())
-        return Match(case.tensors, odd, texts, case.values)
-    return _by_the_optimizer(case)
+    first = next((diff for diff in case.of_values() if diff.name in PROGRESS and _unlike(diff)), None)
+    if first is None:
+        return _by_the_optimizer(case)
+    named = _named(first)
+    texts = [f"{first.name} {brief(value)} on {ranks_text(ranks)}" for value, ranks in ranks_by(named).items()]
+    return Match(case.tensors, minority_of(named) or case.group.ranks, "; ".join(texts), case.values)
 
 
 def _by_the_optimizer(case: Case) -> Match | None:
@@ -71,9 +66,9 @@ def _by_the_optimizer(case: Case) -> Match | None:
     if not number or case.agreeing("optimizer_step"):
         return None
     ranks = odd_ranks(known) or suspects(steps, case.group)
-    text = f"{counted(number, 'optimizer step counter')} differ{'s' * (number == 1)}"
-    if known:
-        text += f": {counted_text(max(known, key=_lag))}"
+    text = f"{counted(number, 'optimizer step counter')} {differ(number)}"
+    if most := farthest(known):
+        text += f": {counted_text(most)}"
     stored = case.group.stores_progress
     if known and forwards_lag(case, known) and (not stored or any(counter.far for counter in known)):
         text += "; num_batches_tracked lags as well" + (", though the files name one step" if stored else "")
@@ -84,10 +79,11 @@ def _by_the_optimizer(case: Case) -> Match | None:
     return Match(case.tensors, ranks, text, case.values)
 
 
-def _lag(counter: StepCounter) -> float:
-    return counter.lag
-
-
 def _unlike(diff: ValueDiff) -> bool:
     """Whether two replicas name different ones; that a replica names none tells nothing of its moment."""
-    return len({value if value == value else "nan" for value in diff.by_rank.values() if value is not None}) > 1
+    return len({value for value in _named(diff).values() if value is not None}) > 1
+
+
+def _named(diff: ValueDiff) -> dict[int, Any]:
+    """Return what each rank names; NaN, which is not equal to itself, as a text."""
+    return {rank: value if value == value else "nan" for rank, value in diff.by_rank.items()}

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, gap_text
 from syncheck.evidence.suspects import suspects
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def apply(case: Case) -> Match | None:
         f"num_batches_tracked differs in {counted(len(counts), 'layer')}, {apart}{whom}"
         f"{agreement_text(counts, case.group)}"
     )
-    statistics = case.of_kind("bn_mean", "bn_var")
+    statistics = case.of_kind(*BN_STATISTICS)
     if statistics:
-        evidence += f"; {len(statistics)} running statistics differ with it, {gap_text(worst(statistics))}"
+        evidence += f"; {len(statistics)} running statistics differ with it, {gap_text(statistics)}"
     return Match((*counts, *statistics), odd, evidence)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import others_agree
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def apply(case: Case) -> Match | None:
     largest = max((diff.max_rel for diff in variances if diff.max_rel is not None), default=None)
     text = (
         f"{len(variances)} of {counted(case.compared('bn_var'), 'running variance')} "
-        f"{'differs' if len(variances) == 1 else 'differ'}, {gap_text(worst(variances))}"
+        f"{differ(len(variances))}, {gap_text(variances)}"
     )
     if largest is not None:
         text += f", at most {largest:.2g} of their size"

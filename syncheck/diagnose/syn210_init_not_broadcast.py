@@ -27,7 +27,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, parameters_text
 from syncheck.diagnose.gradients import (
     agreed_before,
     cosines,
@@ -41,6 +41,7 @@ from syncheck.diagnose.gradients import (
     with_followers,
 )
 from syncheck.evidence.suspects import suspects
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -67,15 +68,14 @@ def apply(case: Case) -> Match | None:
     """Fit parameters that differ from the start while what the gradients made agrees."""
     apart = list(parameters_apart(case).values())
     # Another learning rate or decay on a rank moves parameters apart as well, and leaves Adam's moments equal.
-    settings = any(".param_groups." in name for name in case.values)
-    if not apart or settings or not in_step(case):
+    if not apart or case.settings_differ or not in_step(case):
         return None
     state = _state(case)
     trend, since = course(case, "parameter")
     if state is None or trend == "growing" or not _unequal_start(case, apart, bool(state), trend):
         return None
     found, agreeing = cosines(apart), sorted(case.agreeing("parameter"))
-    text = f"{len(apart)} of {case.compared('parameter')} parameters differ, {gap_text(worst(apart))}"
+    text = parameters_text(case, apart)
     share = touched(apart)
     if share is not None:
         text += f", in {share:.0%} of their elements"
@@ -94,9 +94,8 @@ def apply(case: Case) -> Match | None:
 def _state(case: Case) -> str | None:
     """Say how the optimizer's state agrees; '' where there is none to compare, None where it does not."""
     if case.agrees("optimizer"):
-        return f"all {counted(case.compared('optimizer'), 'tensor')} of the optimizer agree" * bool(
-            case.compared("optimizer")
-        )
+        number = case.compared("optimizer")
+        return f"all {counted(number, 'tensor')} of the optimizer agree" if number else ""
     if not only_decay(case):
         return None
     return (

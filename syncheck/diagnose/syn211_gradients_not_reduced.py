@@ -27,8 +27,9 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, gap_text, worst
+from syncheck.diagnose.case import Match, agreement_text, parameters_text
 from syncheck.diagnose.gradients import (
+    TOUCHED,
     agreed_before,
     cosines,
     counts_steps,
@@ -39,7 +40,7 @@ from syncheck.diagnose.gradients import (
     moments_apart,
     only_decay,
     parameters_apart,
-    touched,
+    touched_less,
     trained,
     with_followers,
     with_moment,
@@ -59,8 +60,8 @@ FIX = (
     "for micro-batches before the last, forward and backward both."
 )
 
-# Shares: of what is trained that must differ (an unused parameter may agree), and of its elements.
-MOST, TOUCHED = 0.9, 0.1
+# Share of what is trained that must differ: an unused parameter may agree.
+MOST = 0.9
 # Median cosines of first moments above which gradients were averaged, without and with equal counts of steps.
 ALIKE, ALIKE_COUNTED = 0.9, 0.99
 # The first of these where a parameter went another way, by its cosine.
@@ -73,17 +74,16 @@ def apply(case: Case) -> Match | None:
     """Fit a whole model that is apart by gradients of each rank's own."""
     parameters, moments = parameters_apart(case), moments_apart(case)
     model, states = trained(case), with_moment(case)
-    share = touched(parameters.values())
     if not parameters or len(model & set(parameters)) < MOST * len(model) or not in_step(case):
         return None
-    if (share is not None and share < TOUCHED) or len(moments) < MOST * len(states):
+    if touched_less(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
         return None
     apart = list(parameters.values())
     trend, since = course(case, "parameter")
     why = _own_gradients(case, apart, list(moments.values())) if states else _without_moments(case, apart, trend)
     if not why:
         return None
-    text = f"{len(apart)} of {case.compared('parameter')} parameters differ, {gap_text(worst(apart))}; {why}"
+    text = f"{parameters_text(case, apart)}; {why}"
     covered = with_followers(case, apart)
     text += since + followers_text(covered, "parameter", "optimizer")
     return Match(covered, suspects(apart, case.group), text + agreement_text(apart, case.group))
@@ -118,7 +118,7 @@ def _own_gradients(case: Case, parameters: list[TensorDiff], moments: list[Tenso
 
 def _without_moments(case: Case, apart: list[TensorDiff], trend: str | None) -> str:
     """Say why parameters alone look like unreduced gradients; '' where they may as well be something else."""
-    if not case.agrees("optimizer") or any(".param_groups." in name for name in case.values):
+    if not case.agrees("optimizer") or case.settings_differ:
         return ""
     found = cosines(apart)
     told = "no first moments were compared: consistent with gradients that are not averaged"

@@ -22,30 +22,34 @@ huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.gradients import (
+    TOUCHED,
     cosines,
     counts_steps,
     course,
     followers_text,
     in_step,
     just_began,
-    marks,
     moments_apart,
     only_decay,
     owner,
     parameters_apart,
-    prefixes,
-    touched,
+    touched_less,
     trained,
     with_moment,
 )
 from syncheck.evidence.suspects import suspects
+from syncheck.kinds import BN_STATISTICS
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from syncheck.diagnose.case import Case
     from syncheck.records import Severity, TensorDiff
 
@@ -61,8 +65,6 @@ FIX = (
 
 # Modules, or marks, in which all that differs must lie: more are no part of the model.
 FEW = 4
-# Gradients of unequal batches touch every element; damage touches few.
-TOUCHED = 0.1
 # Equal gradients give momenta that are alike but for the decay of an unequal start: 0.97 at the least, measured.
 ALIKE = 0.97
 _ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
@@ -75,14 +77,9 @@ def apply(case: Case) -> Match | None:
     named = set(moments) <= set(case.group.names)
     apart = set(parameters) | (set(moments) if named else set())
     where = _where(case, apart)
-    share = touched(parameters.values())
-    if (
-        not parameters
-        or not where
-        or not apart <= model
-        or not in_step(case)
-        or (share is not None and share < TOUCHED)
-    ):
+    if not parameters or not where or not apart <= model or not in_step(case):
+        return None
+    if touched_less(parameters.values(), TOUCHED):
         return None
     trend, since = course(case, "parameter")
     if with_moment(case):
@@ -94,20 +91,20 @@ def apply(case: Case) -> Match | None:
     else:
         return None
     rest = len(model - apart)
-    verb, all_of = ("differs", "parameter") if len(parameters) == 1 else ("differ", "parameters")
+    all_of = "parameter" if len(parameters) == 1 else "parameters"
     text = (
-        f"{len(parameters)} of {counted(len(model), 'trained parameter')} {verb}, {state}: "
-        f"all under {names_text(where, FEW)}, {gap_text(worst(parameters.values()))}; the other {rest} {all_of} agree"
+        f"{len(parameters)} of {counted(len(model), 'trained parameter')} {differ(len(parameters))}, {state}: "
+        f"all under {names_text(where, FEW)}, {gap_text(parameters.values())}; the other {rest} {all_of} agree"
         if rest
         else f"all {len(model)} trained parameters differ, {state}: those under {names_text(where, FEW)}, "
-        f"{gap_text(worst(parameters.values()))}; all others agree"
+        f"{gap_text(parameters.values())}; all others agree"
     )
     covered = tuple(
         diff
         for diff in case.tensors
         if diff.name in parameters
         or (diff.kind == "optimizer" and (not named or owner(case, diff.name) in apart))
-        or diff.kind in ("bn_mean", "bn_var", "ema")
+        or diff.kind in (*BN_STATISTICS, "ema")
     )
     text += since + followers_text(covered, "parameter", "optimizer")
     found = list(parameters.values())
@@ -119,10 +116,40 @@ def _where(case: Case, apart: set[str]) -> list[str]:
     others = {name for name, kind in case.group.names.items() if kind == "parameter"} - apart
     if not others:
         return []
-    modules = prefixes(apart, others)
-    if len(modules) <= FEW:
-        return modules
-    return [f"*.{mark}.*" for mark in marks(apart, others, FEW)]
+    found = _modules(apart, others)
+    return found if len(found) <= FEW else [f"*.{mark}.*" for mark in _marks(apart, others)]
+
+
+def _modules(names: Collection[str], others: Collection[str]) -> list[str]:
+    """Return the fewest modules that hold all of the names and none of the others; a name where no module does."""
+    taken = {"", *(module for other in others for module in _heads(other))}
+    return sorted({next((module for module in _heads(name) if module not in taken), name) for name in names})
+
+
+def _heads(name: str) -> list[str]:
+    """'layer1.0.weight' gives layer1, layer1.0 and itself."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _marks(names: Collection[str], others: Collection[str]) -> list[str]:
+    """Return few parts of names, as lora_A and lora_B, of which each name has one and no other has any.
+
+    Empty where there are none, or more than FEW. The part that stands in most names comes first.
+    """
+    foreign = {part for other in others for part in other.split(".")}
+    left = set(names)
+    found: list[str] = []
+    while left:
+        numbers = Counter(
+            part for name in left for part in set(name.split(".")) if part not in foreign and not part.isdigit()
+        )
+        if not numbers or len(found) == FEW:
+            return []
+        best = min(numbers, key=lambda part: (-numbers[part], part))
+        found.append(best)
+        left = {name for name in left if best not in name.split(".")}
+    return found
 
 
 def _is_adapter(where: list[str]) -> bool:

@@ -21,15 +21,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, gap_text, worst
+from syncheck.diagnose.case import Match, counted, parameters_text
 from syncheck.diagnose.counters import (
     FEW,
     SHORT,
     counters_of,
+    farthest,
     fitting,
     followers,
     forwards_lag,
     lag_text,
+    names_of_values,
     odd_ranks,
     other_lag_text,
     scales_of,
@@ -40,7 +42,7 @@ from syncheck.diagnose.origin import only_skipped, stale_at_first, stale_text
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.diagnose.counters import StepCounter
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import Severity
 
 CODE = "SYN214"
 SLUG = "step-skipped"
@@ -69,28 +71,21 @@ def apply(case: Case) -> Match | None:
     tensors = followers(case, counters)
     if not any(diff.kind in ("parameter", "optimizer") for diff in tensors) and not counters:
         return None
-    most = max(counters, key=lambda counter: counter.lag, default=None)
+    most = farthest(counters)
     moved = [diff for diff in tensors if diff.kind == "parameter"]
     then = "" if most is None else other_lag_text(most, case.series)
     texts = [
-        "" if most is None else lag_text(counters),
-        _parameters(case, moved),
+        lag_text(counters),
+        parameters_text(case, moved),
         "" if first is None else f"{stale_text(first)}, and had counted that step's batches",
         "" if first is not None else _forwards(case, counters),
         f"{then}: it happened more than once" if then else "",
         "" if most is None or first is not None else _doubt(case, most),
     ]
-    values = tuple(counter.name for counter in counters if counter.diff is None)
     ranks = odd_ranks(counters) if first is None else tuple(first.stale)
     evidence = "; ".join(filter(None, texts))
     fix = IN_A_JOB if case.in_memory else ""
-    return Match(tensors, ranks, evidence, (*values, *trackers(case, ranks)), fix=fix)
-
-
-def _parameters(case: Case, moved: list[TensorDiff]) -> str:
-    if not moved:
-        return ""
-    return f"{len(moved)} of {case.compared('parameter')} parameters differ, {gap_text(worst(moved))}"
+    return Match(tensors, ranks, evidence, (*names_of_values(counters), *trackers(case, ranks)), fix=fix)
 
 
 def _forwards(case: Case, counters: tuple[StepCounter, ...]) -> str:

@@ -18,9 +18,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, gap_text, worst
-from syncheck.diagnose.counters import fitting, followers, lag_text, odd_ranks, other_lag_text, trackers
+from syncheck.diagnose.case import Match, counted, differ, parameters_text
+from syncheck.diagnose.counters import (
+    farthest,
+    fitting,
+    followers,
+    lag_text,
+    names_of_values,
+    odd_ranks,
+    other_lag_text,
+    trackers,
+)
 from syncheck.diagnose.empty_state import without_state
+from syncheck.kinds import OPTIMIZER
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -48,38 +58,36 @@ def apply(case: Case) -> Match | None:
     if empty and lacking:
         return _empty(case, empty, lacking)
     counters = fitting(case, far=True)
-    if not counters:
+    most = farthest(counters)
+    if most is None:
         return None
     tensors = followers(case, counters)
-    first = max(counters, key=lambda counter: counter.lag)
     moved = [diff for diff in tensors if diff.kind == "parameter"]
     state = sum(diff.kind == "optimizer" for diff in tensors)
     ranks = odd_ranks(counters)
     scaler = trackers(case, ranks)
-    then = other_lag_text(first, case.series)
+    then = other_lag_text(most, case.series)
     texts = [
         lag_text(counters),
-        f"{counted(state, 'other optimizer tensor')} differ{'s' * (state == 1)} with it" if state else "",
-        _moved(case, moved),
+        f"{counted(state, 'other optimizer tensor')} {differ(state)} with it" if state else "",
+        parameters_text(case, moved) or _still_agree(case),
         "the loss scaler's state differs with it" if scaler else "",
         f"{then}: it happened, or steps were left out, repeatedly" if then else "",
         "" if case.group.stores_progress or case.in_memory else "the files do not say that they are of one step",
     ]
-    values = tuple(counter.name for counter in counters if counter.diff is None)
     evidence = "; ".join(filter(None, texts))
-    return Match(tensors, ranks, evidence, (*values, *scaler), fix=IN_A_JOB if case.in_memory else "")
+    fix = IN_A_JOB if case.in_memory else ""
+    return Match(tensors, ranks, evidence, (*names_of_values(counters), *scaler), fix=fix)
 
 
-def _moved(case: Case, moved: list[TensorDiff]) -> str:
-    if moved:
-        return f"{len(moved)} of {case.compared('parameter')} parameters differ, {gap_text(worst(moved))}"
+def _still_agree(case: Case) -> str:
     if case.compared("parameter") and case.agrees("parameter"):
         return "all parameters still agree: no step has been taken since"
     return ""
 
 
 def _is_lost(diff: TensorDiff) -> bool:
-    return diff.reason == "missing" and diff.kind in ("optimizer", "optimizer_step")
+    return diff.reason == "missing" and diff.kind in OPTIMIZER
 
 
 def _empty(case: Case, ranks: tuple[int, ...], lacking: tuple[TensorDiff, ...]) -> Match:

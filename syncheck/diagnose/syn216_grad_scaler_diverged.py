@@ -21,8 +21,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, gap_text, worst
-from syncheck.diagnose.counters import counted_text, counters_of, minority_of, scales_of, trackers
+from syncheck.diagnose.case import Match, parameters_text, ranks_by
+from syncheck.diagnose.counters import (
+    counted_text,
+    counters_of,
+    farthest,
+    minority_of,
+    names_of_values,
+    scales_of,
+    trackers,
+)
 from syncheck.errors import brief
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
@@ -61,21 +69,21 @@ def apply(case: Case) -> Match | None:
         texts.append("the scale is not known to differ")
     elif min(scales.values()) > 0:
         texts.append(f"the scales are apart by a factor of {max(scales.values()) / min(scales.values()):g}")
-    steps = max(counters_of(case), key=lambda counter: counter.lag, default=None)
-    if moved and steps is not None:
-        texts.append(f"the optimizer counted {counted_text(steps)}: an overflow leaves its step out")
-    parameters = [diff for diff in moved if diff.kind == "parameter"]
-    if parameters:
-        texts.append(
-            f"{len(parameters)} of {case.compared('parameter')} parameters differ, {gap_text(worst(parameters))}"
-        )
-    counters = tuple(c.name for c in counters_of(case) if c.diff is None) if moved else ()
-    return Match((*own, *moved), _suspects(case, scales, by_name), "; ".join(texts), (*values, *counters))
+    counters = counters_of(case) if moved else ()
+    if most := farthest(counters):
+        texts.append(f"the optimizer counted {counted_text(most)}: an overflow leaves its step out")
+    texts.append(parameters_text(case, [diff for diff in moved if diff.kind == "parameter"]))
+    return Match(
+        (*own, *moved),
+        _suspects(case, scales, by_name),
+        "; ".join(filter(None, texts)),
+        (*values, *names_of_values(counters)),
+    )
 
 
 def _moved(case: Case) -> tuple[TensorDiff, ...]:
     """Return what unlike scales pull apart: everything that is trained. A few parameters are another matter."""
-    frozen = frozenset(case.group.metadata.frozen) if case.group.metadata is not None else frozenset()
+    frozen = case.frozen
     parameters = [diff for diff in case.of_kind("parameter") if diff.name not in frozen]
     if 2 * len(parameters) < case.compared("parameter") - len(frozen):
         return ()
@@ -103,9 +111,7 @@ def _scale_first(item: tuple[str, object]) -> tuple[bool, str]:
 
 def _apart(by_rank: Mapping[int, object]) -> str:
     """'65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3'."""
-    sets: dict[str, list[int]] = {}
-    for rank, value in by_rank.items():
-        sets.setdefault("missing" if value is None else brief(value), []).append(rank)
+    sets = ranks_by({rank: "missing" if value is None else brief(value) for rank, value in by_rank.items()})
     return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in list(sets.items())[:4])
 
 

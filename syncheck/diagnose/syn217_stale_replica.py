@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted
+from syncheck.diagnose.case import Match, counted, differ
 from syncheck.diagnose.counters import fitting, scales_of
 from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_text
 from syncheck.kinds import BN_STATISTICS
@@ -85,7 +85,7 @@ def _stale_now(case: Case) -> Match | None:
     texts = texts[:4] + ([f"{len(texts) - 4} more ranks alike"] if len(texts) > 4 else [])
     statistics = sum(diff.kind in (*BN_STATISTICS, "bn_count") for diff in covered)
     if statistics:
-        texts.append(f"{counted(statistics, 'tensor')} of BatchNorm differ{'s' * (statistics == 1)} with it")
+        texts.append(f"{counted(statistics, 'tensor')} of BatchNorm {differ(statistics)} with it")
     values = tuple(value.name for value in case.of_values() if _of_stale(value, stale))
     if any(name in PROGRESS for name in values):
         texts.append(f"the file of {ranks_text(sorted(stale))} names another step as well")

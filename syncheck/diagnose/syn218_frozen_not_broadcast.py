@@ -23,18 +23,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.gradients import (
     course,
     followers_text,
     in_step,
     moments_apart,
     parameters_apart,
-    touched,
+    touched_less,
     trained,
     with_moment,
 )
 from syncheck.evidence.suspects import suspects
+from syncheck.kinds import BN_STATISTICS
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,20 +65,18 @@ def apply(case: Case) -> Match | None:
     apart = tuple(frozen.values()) or buffers
     if not apart or not in_step(case) or not case.agrees("optimizer") or moments_apart(case):
         return None
-    share = touched(apart)
     trend, since = course(case, *kinds)
-    if (share is not None and share < WHOLE) or trend not in (None, "constant"):
+    if touched_less(apart, WHOLE) or trend not in (None, "constant"):
         return None
     why = _why_frozen(case, frozen) if frozen else f"all {case.compared('parameter')} parameters agree"
     if not why or not (frozen or case.agrees("parameter")):
         return None
     what = counted(len(apart), "frozen parameter" if frozen else "plain buffer")
-    verb = "differs" if len(apart) == 1 else "differ"
-    text = f"{what} {verb} ({names_text([diff.name for diff in apart])}), {gap_text(worst(apart))}; {why}{since}"
+    text = f"{what} {differ(len(apart))} ({names_text([diff.name for diff in apart])}), {gap_text(apart)}; {why}{since}"
     if not frozen and trend is None:
         text += "; files of one step do not tell whether they were unequal from the start or follow each rank's data"
     # Running statistics behind an unequal layer differ, as they do for want of a synchronized BatchNorm.
-    covered = (*apart, *(case.of_kind("bn_mean", "bn_var", "buffer") if frozen else ()))
+    covered = (*apart, *(case.of_kind(*BN_STATISTICS, "buffer") if frozen else ()))
     text += followers_text(covered, *kinds)
     return Match(covered, suspects(apart, case.group), text + agreement_text(apart, case.group))
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, gap_text
 from syncheck.diagnose.gradients import course
 from syncheck.evidence.suspects import suspects
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -48,7 +49,7 @@ def apply(case: Case) -> Match | None:
         return None
     names = names_text([diff.name for diff in weights])
     text = (
-        f"{counted(len(weights), 'tensor')} of the averaged copy differ ({names}), {gap_text(worst(weights))}; "
+        f"{counted(len(weights), 'tensor')} of the averaged copy differ ({names}), {gap_text(weights)}; "
         f"all {case.compared('parameter')} parameters that it averages agree"
     )
     for diff in weights:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text
-from syncheck.diagnose.spots import followers_text, one_bit, place_text, rest_text, spots
+from syncheck.diagnose.case import Match, agreement_text, place_text, ranks_by
+from syncheck.diagnose.spots import agreeing_text, also_there_text, one_bit, spots
 from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
 
@@ -72,7 +72,7 @@ def apply(case: Case) -> Match | None:
     return Match(
         tensors,
         suspects(tensors, case.group),
-        f"{text}{rest_text(case)}{agreement_text(tensors, case.group)}",
+        f"{text}{agreeing_text(case)}{agreement_text(tensors, case.group)}",
         fix=IN_A_JOB if case.in_memory else "",
     )
 
@@ -82,9 +82,9 @@ def _text(spot: Spot, case: Case) -> str:
     shown = proof or spot.hit
     text = f"one element of {shown.numel} differs in {place_text(shown)}{_values(shown)}"
     if proof is not None:
-        return f"{text}: in one bit, {_bit_text(proof)}{followers_text(spot)}"
+        return f"{text}: in one bit, {_bit_text(proof)}{also_there_text(spot)}"
     bits = shown.evidence.flipped_bits if shown.evidence else None
-    text += f"{f': in {bits} bits' if bits else ''}{followers_text(spot)}"
+    text += f"{f': in {bits} bits' if bits else ''}{also_there_text(spot)}"
     for earlier in case.series:
         names = {diff.name for diff in spot.tensors} | {
             name for name in earlier.names if name.startswith(f"optimizer.{spot.hit.name}.")
@@ -109,10 +109,7 @@ def _bit_text(diff: TensorDiff) -> str:
 
 def _values(diff: TensorDiff) -> str:
     """Say what each rank holds: ', 0.08 on ranks 0, 1, 2 and 1e-22 on rank 3'."""
-    values = diff.evidence.values if diff.evidence else {}
-    sets: dict[int | float | str, list[int]] = {}
-    for rank, value in values.items():
-        sets.setdefault(value, []).append(rank)
+    sets = ranks_by(diff.evidence.values if diff.evidence else {})
     # As few digits as tell them apart.
     digits = next((n for n in (6, 9) if len({f"{v:.{n}g}" for v in sets if isinstance(v, float)}) == len(sets)), 17)
     texts = [

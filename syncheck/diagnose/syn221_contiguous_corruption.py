@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, gap_text, worst
-from syncheck.diagnose.spots import followers_text, place_text, rest_text, spots
+from syncheck.diagnose.case import Match, agreement_text, gap_text, place_text
+from syncheck.diagnose.spots import agreeing_text, also_there_text, spots
 from syncheck.evidence.suspects import suspects
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def apply(case: Case) -> Match | None:
     return Match(
         tensors,
         suspects(tensors, case.group),
-        f"{text}; {gap_text(worst(tensors))}{rest_text(case)}{agreement_text(tensors, case.group)}",
+        f"{text}; {gap_text(tensors)}{agreeing_text(case)}{agreement_text(tensors, case.group)}",
         fix=IN_A_JOB if case.in_memory else "",
     )
 
@@ -66,11 +66,11 @@ def _text(spot: Spot) -> str:
     hit = spot.hit
     first, length = hit.evidence.first if hit.evidence else None, hit.mismatched or 0
     if hit.extent == "one":
-        return f"one element of {hit.numel} differs in {place_text(hit)}{followers_text(spot)}"
+        return f"one element of {hit.numel} differs in {place_text(hit)}{also_there_text(spot)}"
     text = f"{length} adjacent elements of {hit.numel} differ in {hit.name}"
     if first is None:
-        return text + followers_text(spot)
-    text += f", from {first} to {first + length - 1} in C order{followers_text(spot)}"
+        return text + also_there_text(spot)
+    text += f", from {first} to {first + length - 1} in C order{also_there_text(spot)}"
     row = hit.numel // hit.shape[0] if len(hit.shape) > 1 else 0
     if row > 1 and first % row == length % row == 0:
         low, high = first // row, (first + length) // row - 1

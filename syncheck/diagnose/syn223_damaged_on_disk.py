@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, names_text
-from syncheck.records import ranks_text
+from syncheck.diagnose.case import Match, counted
+from syncheck.records import names_text, ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -20,10 +20,9 @@ stayed garbage on the nodes that are not the source), pytorch/pytorch#108331.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, gap_text, worst
+from syncheck.diagnose.case import Match, counted, gap_text, ranks_by
 from syncheck.diagnose.places import divided_by
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
@@ -52,12 +51,14 @@ def apply(case: Case) -> Match | None:
     if None in hosts.values() or len(set(hosts.values())) < 2:
         return None
     apart = [diff for diff in case.tensors if diff.status == "different"]
-    told = [diff for diff in apart if diff.kind not in BN_STATISTICS] or apart
+    told = [diff for diff in apart if diff.kind not in BN_STATISTICS]
+    statistics = [diff for diff in apart if diff.kind in BN_STATISTICS]
+    if not told:
+        told, statistics = statistics, []
     if not told or not all(divided_by(diff, hosts) for diff in told):
         return None
     if not any(_two_nodes(diff, hosts) for diff in told):
         return None
-    statistics = [diff for diff in apart if diff.kind in BN_STATISTICS and diff not in told]
     return Match((*told, *statistics), suspects(told, case.group), _text(told, statistics, hosts))
 
 
@@ -74,15 +75,13 @@ def _two_nodes(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:
 
 
 def _text(told: Sequence[TensorDiff], statistics: Sequence[TensorDiff], hosts: Mapping[int, str | None]) -> str:
-    members: dict[str | None, list[int]] = defaultdict(list)
-    for rank, host in sorted(hosts.items()):
-        members[host].append(rank)
+    members = ranks_by(dict(sorted(hosts.items())))
     parameters = sum(diff.kind == "parameter" for diff in told)
     places = [f"{host} ({ranks_text(ranks)})" for host, ranks in list(members.items())[:_MOST]]
     more = f" and {len(members) - _MOST} more nodes" if len(members) > _MOST else ""
     text = (
         f"{counted(len(told), 'tensor')} ({counted(parameters, 'parameter')}) equal within each node and not across "
-        f"nodes, {gap_text(worst(told))}; nodes: {', '.join(places)}{more}"
+        f"nodes, {gap_text(told)}; nodes: {', '.join(places)}{more}"
     )
     if statistics:
         text += f"; {counted(len(statistics), 'running statistic')} differ too, as they do where weights differ"

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, names_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.places import divided_by
 from syncheck.evidence.suspects import suspects
-from syncheck.records import ranks_text
+from syncheck.records import names_text, ranks_text
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def apply(case: Case) -> Match | None:
     copies = [ranks for ranks in by_place.values() if len(ranks) > 1]
     text = (
         f"{counted(len(fitting), 'tensor')} that tensor parallelism does not divide "
-        f"{'differs' if len(fitting) == 1 else 'differ'} between tensor-parallel ranks: "
-        f"{names_text([diff.name for diff in fitting])}, {gap_text(worst(fitting))}"
+        f"{differ(len(fitting))} between tensor-parallel ranks: "
+        f"{names_text([diff.name for diff in fitting])}, {gap_text(fitting)}"
     )
     if copies:
         text += f"; equal within each coordinate ({' and '.join(ranks_text(ranks) for ranks in copies[:3])})"

@@ -29,7 +29,7 @@ import math
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import averaging_of
-from syncheck.diagnose.case import Match, agreement_text, counted, gap_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import MEASURED
@@ -76,8 +76,7 @@ def apply(case: Case) -> Match | None:
     if elements < 2 or all(diff.kind == "ema" for diff in tensors):
         return None
     most = max(diff.max_ulp or 0 for diff in tensors)
-    verb = "differs" if len(tensors) == 1 else "differ"
-    text = f"{counted(len(tensors), 'tensor')} {verb} in {counted(elements, 'element')}, "
+    text = f"{counted(len(tensors), 'tensor')} {differ(len(tensors))} in {counted(elements, 'element')}, "
     if all(_is_few_steps(diff) for diff in tensors):
         text += f"all by at most {most} ULP"
     else:
@@ -85,7 +84,7 @@ def apply(case: Case) -> Match | None:
             f"all by at most {max(map(_epsilons, tensors)):.2g} epsilons of the tensor's root mean square "
             f"({most} ULP near zero)"
         )
-    text += f", {gap_text(worst(tensors))}"
+    text += f", {gap_text(tensors)}"
     if any(diff.dtype in _SHORT for diff in tensors) and not case.compared("optimizer"):
         text += "; in so short floats this is also consistent with unlike updates, and there are no moments to tell"
     return Match(tensors, suspects(tensors, case.group), text + agreement_text(tensors, case.group))

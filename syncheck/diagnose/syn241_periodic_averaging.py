@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import averaging_of
-from syncheck.diagnose.case import Match, counted, gap_text, worst
+from syncheck.diagnose.case import Match, counted, differ, gap_text, parameter_of
 from syncheck.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def apply(case: Case) -> Match | None:
     averaging = averaging_of(case.group)
     if averaging is None or not case.agrees("optimizer_step"):
         return None
-    trained, metadata = case.trained, case.group.metadata
-    frozen = frozenset(metadata.frozen) if metadata is not None else frozenset()
+    trained = {parameter_of(name) for name, kind in case.group.names.items() if kind == "optimizer"}
+    frozen = case.frozen
     parameters = tuple(d for d in case.of_kind("parameter") if (d.name in trained if trained else d.name not in frozen))
     # A difference that outlasts the average may have brought about all others.
     if averaging.just_averaged and not case.agrees("parameter"):
@@ -72,15 +72,13 @@ def _text(case: Case, at: Averaging, parameters: tuple[TensorDiff, ...], statist
     texts = [
         f"step {at.step}, parameters are averaged every {counted(at.period, 'step')} and {when}",
         f"{len(parameters)} of {case.compared('parameter')} parameters differ after {counted(at.own_steps, 'step')} of "
-        f"each rank on its own, {gap_text(worst(parameters))}"
+        f"each rank on its own, {gap_text(parameters)}"
         if parameters
         else "all parameters agree",
     ]
     state = case.of_kind("optimizer")
     if state:
-        texts.append(
-            f"{counted(len(state), 'tensor')} of the optimizer differ{'s' * (len(state) == 1)}, never averaged"
-        )
+        texts.append(f"{counted(len(state), 'tensor')} of the optimizer {differ(len(state))}, never averaged")
     if statistics:
         texts.append(f"{counted(len(statistics), 'running statistic')} differ, each of its rank's own batches")
     return "; ".join(texts)

@@ -15,10 +15,11 @@ Incidents: a report with the JSON attached is welcome: every rule here began as 
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, gap_text, worst
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, ranks_by
 from syncheck.diagnose.gradients import cosines, course, moments_apart, only_decay
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
@@ -75,12 +76,11 @@ def apply(case: Case) -> Match | None:
         return None
     parts = []
     if case.tensors:
-        by_kind: dict[str, int] = {}
-        for diff in case.tensors:
-            by_kind[diff.kind] = by_kind.get(diff.kind, 0) + 1
-        kinds = ", ".join(f"{count} {kind} tensor{'s' * (count != 1)}" for kind, count in by_kind.items())
-        verb = "differs" if len(case.tensors) == 1 else "differ"
-        parts.append(f"{kinds} {verb}, {gap_text(worst(case.tensors))}{agreement_text(case.tensors, case.group)}")
+        by_kind = Counter(diff.kind for diff in case.tensors)
+        kinds = ", ".join(counted(count, f"{kind} tensor") for kind, count in by_kind.items())
+        parts.append(
+            f"{kinds} {differ(len(case.tensors))}, {gap_text(case.tensors)}{agreement_text(case.tensors, case.group)}"
+        )
     if case.values:
         differing = case.of_values()
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
@@ -95,7 +95,7 @@ def _told(case: Case) -> tuple[str, str, str]:
     """Return cause, fix and a word of evidence, as far as they are known; '' for each that is not."""
     kinds = {diff.kind for diff in case.tensors}
     moments = cosines(moments_apart(case).values())
-    if any(".param_groups." in name for name in case.values):
+    if case.settings_differ:
         return (*SETTINGS, "")
     if not case.tensors:
         return "", "", ""
@@ -117,9 +117,7 @@ def _told(case: Case) -> tuple[str, str, str]:
 
 def _value_text(diff: ValueDiff) -> str:
     """'optimizer.param_groups.0.lr (0.1 on ranks 0, 1; 0.2 on rank 2)'."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in diff.by_rank.items():
-        by_value.setdefault(brief(value), []).append(rank)
+    by_value = ranks_by({rank: brief(value) for rank, value in diff.by_rank.items()})
     if len(by_value) > 4:
         return diff.name
     return f"{diff.name} ({'; '.join(f'{value} on {ranks_text(ranks)}' for value, ranks in by_value.items())})"
@@ -131,9 +129,6 @@ def _ranks(case: Case) -> tuple[int, ...]:
         return suspects(case.tensors, case.group)
     odd: set[int] = set()
     for diff in case.of_values():
-        sets: dict[str, set[int]] = {}
-        for rank, value in diff.by_rank.items():
-            sets.setdefault(brief(value), set()).add(rank)
-        most = max(sets.values(), key=len)
-        odd |= set(diff.by_rank) - (most if 2 * len(most) > len(diff.by_rank) else set())
+        most = max(ranks_by({rank: brief(value) for rank, value in diff.by_rank.items()}).values(), key=len)
+        odd |= set(diff.by_rank).difference(most if 2 * len(most) > len(diff.by_rank) else ())
     return tuple(sorted(odd)) or case.group.ranks

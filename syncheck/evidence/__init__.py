@@ -179,7 +179,7 @@ def _start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dic
 
 
 def _directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
-    """Compute norms, and how far the replicas point in one direction, of a majority's replica against each other."""
+    """Compute the norm of each set of replicas, and the cosine of the first set, a majority if any, with each other."""
     norms: dict[int, float] = {}
     cosines = []
     for sets in sets_within(diff):

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError
 from syncheck.kernel.blocks import Files
+from syncheck.kinds import BN_STATISTICS
 from syncheck.layout.groups import by_step
-from syncheck.names import bn_sibling, normalize
+from syncheck.names import bn_sibling, by_normal_name
 from syncheck.records import FreeRunning, Unreadable
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def with_free_running(
     groups: Sequence[Group],
     compared: Sequence[tuple[Group, Replicas]],
     unreadable: list[Unreadable],
-    jobs: int | None = None,
+    jobs: int | None,
 ) -> list[Group]:
     """Add to the last group of each run what its steps tell of the running statistics' synchronization.
 
@@ -92,7 +93,7 @@ def with_free_running(
         if now.step is None or len(steps) < 2 or now.step != max(steps) or not _apart(group):
             continue
         try:
-            told = free_running(group, list(steps.values()), jobs)
+            told = _of_run(group, list(steps.values()), jobs)
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue
@@ -101,10 +102,10 @@ def with_free_running(
 
 
 def _apart(group: Group) -> bool:
-    return any(diff.kind in ("bn_mean", "bn_var") and diff.status == "different" for diff in group.tensors)
+    return any(diff.kind in BN_STATISTICS and diff.status == "different" for diff in group.tensors)
 
 
-def free_running(group: Group, series: Sequence[Replicas], jobs: int | None = None) -> FreeRunning | None:
+def _of_run(group: Group, series: Sequence[Replicas], jobs: int | None) -> FreeRunning | None:
     """Hold the statistics of a run's steps against both ways. series: in the order of the steps.
 
     Returns None where the files do not tell the counts, or fewer than two steps can be read.
@@ -165,7 +166,7 @@ def _moment(replicas: Replicas, names: Sequence[str], files: Files) -> _Moment |
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts = set()
     for rank, snapshot in replicas.ranks[: RANKS + 1]:
-        tensors = {normal: snapshot.tensors[name] for name, normal in normalize(snapshot.tensors).items()}
+        tensors = by_normal_name(snapshot.tensors)
         values[rank] = {}
         for mean in names:
             for name in (mean, bn_sibling(mean, "running_var")):

@@ -9,7 +9,7 @@ from syncheck.errors import CheckpointError
 from syncheck.kernel import clusters
 from syncheck.kernel.blocks import Files
 from syncheck.layout.groups import by_step
-from syncheck.names import normalize
+from syncheck.names import by_normal_name
 from syncheck.records import Unreadable
 
 if TYPE_CHECKING:
@@ -26,11 +26,7 @@ MOST_STEPS = 50
 
 
 def with_stale(
-    compared: Sequence[tuple[Group, Replicas]],
-    unreadable: list[Unreadable],
-    jobs: int | None = None,
-    *,
-    quick: bool = False,
+    compared: Sequence[tuple[Group, Replicas]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
 ) -> list[Group]:
     """Add to each group which of its ranks are where the others were at an earlier step of the same run.
 
@@ -43,7 +39,7 @@ def with_stale(
         step = now.step
         earlier = [] if step is None else [(s, r) for s, r in runs[now.run].items() if s < step]
         try:
-            stale = stale_ranks(group, now, earlier, jobs, quick=quick)
+            stale = _stale_ranks(group, now, earlier, jobs, quick=quick)
         except CheckpointError as error:  # of this step or of an earlier one
             unreadable.append(Unreadable(error.path, error.reason))
             stale = {}
@@ -51,13 +47,8 @@ def with_stale(
     return found
 
 
-def stale_ranks(
-    group: Group,
-    now: Replicas,
-    earlier: Sequence[tuple[int, Replicas]],
-    jobs: int | None = None,
-    *,
-    quick: bool = False,
+def _stale_ranks(
+    group: Group, now: Replicas, earlier: Sequence[tuple[int, Replicas]], jobs: int | None, *, quick: bool
 ) -> dict[int, int]:
     """Return the ranks whose differing parameters and optimizer state are, to the byte, another rank's of before.
 
@@ -76,19 +67,16 @@ def stale_ranks(
                 break
             before = _named(replicas)
             for rank in sorted(odd - found.keys()):
-                # Of the others any will do that was right: at that step they agreed, or no one was behind them.
+                # One rank of those that are not odd now stands for all of them, and where all are odd any other one.
                 other = next((r for r in before if r != rank and (r not in odd or len(odd) == len(today))), None)
                 if other is not None and _is_at(rank, today[rank], before[other], apart, None if quick else files):
                     found[rank] = step
-    # Where all are, nobody is behind the others.
+    # Where every rank is at an earlier step, there are no others that they are behind of.
     return found if len(found) < len(today) else {}
 
 
 def _named(replicas: Replicas) -> dict[int, dict[str, Tensor]]:
-    return {
-        rank: {normal: snapshot.tensors[name] for name, normal in normalize(snapshot.tensors).items()}
-        for rank, snapshot in replicas.ranks
-    }
+    return {rank: by_normal_name(snapshot.tensors) for rank, snapshot in replicas.ranks}
 
 
 def _is_at(

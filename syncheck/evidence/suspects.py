@@ -29,7 +29,11 @@ def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
 
 def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
     """Return, of each replica group within which bytes differ, the sets of ranks that hold equal bytes."""
-    everyone = tuple(sorted(rank for ranks in diff.clusters for rank in ranks))
-    groups = [set(group) for group in diff.replica_groups or (everyone,)]
-    found = [[ranks for ranks in diff.clusters if set(ranks) <= group] for group in groups]
+    if len(diff.replica_groups) < 2:
+        return [list(diff.clusters)] if len(diff.clusters) > 1 else []
+    # By the first rank, for a set lies in one group whole: of a thousand ranks there may be hundreds of either.
+    group_of = {rank: i for i, group in enumerate(diff.replica_groups) for rank in group}
+    found: list[list[tuple[int, ...]]] = [[] for _ in diff.replica_groups]
+    for ranks in diff.clusters:
+        found[group_of[ranks[0]]].append(ranks)
     return [sets for sets in found if len(sets) > 1]

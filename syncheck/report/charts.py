@@ -215,22 +215,23 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str, keys: Sequence[Patch] | None = None) -> str:
-    """Write a chart. keys: what the legend explains in place of the lines; they stand above the drawing."""
+    """Write a chart. keys: what the legend, then above the drawing, explains in place of the lines; () for none."""
     axes.set_xlabel(xlabel, color=_GREY)
     axes.set_title(title, color=_GREY, loc="left")
     axes.tick_params(colors=_GREY)
     if keys is None:
         axes.grid(color=_GREY, alpha=0.25)
         axes.legend(labelcolor=_GREY, framealpha=0)
-    else:
-        place: dict[str, Any] = {
-            "loc": "lower right",
-            "bbox_to_anchor": (1, 1),
-            "ncols": max(1, len(keys)),
-            "borderaxespad": 0.2,
-        }
-        if keys:
-            axes.legend(handles=keys, labelcolor=_GREY, framealpha=0, **place)
+    elif keys:
+        axes.legend(
+            handles=keys,
+            labelcolor=_GREY,
+            framealpha=0,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=len(keys),
+            borderaxespad=0.2,
+        )
     for spine in axes.spines.values():
         spine.set_color(_GREY)
     axes.set_facecolor("none")

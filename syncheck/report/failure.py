@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import logged, one_line
-from syncheck.records import Report
+from syncheck.records import Report, names_text
 from syncheck.report import plain, words
 from syncheck.report import text as text_of
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Bounds of a failure's text, whatever the names in a checkpoint are.
 MOST_COLUMNS = 1000
+MOST_ROWS = 10
 MOST_GROUPS = 3
 MOST_FINDINGS = 8
 MOST_UNREADABLE = 5
@@ -28,7 +29,7 @@ _OPTION = re.compile(
 )
 
 
-def message(report: Report, limit: int = 10) -> str:
+def message(report: Report, limit: int = MOST_ROWS) -> str:
     """Say what a report found in a text of bounded size: the worst groups with their findings and tensors, the counts.
 
     limit: rows of tensors a group, 0 for all.
@@ -50,12 +51,9 @@ def message(report: Report, limit: int = 10) -> str:
     return logged("\n".join(_cut(in_python(line), MOST_COLUMNS) for line in [title, "", *lines]))
 
 
-def of_group(group: Group, limit: int = 10) -> str:
-    """Draw one group as `syncheck compare` does, in a text of bounded size.
-
-    limit: rows of tensors.
-    """
-    parts = text_of.comparison(Report(group.verdict, (_cut_group(group, limit),)), limit)
+def of_group(group: Group) -> str:
+    """Draw one group as `syncheck compare` does, in a text of bounded size."""
+    parts = text_of.comparison(Report(group.verdict, (_cut_group(group, MOST_ROWS),)), MOST_ROWS)
     lines = plain.render(parts).replace("-n 0 shows all", "the .json report has all").splitlines()[:-2]
     return "\n".join(_cut(line, MOST_COLUMNS) for line in lines).rstrip()
 
@@ -80,10 +78,9 @@ def _verdict(report: Report) -> str:
     if report.verdict == "out_of_sync" or report.unreadable:
         return line
     if refused:
-        names = ", ".join(f"{one_line(_cut(diff.name))} ({_cut(diff.detail or '')})" for diff in refused[:3])
-        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        names = names_text([f"{one_line(_cut(diff.name))} ({_cut(diff.detail or '')})" for diff in refused])
         many = "1 tensor" if len(refused) == 1 else f"{len(refused)} tensors"
-        return f"COULD NOT TELL: {many} could not be compared: {names}{more}; leave them out with exclude="
+        return f"COULD NOT TELL: {many} could not be compared: {names}; leave them out with exclude="
     left_out = sum(group.left_out for group in report.groups)
     told = f"the options leave {left_out} of them out" if left_out else "none was found that could be"
     return line.replace("options may leave all of them out", told)
@@ -100,10 +97,7 @@ def in_python(text: str) -> str:
 
 
 def _cut(text: str, most: int = _NAME) -> str:
-    """Shorten a text in its middle: ends of names tell more than middles."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most // 2 - 2]}...{text[len(text) - most // 2 + 1 :]}"
+    return words.cut(text, most)
 
 
 def _cut_group(group: Group, limit: int) -> Group:

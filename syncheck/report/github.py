@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from syncheck.errors import one_line
 from syncheck.report import when, words
+from syncheck.series import step_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,9 +53,9 @@ def render(report: Report) -> str:
 
 def command(annotation: Annotation) -> str:
     """Write an annotation as a command on one line, whatever names from files are in it."""
-    properties = {"file": one_line(annotation.file), "title": _cut(one_line(annotation.title), _MOST_TITLE)}
+    properties = {"file": one_line(annotation.file), "title": words.cut(one_line(annotation.title), _MOST_TITLE)}
     said = ",".join(f"{name}={_escaped_property(value)}" for name, value in properties.items() if value.strip())
-    text = "\n".join(_cut(one_line(line), _MOST_LINE) for line in annotation.text)
+    text = "\n".join(words.cut(one_line(line), _MOST_LINE) for line in annotation.text)
     return f"::{annotation.level} {said}::{_escaped(text)}"
 
 
@@ -65,10 +66,6 @@ def _escaped(text: str) -> str:
 
 def _escaped_property(text: str) -> str:
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
 def _bounded(found: list[Annotation]) -> list[Annotation]:
@@ -101,11 +98,13 @@ def _findings(report: Report) -> list[Annotation]:
             alike.setdefault((group.run, finding.code, finding.fails), []).append((group, finding))
     shown: list[tuple[Group, Finding, str]] = []
     for pairs in alike.values():
-        steps = sorted({_step(group) for group, _ in pairs})
+        steps = sorted({step_order(group) for group, _ in pairs})
         many = f"{len(steps) - 1} earlier step{'s' * (len(steps) > 2)}"
         before = f"Also at {many}, first at step {steps[0]}." if len(steps) > 1 else ""
         shown += [
-            (group, finding, when.short(finding) or before) for group, finding in pairs if _step(group) == steps[-1]
+            (group, finding, when.short(finding) or before)
+            for group, finding in pairs
+            if step_order(group) == steps[-1]
         ]
     shown.sort(key=lambda one: _SEVERITIES.index(one[1].severity))
     found: list[Annotation] = []
@@ -120,10 +119,6 @@ def _findings(report: Report) -> list[Annotation]:
         text = _text(group, finding, before) if drawn[level] <= MOST else ()
         found.append(Annotation(level, title, text, suspect.path))
     return found
-
-
-def _step(group: Group) -> int:
-    return -1 if group.step is None else group.step
 
 
 def _level(finding: Finding) -> Level:
@@ -145,4 +140,4 @@ def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
 def _row(name: str, differing: str, absolute: str, relative: str, ulp: str) -> str:
     measured = (("max abs", absolute), ("max rel", relative), ("max ulp", ulp))
     gaps = [f"{what} {gap}" for what, gap in measured if gap not in ("", "-")]
-    return f"- {_cut(one_line(name), _MOST_TITLE)}: {', '.join([differing, *gaps])}"
+    return f"- {words.cut(one_line(name), _MOST_TITLE)}: {', '.join([differing, *gaps])}"

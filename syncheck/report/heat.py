@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.report.words import ranks_text
+from syncheck.report.words import spans_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def heat(group: Group) -> Heat | None:
     labels = [label for label in cells if label in kept]
     return Heat(
         tuple(labels),
-        tuple(ranks_text(ranks) for ranks in bins),
+        tuple(spans_text(ranks) for ranks in bins),
         tuple(tuple(cells[label]) for label in labels),
         left_out=len(cells) - len(labels),
     )

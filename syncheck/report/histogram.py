@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from syncheck.records import DECADES
@@ -31,7 +30,7 @@ def used(found: Sequence[Histogram]) -> range:
 def draw(group: Group, *, charts: bool) -> list[str]:
     """Return the parts of the page for the tensors of a group that have a histogram, worst first; none without any.
 
-    charts: with a drawing, in which the page's script shows what the reader chooses.
+    charts: with a drawing, in which the page's script shows what the reader chooses; that takes matplotlib.
     """
     told = [(diff, diff.histogram) for diff in words.listed(group) if diff.histogram is not None]
     if not told:
@@ -43,7 +42,7 @@ def draw(group: Group, *, charts: bool) -> list[str]:
         differing, absolute, *_ = words.gap_cells(diff)
         counts = [one.equal, *(one.counts[i] for i in bins), one.not_finite]
         rows.append((diff.name, differing, absolute, *map(str, counts)))
-    if charts and find_spec("matplotlib") is not None:
+    if charts:
         from syncheck.report.charts import histograms
 
         parted = any(one.elements < diff.numel for diff, one in told)

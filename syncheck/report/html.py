@@ -30,6 +30,7 @@ _MOST_DRAWN = 10
 def render(report: Report, version: str) -> str:
     """Return the page. Everything that comes from a file is escaped."""
     runs = by_run(report.groups)
+    charts = find_spec("matplotlib") is not None
     body = [
         f'<h1 class="{report.verdict}">{text(words.verdict_line(report))}</h1>',
         f"<p>{text(words.counts_line(report))}</p>",
@@ -37,11 +38,11 @@ def render(report: Report, version: str) -> str:
         *(f"<p>{text(told)}</p>" for told in words.fixed_lines(report.groups)),
     ]
     if runs:
-        body += ["<h2>Runs</h2>", _matrix([groups[-1] for groups in runs.values()]), *_charts(report)]
-    if (report.drift or report.verdict == "out_of_sync") and find_spec("matplotlib") is None:
+        body += ["<h2>Runs</h2>", _matrix([groups[-1] for groups in runs.values()]), *_drift(report, charts=charts)]
+    if (report.drift or report.verdict == "out_of_sync") and not charts:
         body.append('<p class="note">No charts: matplotlib is not installed (pip install "syncheck[html]").</p>')
     # Of a run with a history, the last step has the findings; the drift chart and table tell of the others.
-    drawn = set(_worth_drawing(runs))
+    drawn = set(_worth_drawing(runs)) if charts else set()
     for run, groups in runs.items():
         body += _group(groups, charts=run in drawn, most_data=tensor_table.MOST_DATA // len(runs))
     if report.unreadable:
@@ -90,7 +91,7 @@ def _matrix(groups: Sequence[Group]) -> str:
     )
 
 
-def _charts(report: Report) -> list[str]:
+def _drift(report: Report, *, charts: bool) -> list[str]:
     if not report.drift:
         return []
     if not any(point.max_abs for point in report.drift):
@@ -98,15 +99,15 @@ def _charts(report: Report) -> list[str]:
         return ["<h2>Drift of BatchNorm's running statistics</h2>", f"<p>{same}</p>"]
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
     parts = ["<h2>Drift of BatchNorm's running statistics</h2>"]
-    if find_spec("matplotlib") is not None:
-        from syncheck.report import charts
+    if charts:
+        from syncheck.report.charts import drift
 
-        parts += [f"<figure>{drawn}</figure>" for drawn in charts.drift(report)]
+        parts += [f"<figure>{drawn}</figure>" for drawn in drift(report)]
     return [*parts, table(columns, words.drift_rows(report), numbers=("step", columns[2]))]
 
 
 def _group(groups: Sequence[Group], *, charts: bool, most_data: int) -> list[str]:
-    """Draw the last step of a run, with the history of its findings."""
+    """Draw the last step of a run, with the history of its findings. charts: whether to draw those that it has."""
     group = groups[-1]
     return [
         f"<h2>{text(words.group_title(group))}: {_span(group)}</h2>",
@@ -129,7 +130,7 @@ def _history(group: Group, *, charts: bool) -> list[str]:
     if not lines:
         return []
     parts = ["<h3>Largest gap of each finding's tensors over the steps</h3>"]
-    if charts and find_spec("matplotlib") is not None:
+    if charts:
         from syncheck.report.charts import over_steps
 
         parts.append(f"<figure>{over_steps(lines)}</figure>")
@@ -144,7 +145,7 @@ def _history(group: Group, *, charts: bool) -> list[str]:
 
 def _heatmap(group: Group) -> list[str]:
     found = heat(group)
-    if found is None or find_spec("matplotlib") is None:
+    if found is None:
         return []
     from syncheck.report.charts import heatmap
 

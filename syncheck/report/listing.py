@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from syncheck.records import names_text
 from syncheck.report import words
 from syncheck.report.parts import BLANK, Grid, Part, Span, line, lines
 
@@ -30,8 +31,7 @@ def contents(listed: Mapping[str, Any]) -> list[Part]:
         about.append("no metadata: which tensors are parameters and which buffers is guessed from their names")
     values = [f"{name} = {value!r}" for name, value in listed["values"].items()]
     if values:
-        more = f" and {len(values) - 12} more" if len(values) > 12 else ""
-        about.append("values: " + ", ".join(values[:12]) + more)
+        about.append(f"values: {names_text(values, 12)}")
     if listed["stubs"]:
         about.append("objects of unknown classes, kept inert: " + ", ".join(listed["stubs"]))
     return [*lines(about), BLANK, grid]

@@ -13,7 +13,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncheck.errors import logged, one_line
+from syncheck.records import names_text
 from syncheck.report import when, words
+from syncheck.series import step_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -107,15 +109,11 @@ def _shown(report: Report) -> tuple[list[Group], list[Group]]:
     shown = [group for group in report.groups if _has_section(group)]
     last: dict[str, int] = {}
     for group in shown:
-        last[group.run] = max(_step(group), last.get(group.run, -1))
+        last[group.run] = max(step_order(group), last.get(group.run, -1))
     return (
-        [group for group in shown if _step(group) == last[group.run]],
-        [group for group in shown if _step(group) < last[group.run]],
+        [group for group in shown if step_order(group) == last[group.run]],
+        [group for group in shown if step_order(group) < last[group.run]],
     )
-
-
-def _step(group: Group) -> int:
-    return -1 if group.step is None else group.step
 
 
 def _title(group: Group) -> str:
@@ -183,16 +181,13 @@ def _row(diff: TensorDiff) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_ITEMS} more" if len(names) > _MOST_ITEMS else ""
-    return ", ".join(name(each) for each in names[:_MOST_ITEMS]) + more
+    return names_text([*map(name, names)], _MOST_ITEMS)
 
 
 def name(given: str) -> str:
     """Return a name from a file as a code span on one line, long ones without their middle."""
     # Inside a span only a backtick means anything, and in a table a bar; both are written as control characters are.
-    escaped = logged(one_line(given)).replace("`", "\\x60").replace("|", "\\x7c")
-    if len(escaped) > _MOST_NAME:
-        escaped = f"{escaped[: _MOST_NAME // 2]}...{escaped[-_MOST_NAME // 2 + 3 :]}"
+    escaped = words.cut(logged(one_line(given)).replace("`", "\\x60").replace("|", "\\x7c"), _MOST_NAME)
     return f"`{escaped}`" if escaped.strip() else "`(blank)`"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.errors import one_line
-from syncheck.records import Counts
+from syncheck.records import Counts, names_text
 from syncheck.report import when, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
 from syncheck.report.sparkline import Sparkline
@@ -46,8 +46,7 @@ def overview(report: Report, limit: int) -> list[Part]:
             parts += _tensors(group, limit)
     alone = [group.name for group in report.groups if group.verdict == "alone"]
     if alone:
-        more = f" and {len(alone) - 6} more" if len(alone) > 6 else ""
-        parts.append(line(f"nothing to compare with, one file each: {', '.join(alone[:6])}{more}", "dim"))
+        parts.append(line(f"nothing to compare with, one file each: {names_text(alone, 6)}", "dim"))
     if report.skipped:
         parts.append(line(f"{report.skipped} files in the folders are no checkpoints and were skipped", "dim"))
     # The first of a group's notes says how its files were found; the others concern the answer.

@@ -47,7 +47,7 @@ def _began(history: History) -> str:
         return _since(history)
     first = one_line(history.tensors[0])
     tensors = f"first tensor {first}" if count == 1 else f"first {count} tensors, among them {first},"
-    return f"{_since(history)}, {tensors} on rank{'s' * (len(history.ranks) > 1)} {words.ranks_text(history.ranks)}"
+    return f"{_since(history)}, {tensors} on {words.named(history.ranks)}"
 
 
 def _again(history: History) -> str:

@@ -6,6 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
+from syncheck.evidence.suspects import sets_within
+from syncheck.kinds import BN_STATISTICS
+from syncheck.records import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +65,7 @@ def _why_undecided(report: Report) -> str:
             "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
             "--group-by REGEX which belong together (--group-by '' takes all files for one group)"
         )
-    untold = sum(diff.reason == "checksum" and not diff.clusters for group in report.groups for diff in group.tensors)
+    untold = sum(diff.untold for group in report.groups for diff in group.tensors)
     if untold:
         return (
             f"the stored checksums do not tell of {untold} of {report.counts.tensors} tensors (torch.save stores one "
@@ -73,8 +76,13 @@ def _why_undecided(report: Report) -> str:
     return "no tensor was compared; options may leave all of them out"
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ranks short: (0, 1, 2, 5) gives 0-2,5."""
+def cut(text: str, most: int) -> str:
+    """Shorten a text to `most` characters in its middle: the ends of names tell more than their middles."""
+    return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[1 - most // 2 :]}"
+
+
+def spans_text(ranks: Sequence[int]) -> str:
+    """Write ranks as short as a cell of a table asks: (0, 1, 2, 5) gives 0-2,5."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
@@ -86,8 +94,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def clusters_text(diff: TensorDiff) -> str:
     """Write who agrees with whom: '0,2,3 | 1'; of several replica groups in each: '0 | 2; 1 | 3'."""
-    groups = [[found for found in diff.clusters if set(found) <= set(ranks)] for ranks in diff.replica_groups]
-    apart = [sets for sets in groups if sets]
+    apart = sets_within(diff)
     if len(apart) < 2:
         return _sets_text(diff.clusters)
     texts = [_sets_text(sets) for sets in apart[:4]]
@@ -95,7 +102,7 @@ def clusters_text(diff: TensorDiff) -> str:
 
 
 def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
-    shown = [ranks_text(found) for found in sets[:4]]
+    shown = [spans_text(found) for found in sets[:4]]
     more = len(sets) - len(shown)
     return " | ".join(shown) + (f" | {more} more" if more > 0 else "")
 
@@ -170,8 +177,7 @@ def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
 
     def key(d: TensorDiff) -> tuple[object, ...]:
         nonfinite = len(set(d.nonfinite.values())) > 1
-        statistic = d.kind in ("bn_mean", "bn_var")
-        return not d.out_of_sync, d.status != "not_compared", not nonfinite, statistic, -(d.max_abs or 0)
+        return not d.out_of_sync, d.status != "not_compared", not nonfinite, d.kind in BN_STATISTICS, -(d.max_abs or 0)
 
     return sorted(diffs, key=key)
 
@@ -185,9 +191,14 @@ def listed(group: Group, *, shards: bool = True) -> list[TensorDiff]:
     return worst_first([diff for diff in group.tensors if diff.reason not in left_out])
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence: 'ranks 0-1'."""
+    return f"rank{'s' * (len(ranks) > 1)} {spans_text(ranks)}"
+
+
 def suspects(finding: Finding) -> str:
     """Name the ranks of a finding: 'ranks 0-1'."""
-    return f"rank{'s' * (len(finding.ranks) > 1)} {ranks_text(finding.ranks)}"
+    return named(finding.ranks)
 
 
 def headline(finding: Finding) -> str:
@@ -196,9 +207,8 @@ def headline(finding: Finding) -> str:
     return f"{finding.code} {finding.slug} ({finding.severity}{excused}) on {suspects(finding)}"
 
 
-def _short(name: str, most: int = 120) -> str:
-    name = one_line(name)
-    return name if len(name) <= most else f"{name[: most // 2 - 2]}...{name[1 - most // 2 :]}"
+def _short(name: str) -> str:
+    return cut(one_line(name), 120)
 
 
 def fixed_lines(groups: Sequence[Group]) -> list[str]:
@@ -206,10 +216,9 @@ def fixed_lines(groups: Sequence[Group]) -> list[str]:
     lines = []
     for group in groups:
         for fixed in group.fixed:
-            shown = ", ".join(map(_short, fixed.names[:_MOST_FIXED]))
-            more = f" and {len(fixed.names) - _MOST_FIXED} more" if len(fixed.names) > _MOST_FIXED else ""
+            names = names_text([*map(_short, fixed.names)], _MOST_FIXED)
             lines.append(
-                f"fixed: {_short(group.label or group.run)} no longer has {_short(fixed.code)} on {shown}{more}; "
+                f"fixed: {_short(group.label or group.run)} no longer has {_short(fixed.code)} on {names}; "
                 "take it out of the baseline with --update-baseline"
             )
     return lines

@@ -12,13 +12,14 @@ from dtensors import dtensor, mesh_of_2_6
 from test_rules import MEAN, diff, found, group
 
 import syncheck
+from syncheck.records import TensorDiff
 from syncheck.tensor_parallel import replicated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from syncheck.records import Group, TensorDiff
+    from syncheck.records import Group
 
 HALVES = ((0, 1), (2, 3))
 WEIGHT = diff("fc.weight", "parameter", HALVES)
@@ -62,6 +63,13 @@ def test_230_covers_statistics_that_follow() -> None:
     assert set(fitted) == {"SYN230"}
     assert set(fitted["SYN230"].tensors) == {"fc.weight", "bn.running_mean"}
     assert "1 running statistic differ too" in fitted["SYN230"].evidence
+
+
+def test_230_looks_no_tensor_up_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of statistics beside thousands of weights are told apart by kind: one against each took a minute."""
+    local = diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,)))
+    monkeypatch.setattr(TensorDiff, "__eq__", lambda *_: pytest.fail("a tensor was compared with another one"))
+    assert set(found(on_hosts("aabb", WEIGHT, MOMENT, local))["SYN230"].tensors) >= {"fc.weight", "bn.running_mean"}
 
 
 def test_230_of_digests() -> None:
@@ -113,6 +121,18 @@ def test_folders_are_hosts_where_nothing_else_tells(tmp_path: Path) -> None:
 TWO_BY_TWO = [{"dp": rank // 2, "tp": rank % 2} for rank in range(4)]
 ALONG_TP = ((0, 2), (1, 3))
 NORM = diff("layers.0.input_layernorm.weight", "parameter", ALONG_TP)
+
+
+def test_few_of_hundreds_of_replica_groups_are_named() -> None:
+    """A weight whose 512 shards differ each between two ranks is told with four of the groups, and how many more."""
+    pairs = tuple((rank, rank + 512) for rank in range(512))
+    weight = replace(diff("fc.weight", "parameter", tuple((rank,) for rank in range(1024))), replica_groups=pairs)
+    (fitted,) = found(group(weight, ranks=1024)).values()
+    named = (
+        "ranks 0, 512 and of ranks 1, 513 and of ranks 2, 514 and of ranks 3, 515 and of 508 more, suspect 1024 ranks"
+    )
+    assert f"; compared within the replica groups of {named}" in fitted.evidence
+    assert len(fitted.evidence) < 500
 
 
 def test_231() -> None:
