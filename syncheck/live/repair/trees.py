@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.digest.parts import is_torch
 from syncheck.live.memory.held import Held, is_tensor
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def without(tree: Any, keys: Keys) -> Any:
 
 def outline(tree: Any, like: Callable[[Any], Like]) -> Any:
     """Return containers and plain values as they are sent: of a tensor what `like` says of it."""
-    if is_tensor(tree) and hasattr(tree, "detach"):
+    if is_torch(tree):
         return like(tree)
     if isinstance(tree, Mapping):
         return {key: outline(part, like) for key, part in tree.items()}
@@ -163,7 +164,7 @@ def made_like(like: Like, parameter: Any) -> Any:
 def moved(value: Any, device: Any) -> Any:
     """Return a value with the tensors in it copied to a device."""
     if is_tensor(value):
-        return value.detach().to(device, copy=True) if hasattr(value, "detach") else value.copy()
+        return value.detach().to(device, copy=True) if is_torch(value) else value.copy()
     if type(value) in (dict, list, tuple):
         if isinstance(value, dict):
             return {key: moved(part, device) for key, part in value.items()}
