@@ -95,7 +95,7 @@ def changed(tree: Any, keys: Keys, value: Any) -> Any:
     if isinstance(tree, tuple):
         items = list(tree)
         items[first] = changed(items[first], rest, value)
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _rebuilt(tree, items)
     made = {} if tree is None else copy.copy(tree)
     below = made.get(first) if isinstance(made, Mapping) else made[first]
     made[first] = changed(below, rest, value)
@@ -119,8 +119,7 @@ def outline(tree: Any, like: Callable[[Any], Like]) -> Any:
     if isinstance(tree, Mapping):
         return {key: outline(part, like) for key, part in tree.items()}
     if isinstance(tree, (list, tuple)):
-        parts = [outline(part, like) for part in tree]
-        return (type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)) if isinstance(tree, tuple) else parts
+        return _rebuilt(tree, [outline(part, like) for part in tree])
     return moved(tree, "cpu") if is_tensor(tree) or isinstance(tree, _PLAIN) else Own()
 
 
@@ -139,9 +138,15 @@ def filled(plan: Any, own: Any, make: Callable[[Like, str], Any], name: str) -> 
     if isinstance(plan, (list, tuple)):
         known = list(own) if isinstance(own, (list, tuple)) else []
         padded = known + [None] * (len(plan) - len(known))
-        parts = [filled(part, padded[i], make, f"{name}.{i}") for i, part in enumerate(plan)]
-        return (type(plan)(*parts) if hasattr(plan, "_fields") else tuple(parts)) if isinstance(plan, tuple) else parts
+        return _rebuilt(plan, [filled(part, padded[i], make, f"{name}.{i}") for i, part in enumerate(plan)])
     return plan
+
+
+def _rebuilt(old: Any, parts: list[Any]) -> Any:
+    """Return parts as a list, a named tuple or a plain one, whichever the old container is."""
+    if not isinstance(old, tuple):
+        return parts
+    return type(old)(*parts) if hasattr(old, "_fields") else tuple(parts)
 
 
 def fits(own: Any, like: Like) -> bool:
