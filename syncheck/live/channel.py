@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 500  # characters of a failure's text
 MOST_TOLD = 8  # different answers that an error tells of
-# Where more than one rank in so many has something to send to all, a gather costs less than one after another.
+# `share` lets few senders broadcast, one after another; where more than one rank in four sends, all gather at once.
 _FEW = 4
 _MARK = "syncheck"
 _DONE = "done"

@@ -29,7 +29,8 @@ WIDTH = 16  # bytes of a digest
 
 # Tensors below this are hashed at once: to hand one to another thread takes as long.
 SMALL = 64 << 10
-# All bytes in tensors that are not small: below this no thread is started. It takes about as long to start ten.
+# Where all tensors that are not small have fewer bytes than this together, one thread hashes them: in that time about
+# ten could be started.
 LARGE = 4 << 20
 # More threads than these do not read faster: memory is the limit.
 MOST_THREADS = 16

@@ -141,7 +141,7 @@ class _Repair:
         created = {leaf.name for leaf in mine}
         for job in plan.jobs:
             if rank in job.ranks and job.name not in created:
-                (places.live if rank == job.source else places.writable)(job.name)
+                places.require(job.name, writable=rank != job.source)
         received = [job.name for job in plan.jobs if rank in job.ranks and rank != job.source]
         ties = self.channel.gather(places.ties(received), "places")
         if any(ties.values()):

@@ -43,9 +43,11 @@ Change = Literal["", "values", "created", "removed"]
 class Content:
     """What a source holds under a name, as it is sent. keys: the way to it from the container.
 
-    kind: a tensor is made on the other ranks and its bytes follow apart, of which `value` is the `Like`; any other
-    object is sent whole. What is in a list comes with all of it, as an outline: keys is the way to the list. Where
-    there is nothing, keys is the way as far as there is something.
+    Of each kind:
+    tensor: value is its `Like`, by which other ranks make one; its bytes follow apart.
+    object: anything else; value is the object itself.
+    list: the name is of something in a list or tuple, which is set as a whole: keys leads to that, value outlines it.
+    absent: the source has nothing there; keys leads as far as there is something.
     """
 
     keys: tuple[Any, ...]
@@ -68,15 +70,16 @@ class Places:
         self._before: dict[str, Any] = {}
         self._outlines: dict[tuple[str, tuple[Any, ...]], Any] = {}
         self._filled: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        # Tensors are named without wrappers' prefixes, values with them. A name is normalized among its like only.
+        # Tensors are named without wrappers' prefixes, values with them. A name is normalized among its like only, and
+        # a container by the name of something in it, x.
         like = [f"{name}.x" for name, root in found.items() if root.parameter is not None or root.whole]
         plain = normalize([*taken.tensors, *like])
         self._roots = {plain[name].removesuffix(".x"): found[name.removesuffix(".x")] for name in like} | found
 
-    def writable(self, name: str) -> None:
-        """Raise UsageError where bytes cannot be copied into the tensor of that name."""
+    def require(self, name: str, *, writable: bool) -> None:
+        """Raise UsageError where bytes cannot be copied from, or where writable into, the tensor of that name."""
         flags = getattr(self.live(name), "flags", None)  # of an array
-        if flags is not None and not flags.writeable:
+        if writable and flags is not None and not flags.writeable:
             raise UsageError(
                 f"{name} is an array that must not be written, such as np.broadcast_to and mmap_mode='r' give"
             )
