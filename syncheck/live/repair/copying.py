@@ -72,7 +72,7 @@ class Copier:
         """Return the type of the device over which the group's backend sends what is on another: NCCL has no CPU."""
         pairs = self._dist.get_backend_config(self._group).split(",")
         known = [pair.partition(":")[0] for pair in pairs]
-        return device if device in known or not known else known[0]
+        return device if device in known else known[0]
 
     def _row(self, job: Job, shape: Shape, live: Callable[[str], Any]) -> tuple[Any, Callable[[], None]]:
         """Return the row of bytes to broadcast or receive, and what to do with it when it is there."""

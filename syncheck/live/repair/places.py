@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.comparison.replica_groups import divide, is_whole
 from syncheck.errors import UsageError
+from syncheck.live.digest.parts import is_torch
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.held import Held, is_tensor
 from syncheck.live.memory.sharded import sharding_of
@@ -97,18 +98,16 @@ class Places:
 
     def ties(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return those of some tensors that have other names too, each with the others; they are one in memory."""
-        torch: Any = sys.modules["torch"]
-        sources = {name: tensor.data.source for name, tensor in self.tensors.items() if isinstance(tensor.data, Held)}
-        known: dict[tuple[Any, ...], list[str]] = {}
-        keys = {
+        memory = {
             name: (source.device, source.data_ptr(), source.nbytes)
-            for name, source in sources.items()
-            if isinstance(source, torch.Tensor) and source.numel()
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor.data, Held) and is_torch(source := tensor.data.source) and source.numel()
         }
-        for name, key in keys.items():
-            known.setdefault(key, []).append(name)
-        tied = {name: known[keys[name]] for name in names if name in keys}
-        return {name: [other for other in of if other != name] for name, of in tied.items() if len(of) > 1}
+        called: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name, place in memory.items():
+            called[place].append(name)
+        others = {name: [other for other in called[memory[name]] if other != name] for name in names if name in memory}
+        return {name: tied for name, tied in others.items() if tied}
 
     def alike(self, first: str, second: str) -> bool:
         """Whether two tensors of this rank have the same bytes, as far as it has both."""
