@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_GROUPS = 20
 _MOST_NOTES = 5
-# Options that change what is compared or excused, and so what "in sync" means.
+# Options that leave nothing out and excuse nothing. All others change what "in sync" means.
 _NEUTRAL = ("buffers", "group_by", "reference", "jobs")
 # Of the items of a group, the one that says most of it.
 _ORDER = ("out_of_sync", "undecided", "in_sync", "alone")

@@ -21,14 +21,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from syncheck.pytest_plugin.ranks import coverage, marker
-from syncheck.pytest_plugin.ranks.failure import (
-    STARTUP_LIMIT,
-    TEST_LIMIT,
-    RanksFailed,
-    disagreement,
-    failure,
-)
-from syncheck.pytest_plugin.ranks.pool import STARTUP, Pool
+from syncheck.pytest_plugin.ranks.failure import RanksFailed, disagreement, failure
+from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
 from syncheck.pytest_plugin.ranks.results import Result, is_strict_xpass, is_whole
 from syncheck.pytest_plugin.ranks.tail import Tail
@@ -95,8 +89,7 @@ def run(item: Any) -> None:
     tail = Tail(results, live=live)
     late = ""
     try:
-        passed = item.config.stash[POOL].run(tasks, results, limit, tail)
-        late = {"startup": STARTUP_LIMIT.format(STARTUP), "test": TEST_LIMIT.format(limit)}.get(passed, "")
+        late = item.config.stash[POOL].run(tasks, results, limit, tail)
     except pytest.fail.Exception as error:  # another plugin's limit, raised where this process waits
         late = str(error)
     finally:
