@@ -40,9 +40,9 @@ class Tree:
     parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
     `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
-    `records.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
-    mappings of the tree. dealt_out: an optimizer keeps the state of some parameters only, as ZeRO's does; kept: the
-    names of this rank's.
+    `snapshots.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
+    mappings of the tree, as converted. names: of the modules' parameters, by their `id`. dealt_out: an optimizer keeps
+    the state of some parameters only, as ZeRO's does; kept: the names of this rank's.
     Raises UsageError for what cannot be read.
     """
 
@@ -58,33 +58,26 @@ class Tree:
         self.synced: set[bool | None] = set()
         self.stubs: set[str] = set()
         self.containers: list[dict[Any, Any]] = []
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._sharded: set[int] = set()
         self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
         self._seen: dict[int, Any] = {}
         self._above: set[int] = set()
-        self._kept: list[Any] = []
-        merged = _merge(parts)
-        self.root = self._convert(merged, "", 0)
+        self._alive: list[Any] = []
+        self.root = self._convert(_merge(parts), "", 0)
         # Last, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
-            made = with_names(self._convert(optimizer.state_dict(), name, 1), optimizer, self._names, self._sharded)
+            made = with_names(self._convert(optimizer.state_dict(), name, 1), optimizer, self.names, self._sharded)
             if self.dealt_out:
-                self.kept += [self._names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+                self.kept += [self.names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
             if not ("state" in made and "param_groups" in made):
                 into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
             into.update(made)
-            self.containers.append(into)
 
     @property
     def buffers_synced(self) -> bool | None:
         """Whether the buffers are synchronized, where all modules say the same."""
         return next(iter(self.synced)) if len(self.synced) == 1 else None
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        """The name of every parameter of the modules, by its `id`."""
-        return self._names
 
     def _convert(self, node: Any, name: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -108,7 +101,7 @@ class Tree:
         made = self._container(node, name, depth)
         self._above.discard(id(node))
         self._seen[id(node)] = made
-        self._kept.append(node)  # an id means something only as long as its object lives
+        self._alive.append(node)  # an id means something only as long as its object lives
         return made
 
     def _container(self, node: Any, name: str, depth: int) -> Any:
@@ -162,7 +155,7 @@ class Tree:
                     self._sharded.add(id(parameter))
                     place = place.refuse(FLAT)
                 made[f"{at}{key}"] = place
-                self._names.setdefault(id(parameter), f"{prefix}{at}{key}")
+                self.names.setdefault(id(parameter), f"{prefix}{at}{key}")
                 self.parameters.add(f"{prefix}{at}{key}")
                 if not parameter.requires_grad:
                     self.frozen.append(f"{prefix}{at}{key}")
