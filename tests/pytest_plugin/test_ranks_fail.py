@@ -228,7 +228,7 @@ def test_ending_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
 def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
     """When pytest-timeout ends the test first, the ranks are ended and their stacks are shown."""
     path = pytester.makepyfile(WAITS)
-    result = pytester.runpytest_subprocess("--timeout=1", timeout=60)
+    result = pytester.runpytest_subprocess("--timeout=5", timeout=60)  # time for the ranks to begin the test
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*rank 0: had not finished*", "*in test_waits"])
     assert gone([int(line) for line in path.with_name("pids").read_text().split()])
