@@ -20,13 +20,15 @@ from syncheck.records import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    A = TypeVar("A")
     T = TypeVar("T")
 
 _LONGEST = 500  # characters of a failure's text
-# Where more than one rank in so many has something to send to all, a gather costs less than one after another.
+MOST_TOLD = 8  # different answers that an error tells of
+# `share` lets few senders broadcast, one after another; where more than one rank in four sends, all gather at once.
 _FEW = 4
 _MARK = "syncheck"
-DONE = "done"
+_DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,14 @@ def world_size() -> int:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 0
     return int(dist.get_world_size())
+
+
+def by_answer(answers: Mapping[int, A]) -> dict[A, list[int]]:
+    """Return the ranks of each different answer. answers: by rank, hashable."""
+    found: dict[A, list[int]] = {}
+    for rank, answer in answers.items():
+        found.setdefault(answer, []).append(rank)
+    return found
 
 
 class Channel:
@@ -117,7 +127,7 @@ class Channel:
                 raise RankFailed(_mixed(ranks_text(strangers or self.ranks)))
             failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
             if failures:
-                raise _error(failures, len(self.ranks))
+                raise self._ended(failures)
         return {rank: sent.message for rank, sent in found.items()}
 
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
@@ -138,8 +148,7 @@ class Channel:
             found[rank] = self._broadcast(message, rank)
         failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
         if failures:
-            self.over = True
-            raise _error(failures, len(self.ranks))
+            raise self._ended(failures)
         return {rank: pickle.loads(sent.message) for rank, sent in found.items()}  # noqa: S301 - as in `_unpacked`
 
     def together(self, work: Callable[[], T]) -> T:
@@ -150,11 +159,11 @@ class Channel:
             if self.over:
                 raise
             try:
-                self.gather(_failure(error), DONE)
+                self.gather(_failure(error), _DONE)
             except SyncheckError as told:
                 raise told from error
             raise
-        self.gather(None, DONE)  # learns of a rank whose work failed after its last message
+        self.gather(None, _DONE)  # learns of a rank whose work failed after its last message
         return result
 
     @property
@@ -171,14 +180,13 @@ class Channel:
             return self._answering(answer)  # type: ignore[no-any-return]
         try:
             made = work()
-            self._broadcast(_Sent(DONE, pickle.dumps(made)))  # what cannot be pickled fails before it is due
+            self._broadcast(_Sent(_DONE, pickle.dumps(made)))  # what cannot be pickled fails before it is due
         except Exception as error:
             if self.over:
                 raise
             by_rank = error.by_rank if isinstance(error, _Unanswered) else {self.rank: _failure(error)}
             self._broadcast(_Failures(by_rank))
-            self.over = True
-            raise _error(by_rank, len(self.ranks)) from error
+            raise self._ended(by_rank) from error
         return made
 
     def ask(self, rank: int, what: Any) -> Any:
@@ -198,8 +206,7 @@ class Channel:
             if isinstance(sent, _Sent):
                 return pickle.loads(sent.message)  # noqa: S301 - of the first rank of the same program
             if isinstance(sent, _Failures):
-                self.over = True
-                raise _error(sent.by_rank, len(self.ranks))
+                raise self._ended(sent.by_rank)
             if sent.rank != self.rank:
                 continue
             try:
@@ -215,6 +222,15 @@ class Channel:
         with self._talking():
             self._dist.broadcast_object_list(listed, min(self.ranks) if source is None else source, self._group)
         return listed[0]
+
+    def _ended(self, failures: Mapping[int, Failure]) -> SyncheckError:
+        """Return the one error that all ranks raise: it names the ranks unless all failed alike."""
+        self.over = True
+        by_text = by_answer({rank: failure.text for rank, failure in failures.items()})
+        everyone = len(by_text) == 1 and len(failures) == len(self.ranks)
+        told = (text if everyone else f"{ranks_text(of)}: {text}" for text, of in list(by_text.items())[:MOST_TOLD])
+        kind = UsageError if all(failure.usage for failure in failures.values()) else RankFailed
+        return kind(one_line("; ".join(told)))
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -259,13 +275,3 @@ def _mixed(who: str) -> str:
         f"{who} sent something that is no part of this comparison; every rank has to make the same collective calls, "
         "these included, in the same order"
     )
-
-
-def _error(failures: Mapping[int, Failure], ranks: int) -> SyncheckError:
-    """Return the one error that all ranks raise: it names the ranks unless all failed alike."""
-    by_text: dict[str, list[int]] = {}
-    for rank, failure in failures.items():
-        by_text.setdefault(failure.text, []).append(rank)
-    everyone = len(by_text) == 1 and len(failures) == ranks
-    text = "; ".join(text if everyone else f"{ranks_text(of)}: {text}" for text, of in list(by_text.items())[:8])
-    return (UsageError if all(failure.usage for failure in failures.values()) else RankFailed)(one_line(text))

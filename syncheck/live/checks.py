@@ -88,7 +88,7 @@ def check(
         )
 
     chosen = group_of(mesh) if group is None and mesh is not None else group
-    states = (_Random(rng=_States()),) if rng else ()
+    states = (RandomStates(rng=_States()),) if rng else ()
     return compare_across_ranks(
         (*parts, *states), chosen, options, mesh=lambda: _place(mesh, chosen), alone=True, budget=budget
     )
@@ -140,8 +140,8 @@ def _place(mesh: Any, group: Any) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate(), strict=False))
 
 
-class _Random(dict[str, "_States"]):
-    """The states of the random number generators, under the name that checkpoints give them."""
+class RandomStates(dict[str, "_States"]):
+    """The states of the random number generators, under the name that checkpoints give them; reports name the class."""
 
 
 class _States:

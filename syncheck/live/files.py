@@ -12,6 +12,7 @@ from syncheck.errors import UsageError, brief
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import selector
 from syncheck.layout.groups import title_of
+from syncheck.live.channel import MOST_TOLD, by_answer
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.stored import opened
 from syncheck.names import normalize
@@ -120,12 +121,9 @@ def _check(files: Mapping[int, File]) -> None:
                 "needs its own: name it by {rank}, and start node N with --node-rank N. Copies of one rank's file are "
                 "compared by 'syncheck fingerprint' on each node and one 'syncheck compare' of what it writes"
             )
-    runs: dict[tuple[str | None, str | None], list[int]] = {}
-    for rank, file in files.items():
-        if file.run is not None:
-            runs.setdefault(file.run, []).append(rank)
+    runs = by_answer({rank: file.run for rank, file in files.items() if file.run is not None})
     if len(runs) > 1:
-        told = "; ".join(f"{ranks_text(of)} of {_run_text(*run)}" for run, of in list(runs.items())[:8])
+        told = "; ".join(f"{ranks_text(of)} of {_run_text(*run)}" for run, of in list(runs.items())[:MOST_TOLD])
         raise UsageError(f"the files are of several runs, as their metadata says: {told}; needs those of one run")
 
 

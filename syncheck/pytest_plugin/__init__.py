@@ -47,7 +47,7 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
         return None
     from syncheck.pytest_plugin import assertion
 
-    return assertion.explain(op, left, right)
+    return assertion.explain(left, right)
 
 
 @pytest.hookimpl(wrapper=True)

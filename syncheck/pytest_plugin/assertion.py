@@ -18,10 +18,10 @@ HINT = (
 )
 
 
-def explain(op: str, left: Any, right: Any) -> list[str] | None:
+def explain(left: Any, right: Any) -> list[str] | None:
     """Return the lines that pytest shows for a failed `==` of two state dicts, None for anything else."""
     try:
-        return _explain(left, right) if op == "==" else None
+        return _explain(left, right)
     except Exception:  # noqa: BLE001 - the objects are anyone's; then pytest's own explanation stands
         return None
 
@@ -58,7 +58,7 @@ def help_for(excinfo: pytest.ExceptionInfo[BaseException]) -> str | None:
     names = {**entry.frame.f_globals, **entry.frame.f_locals}
     # Only plain names are looked at: anything else would be computed once more.
     sides = [names.get(side.id) for side in (compared.left, *compared.comparators) if isinstance(side, ast.Name)]
-    lines = explain("==", *sides) if len(sides) == 2 else None
+    lines = explain(*sides) if len(sides) == 2 else None
     return HINT if lines is None else "\n".join([*lines, "", HINT])
 
 

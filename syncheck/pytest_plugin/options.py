@@ -11,23 +11,13 @@ if TYPE_CHECKING:
 # Seconds. A gloo group that hangs does so for 30 minutes by default.
 TIMEOUT = 60.0
 _OPTION = re.compile(r"(?<![\w-])--(?=(?:allow|(?:update-)?baseline|group-by|include|exclude|buffers)\b)")
-# Of pytest.Config.getoption: which of them say how to compare, by the name that `syncheck.Options` has for it.
+# The fields of `syncheck.Options` that an option sets, and what `pytest.Config.getoption` calls it.
 COMPARING = {
-    "only": "syncheck_only",
-    "include": "syncheck_include",
-    "exclude": "syncheck_exclude",
-    "buffers": "syncheck_buffers",
-    "rtol": "syncheck_rtol",
-    "atol": "syncheck_atol",
-    "ulp": "syncheck_ulp",
-    "close": "syncheck_close",
-    "allow": "syncheck_allow",
-    "baseline": "syncheck_baseline",
-    "group_by": "syncheck_group_by",
-    "reference": "syncheck_reference",
-    "jobs": "syncheck_jobs",
-    "quick": "syncheck_quick",
-    "rng": "syncheck_rng",
+    field: f"syncheck_{field}"
+    for field in (
+        *("only", "include", "exclude", "buffers", "rtol", "atol", "ulp", "close"),
+        *("allow", "baseline", "group_by", "reference", "jobs", "quick", "rng"),
+    )
 }
 
 
@@ -95,6 +85,11 @@ def add(parser: pytest.Parser) -> None:
 def given(config: pytest.Config) -> dict[str, Any]:
     """Return what the run's options say of how to compare, by the name that `syncheck.Options` has for it."""
     return {field: config.getoption(option) for field, option in COMPARING.items()}
+
+
+def written(value: object) -> str:
+    """Write the value of an option: texts one after the other, of a table of tolerances what they are for."""
+    return ", ".join(value) if isinstance(value, (tuple, dict)) else str(value)
 
 
 def in_pytests_words(said: str | Exception) -> str:

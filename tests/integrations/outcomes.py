@@ -46,6 +46,25 @@ def outcomes(program: str, folder: Path, *cases: str, ranks: int = 2) -> Outcome
     return Outcomes(folder, run(PROGRAMS / program, folder, *cases, ranks=ranks))
 
 
+def assert_nothing_changed(found: Outcomes) -> None:
+    """Assert that what was watched ended with the same bits, random numbers included, as what was not."""
+    assert [rank["trained"] for rank in found.of("healthy")] == [rank["trained"] for rank in found.of("plain")]
+
+
+def assert_not_checked_after_an_error(found: Outcomes, case: str) -> None:
+    """Assert that rank 1's own error ended both ranks, that no check was made, and that no process was left."""
+    assert [(ended.code != 0, ended.left) for ended in found.ended] == [(True, False)] * 2
+    assert [rank["checks"] for rank in found.of(case)] == [0, 0]
+    assert found.of(case)[1]["error"] == "ZeroDivisionError: planted"
+
+
+def assert_told_once(found: Outcomes, case: str) -> None:
+    """Assert that a single process said once that it has nothing to compare with, and went on to its end."""
+    found.ended_well()
+    assert found.ended[0].output.count("there is nothing to compare with") == 1
+    assert [rank["verdict"] for rank in found.of(case)] == ["undecided"]
+
+
 def assert_stopped_alike(found: Outcomes, case: str, code: str, names: list[str], step: int) -> None:
     """Assert that all ranks raised one OutOfSync at this step, exited with 1, and left no process behind."""
     each = found.of(case)

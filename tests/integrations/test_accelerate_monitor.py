@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from libraries import need
-from outcomes import Outcomes, assert_stopped_alike, outcomes
+from outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_told_once, outcomes
 
 from syncheck.errors import UsageError
 from syncheck.integrations.accelerate import monitor
@@ -20,7 +20,7 @@ PROGRAM = "accelerate_loops.py"
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return one run of four loops, the last of which a planted fault ends."""
+    """Return one run of five loops, the last of which a planted fault ends."""
     need("accelerate")
     folder = tmp_path_factory.mktemp("accelerate")
     return outcomes(PROGRAM, folder, "plain", "healthy", "accumulated", "scaled", "weight")
@@ -35,7 +35,7 @@ def test_a_healthy_loop_is_in_sync(quick: Outcomes) -> None:
 
 def test_the_monitor_changes_nothing(quick: Outcomes) -> None:
     """Parameters, optimizer states and random numbers are to the bit those of a loop without the monitor."""
-    assert [rank["trained"] for rank in quick.of("healthy")] == [rank["trained"] for rank in quick.of("plain")]
+    assert_nothing_changed(quick)
 
 
 def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
@@ -71,6 +71,4 @@ def test_drift_of_batchnorm_stops_all_ranks(tmp_path: Path) -> None:
 def test_a_single_process_is_told_once(tmp_path: Path) -> None:
     """Without other ranks there is nothing to compare: one line says so, and the loop goes on."""
     need("accelerate")
-    found = outcomes(PROGRAM, tmp_path, "single", ranks=1)
-    found.ended_well()
-    assert found.ended[0].output.count("there is nothing to compare with") == 1
+    assert_told_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from libraries import need
-from outcomes import Outcomes, assert_stopped_alike, outcomes
+from outcomes import (
+    Outcomes,
+    assert_not_checked_after_an_error,
+    assert_nothing_changed,
+    assert_stopped_alike,
+    assert_told_once,
+    outcomes,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +47,7 @@ def test_a_healthy_fit_is_in_sync(quick: Outcomes) -> None:
 
 def test_the_callback_changes_nothing(quick: Outcomes) -> None:
     """Parameters, optimizer states and random numbers are to the bit those of a fit without the callback."""
-    assert [rank["trained"] for rank in quick.of("healthy")] == [rank["trained"] for rank in quick.of("plain")]
+    assert_nothing_changed(quick)
 
 
 def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
@@ -125,10 +132,7 @@ def test_shards_are_not_compared(more: Outcomes) -> None:
 def test_no_check_after_an_exception(tmp_path: Path) -> None:
     """Where rank 1 raises in a batch no rank waits for a check: rank 1's own error ends the program."""
     need("lightning")
-    found = outcomes(PROGRAM, tmp_path, "raise")
-    assert [(ended.code != 0, ended.left) for ended in found.ended] == [(True, False)] * 2
-    assert [rank["checks"] for rank in found.of("raise")] == [0, 0]
-    assert found.of("raise")[1]["error"] == "ZeroDivisionError: planted"
+    assert_not_checked_after_an_error(outcomes(PROGRAM, tmp_path, "raise"), "raise")
 
 
 @pytest.mark.slow
@@ -152,10 +156,7 @@ def test_ranks_that_are_spawned_are_watched(tmp_path: Path) -> None:
 def test_a_single_process_is_told_once(tmp_path: Path) -> None:
     """Without other ranks there is nothing to compare: one line says so, and the fit goes on."""
     need("lightning")
-    found = outcomes(PROGRAM, tmp_path, "single", ranks=1)
-    found.ended_well()
-    assert found.ended[0].output.count("there is nothing to compare with") == 1
-    assert [rank["verdict"] for rank in found.of("single")] == ["undecided"]
+    assert_told_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")
 
 
 @pytest.mark.slow

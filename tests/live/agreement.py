@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.records import Finding, Report
+
+
+needs_fsdp2 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of this torch does not run on CPU"
+)
+
+
+def on_all(mine: Any) -> list[Any]:
+    """Return what each rank has, on all of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 @dataclass

@@ -1,5 +1,17 @@
-"""What the tests here share is in these modules; their assertions explain themselves as those of a test do."""
+"""What the tests here share: modules whose assertions explain themselves as those of a test do, and the benchmarks."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = str(Path(__file__).resolve().parents[2])
+
 pytest.register_assert_rewrite("agreement", "healing")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process import the benchmarks, which are not installed."""
+    if ROOT not in sys.path:
+        monkeypatch.syspath_prepend(ROOT)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from agreement import all_pass, each_rank
+from agreement import all_pass, each_rank, on_all
 
 from syncheck.live import Resync, check, resync
 
@@ -36,13 +35,6 @@ def _plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
         tensor.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     )
     return str(tensor.dtype), tuple(tensor.shape), row.numpy().tobytes()
-
-
-def on_all(mine: Any) -> list[Any]:
-    """Return what each rank has."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def healed(*parts: Any, bad: tuple[int, ...], source: int, named: bool = False, **options: Any) -> Resync:

@@ -127,13 +127,17 @@ def test_states_are_compared_by_parameter_and_groups_by_place(syncheck_rank: Any
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
 def test_random_states_are_compared_when_asked(syncheck_rank: Any, generator: str) -> None:
-    """Equal seeds are in sync; another one on rank 1 is named with rng=True, and is nobody's business without."""
+    """Equal seeds are in sync; another one on rank 1 is named with rng=True, and is nobody's business without.
+
+    The replica is called by the names of classes, of which none is internal.
+    """
     state = {"w": torch.ones(3)}
     seeds = {"torch": torch.manual_seed, "python": random.seed, "numpy": np.random.seed}
     for seed in seeds.values():
         seed(1)
     report = all_pass(each_rank(check, state, rng=True))
     assert (report.verdict, report.groups[0].kinds["rng"].identical) == ("in_sync", 5)
+    assert report.groups[0].replicas[0].path.startswith("dict, RandomStates on ")
     seeds[generator](1 + syncheck_rank.rank)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     outcomes = each_rank(check, state, rng=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank, flip
+from agreement import all_pass, each_rank, flip, needs_fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,10 +14,6 @@ from syncheck.live import check
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
-
-NEEDS_FSDP = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of this torch does not run on CPU"
-)
 
 
 class Uneven(nn.Module):
@@ -48,7 +44,7 @@ def sharded(mesh: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@NEEDS_FSDP
+@needs_fsdp2
 @pytest.mark.syncheck(ranks=4)
 def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
     """In a mesh of 2 x 2 copies of parts agree; an element that differs in one rank's part names that pair of ranks."""
@@ -82,7 +78,7 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
     assert all_pass(each_rank(check, model, optimizer)) == report
 
 
-@NEEDS_FSDP
+@needs_fsdp2
 @pytest.mark.syncheck(ranks=2)
 def test_shards_alone_are_not_compared(syncheck_rank: Rank) -> None:
     """Under pure FSDP only buffers have copies; with buffers left out nothing is compared, and that is undecided."""

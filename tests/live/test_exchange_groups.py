@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank, flip
+from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
 
 from syncheck.testing import assert_in_sync, compare
 
@@ -88,11 +88,9 @@ def test_a_differing_replicated_dtensor_is_found() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=needs_fsdp2)])
 def test_fully_sharded_parameters_are_counted_as_sharded(syncheck_rank: Any, version: int) -> None:
     """Under FSDP1 and FSDP2 parameters and their states are not replicas; the buffers are, and are compared."""
-    if version == 2 and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
-        pytest.skip("FSDP2 of this torch does not run on CPU")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank, flip
-from healing import on_all
+from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
 
 from syncheck.errors import UsageError
 from syncheck.live import resync
@@ -130,8 +129,6 @@ def test_many_names_are_cut_short() -> None:
 
 def hybrid(names: tuple[int, int]) -> Any:
     """Return a net under HSDP over a mesh of this shape, and an optimizer that has stepped."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
-        pytest.skip("FSDP2 of this torch does not run on CPU")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -151,6 +148,7 @@ def local_bits(model: Any, optimizer: Any) -> list[Any]:
     return [(t.to_local() if hasattr(t, "to_local") else t).detach().numpy().tobytes() for t in tensors]
 
 
+@needs_fsdp2
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
 def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> None:
@@ -177,6 +175,7 @@ def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> Non
     assert on_all(local_bits(model, optimizer)) == before
 
 
+@needs_fsdp2
 @pytest.mark.syncheck(ranks=3)
 def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
     """With three copies a flipped bit in one is healed from the two others, and lost state is created sharded."""

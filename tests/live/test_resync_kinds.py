@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, each_rank, flip, trained
-from healing import bits, healed, on_all
+from agreement import Net, all_pass, each_rank, flip, needs_fsdp2, on_all, trained
+from healing import bits, healed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -257,11 +257,10 @@ def test_gradients_and_random_numbers_are_left_alone(syncheck_rank: Any) -> None
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 
+@needs_fsdp2
 @pytest.mark.syncheck(ranks=2)
 def test_shards_are_left_alone(syncheck_rank: Any) -> None:
     """Under FSDP2 each rank has its own shards, which stay; a buffer, which is replicated, takes the named rank's."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
-        pytest.skip("FSDP2 of this torch does not run on CPU")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank
-from healing import bits, healed, on_all, untouched
+from agreement import Net, all_pass, all_raise, each_rank, on_all
+from healing import bits, healed, untouched
 from torch import nn
 
 from syncheck.live import resync

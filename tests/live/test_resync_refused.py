@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_raise, each_rank, flip, trained
-from healing import bits, healed, on_all, untouched
+from agreement import Net, all_raise, each_rank, flip, on_all, trained
+from healing import bits, healed, untouched
 from torch import nn
 
 from syncheck.live import resync

@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import on_all
 
 from syncheck.live import check
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process import the benchmarks, which are not installed."""
-    if str(ROOT) not in sys.path:
-        monkeypatch.syspath_prepend(str(ROOT))
+pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 PLAY = """
@@ -62,9 +59,7 @@ def test_two_simulated_ranks_send_what_two_real_ones_send(syncheck_rank: Any) ->
         with counted() as traffic:
             report = check(model)
         assert report.verdict == verdict
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, traffic.sent)
-        sent.append(max(both))
+        sent.append(max(on_all(traffic.sent)))
     simulated: list[Any] = [played() if syncheck_rank.rank == 0 else None]
     dist.broadcast_object_list(simulated)
     assert [of["sent"] for of in simulated[0]] == sent

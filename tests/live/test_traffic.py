@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import flip
+from agreement import flip, on_all
 
 from syncheck.live import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROOT = str(Path(__file__).resolve().parents[2])
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this rank import the benchmarks, which are not installed."""
-    if ROOT not in sys.path:
-        monkeypatch.syspath_prepend(ROOT)
+pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 def sent(call: Callable[[], Any]) -> int:
@@ -33,13 +24,6 @@ def sent(call: Callable[[], Any]) -> int:
     with counted() as traffic:
         call()
     return traffic.sent
-
-
-def everywhere(value: Any) -> list[Any]:
-    """Return each rank's value, on all of them."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def small(tensors: int) -> torch.nn.Module:
@@ -56,7 +40,7 @@ def test_every_collective_is_counted_once(syncheck_rank: Any) -> None:
     assert sent(lambda: dist.all_gather(both, row)) == 400
     assert sent(lambda: dist.all_gather_into_tensor(torch.zeros(200), row)) == 400
     assert sent(lambda: dist.all_reduce(row)) == 400
-    assert 1000 < sent(lambda: everywhere(b"x" * 1000)) < 1200
+    assert 1000 < sent(lambda: on_all(b"x" * 1000)) < 1200
     assert sent(dist.barrier) == 0
 
 
@@ -105,7 +89,7 @@ def test_the_baselines_see_parameters_and_no_buffers(syncheck_rank: Any) -> None
     assert check(model).verdict == "out_of_sync"
     if syncheck_rank.rank == 1:
         flip(model[0].weight)
-    assert everywhere((megatron(model), naive(model))) == [(True, True), (False, False)]
+    assert on_all((megatron(model), naive(model))) == [(True, True), (False, False)]
 
 
 def test_reading_reads_every_word() -> None:

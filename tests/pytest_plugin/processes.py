@@ -1,4 +1,4 @@
-"""Whether processes are still there."""
+"""Whether processes are there, still or yet."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ def alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def noted(file: Path, count: int, seconds: float = 30) -> list[int]:
+    """Wait until the ids of so many processes stand in a file, each in a line; return them. All are alive."""
+    deadline = time.monotonic() + seconds
+    while (not file.exists() or file.read_text().count("\n") < count) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(line) for line in file.read_text().split()]
+    assert len(pids) == count
+    assert all(map(alive, pids))
+    return pids
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import alive, gone
+from processes import gone, noted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,14 +217,8 @@ def test_waits():
 def test_ending_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
     """Ctrl-C, a scheduler's SIGTERM and a kill of pytest take all ranks and their children with it."""
     (tmp_path / "test_it.py").write_text(WAITS)
-    pids = tmp_path / "pids"
     with subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as running:
-        deadline = time.monotonic() + 30
-        while (not pids.exists() or pids.read_text().count("\n") < 4) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        started = [int(line) for line in pids.read_text().split()]
-        assert len(started) == 4
-        assert all(map(alive, started))
+        started = noted(tmp_path / "pids", 4)
         subprocess.run(["kill", f"-{signal}", str(running.pid)], check=True)
         out = running.communicate(timeout=30)[0]
     assert gone(started)
@@ -235,7 +228,7 @@ def test_ending_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
 def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
     """When pytest-timeout ends the test first, the ranks are ended and their stacks are shown."""
     path = pytester.makepyfile(WAITS)
-    result = pytester.runpytest_subprocess("--timeout=1", timeout=60)
+    result = pytester.runpytest_subprocess("--timeout=5", timeout=60)  # time for the ranks to begin the test
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*rank 0: had not finished*", "*in test_waits"])
     assert gone([int(line) for line in path.with_name("pids").read_text().split()])

@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import alive, gone
+from processes import gone, noted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,14 +202,8 @@ def test_stops():
 def test_stopped_ranks_end_with_pytest(tmp_path: Path) -> None:
     """Ranks that can notice nothing themselves are ended when pytest is killed."""
     (tmp_path / "test_it.py").write_text(STOPPED)
-    pids = tmp_path / "pids"
     with subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
-        deadline = time.monotonic() + 30
-        while (not pids.exists() or pids.read_text().count("\n") < 2) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        started = [int(line) for line in pids.read_text().split()]
-        assert len(started) == 2
-        assert all(map(alive, started))
+        started = noted(tmp_path / "pids", 2)
         os.kill(running.pid, 9)
     assert gone(started)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 
 import pytest
@@ -129,8 +130,6 @@ def test_it(flavour, pytestconfig):
     assert [1, 2] != [1, 3]
 """
     )
-    import os
-
     os.chdir("sub")
     result = pytester.runpytest_subprocess("--flavour=sweet", "--strict-markers", "-p", "no:cacheprovider", "-x", ".")
     result.assert_outcomes(passed=1)

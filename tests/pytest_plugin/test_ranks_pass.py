@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import zlib
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -123,9 +127,6 @@ def from_conftest():
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run the suite once; return its folder and output."""
-    import subprocess
-    import sys
-
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_suite.py").write_text(SUITE)
     (folder / "conftest.py").write_text(CONFTEST)
@@ -194,8 +195,6 @@ def test_processes_are_used_again(entries: list[dict[str, Any]]) -> None:
 
 def test_junit_has_what_ranks_recorded(done: tuple[Path, str]) -> None:
     """A property that is equal on all ranks stands there once, another one with its rank; no rank wrote the file."""
-    import xml.etree.ElementTree as ET
-
     cases = {case.get("name"): case for case in ET.parse(done[0] / "junit.xml").iter("testcase")}
     assert len(cases) == 12
     case = next(case for name, case in cases.items() if name and "2ranks" in name and "a::b" in name)
@@ -205,8 +204,6 @@ def test_junit_has_what_ranks_recorded(done: tuple[Path, str]) -> None:
 
 def test_seeds_are_the_same_in_every_run(done: tuple[Path, str], entries: list[dict[str, Any]]) -> None:
     """The seed follows from the test's id alone."""
-    import zlib
-
     seeds = {entry["seed"] for entry in entries if "seed" in entry}
     assert min(seeds) == zlib.crc32(b"test_suite.py::test_ready") & 0xFFFFFF
 

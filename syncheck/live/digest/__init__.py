@@ -5,7 +5,7 @@ bytes in C order, little-endian; strides, dtype and shape are not in it.
 
     xxh3-128/4MiB   CPU, where the package xxhash is installed, and devices without an algorithm of their own
     blake2b-128     CPU without xxhash, and what all ranks can compute
-    lanes-128       CUDA and ROCm: `digest_lanes` says how, and what it withstands
+    lanes-128       CUDA and ROCm: `digest.lanes` says how, and what it withstands
 
 xxh3-128 is the 128-bit XXH3 of https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md; of more than 4 MiB,
 of the digests of the parts of 4 MiB. Two tensors that nobody made to collide have one digest with odds of 2**-128. It
@@ -71,9 +71,9 @@ def _sorted(sources: Sequence[Any], algorithm: str | None) -> tuple[dict[Any, tu
     by_device: dict[Any, tuple[list[int], list[Any]]] = {}
     here = []
     for i, source in enumerate(sources):
-        own = algorithm is None and parts.is_tensor(source) and source.is_cuda
+        own = algorithm is None and parts.is_torch(source) and source.is_cuda
         if own or algorithm == LANES:
-            tensor = source if parts.is_tensor(source) else _tensor(source)
+            tensor = source if parts.is_torch(source) else _tensor(source)
             places, tensors = by_device.setdefault(tensor.device, ([], []))
             places.append(i)
             tensors.append(tensor)
@@ -86,4 +86,4 @@ def _tensor(array: Any) -> Any:
     import torch
 
     # A copy: torch warns of arrays that must not be written.
-    return torch.from_numpy(digest_host.row_of(array).copy())
+    return torch.from_numpy(parts.row_of(array).copy())

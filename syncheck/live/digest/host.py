@@ -29,7 +29,8 @@ WIDTH = 16  # bytes of a digest
 
 # Tensors below this are hashed at once: to hand one to another thread takes as long.
 SMALL = 64 << 10
-# All bytes in tensors that are not small: below this no thread is started. It takes about as long to start ten.
+# Where all tensors that are not small have fewer bytes than this together, one thread hashes them: in that time about
+# ten could be started.
 LARGE = 4 << 20
 # More threads than these do not read faster: memory is the limit.
 MOST_THREADS = 16
@@ -143,13 +144,6 @@ def digests(sources: Sequence[Any], algorithm: str, threads: int | None = None) 
     return found
 
 
-def row_of(array: Any) -> Any:
-    """Return the bytes of a numpy array as a row of uint8, little-endian, copied where they do not lie like that."""
-    numpy = sys.modules["numpy"]
-    plain = numpy.asarray(array)
-    return numpy.ascontiguousarray(plain, dtype=plain.dtype.newbyteorder("<")).reshape(-1).view(numpy.uint8)
-
-
 def _new(algorithm: str) -> Callable[[], Any]:
     """Return what makes a new hash by an algorithm."""
     if algorithm == COMMON:
@@ -184,8 +178,8 @@ def _memory(source: Any, number: int) -> memoryview | None:
 
     Reads the address: a tensor's own way to numpy takes five times as long, and there are thousands of small ones.
     """
-    if not parts.is_tensor(source):
-        return memoryview(row_of(source))
+    if not parts.is_torch(source):
+        return memoryview(parts.row_of(source))
     if source.is_cpu and source.is_contiguous() and not source.is_neg() and not source.is_conj():
         size = source.nbytes
         if source.untyped_storage().nbytes() >= size + source.storage_offset() * source.element_size():

@@ -1,4 +1,4 @@
-"""The sums of `digest_lanes` in one kernel for any number of tensors, written in Triton.
+"""The sums of `digest.lanes` in one kernel for any number of tensors, written in Triton.
 
 Importing this module imports Triton where it is installed; `add` raises where it is not.
 """
@@ -71,7 +71,7 @@ def mixed(
     factor_1: tl.constexpr,
     factor_2: tl.constexpr,
 ) -> tl.tensor:
-    """Mix a block of words as `digest_lanes.Mix` says. They are uint64, so that a shift brings zeros."""
+    """Mix a block of words as `digest.lanes.Mix` says. They are uint64, so that a shift brings zeros."""
     x = (x ^ (x >> shift_1)) * factor_1
     x = (x ^ (x >> shift_2)) * factor_2
     return x ^ (x >> shift_3)

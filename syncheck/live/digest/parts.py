@@ -1,6 +1,6 @@
 """The bytes of a tensor, in C order, as they lie in memory or copied in parts where they do not lie like that.
 
-torch is not imported here: who holds a tensor has loaded it.
+Neither torch nor numpy is imported here: who holds a tensor or an array has loaded it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_plain_tensors() -> Iterator[None]:
         yield
 
 
-def is_tensor(source: Any) -> bool:
+def is_torch(source: Any) -> bool:
     """Whether a source is a tensor of torch, not an array."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(source, torch.Tensor)
@@ -101,6 +101,12 @@ def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
         row = as_bytes(tensor)
         for start in range(0, len(row), most):
             yield start // WORD, row[start : start + most].clone()
+
+
+def row_of(array: Any) -> Any:
+    """Return the bytes of a numpy array as a row of uint8, little-endian, copied where they do not lie like that."""
+    numpy = sys.modules["numpy"]
+    return numpy.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(numpy.uint8)
 
 
 def as_bytes(tensor: Any) -> Any:

@@ -49,9 +49,9 @@ NOTE = "compared in memory: digests first, and the bytes of what differs"
 def compare_across_ranks(
     things: Sequence[Any],
     group: Any = None,
-    options: Options | Callable[[], Options] | None = None,
+    options: Callable[[], Options] = Options,
     *,
-    mesh: Mapping[str, int] | Callable[[], Mapping[str, int]] | None = None,
+    mesh: Callable[[], Mapping[str, int]] = dict,
     alone: bool = False,
     budget: int = BUDGET,
 ) -> Report:
@@ -59,17 +59,17 @@ def compare_across_ranks(
 
     A collective call: every rank of the group has to make it. things: the parts of this rank's replica, as
     `memory.snapshot` takes them; ranks may hold different ones. group: a process group of torch.distributed of any
-    backend with `all_gather_object`; by default all ranks. options, mesh: or what makes them, if that may fail. mesh:
-    where this rank stands, by dimension. alone: whether a group of one rank is undecided, and no error. budget: bytes
-    that are fetched at most. Ranks are those of the whole world. Nothing is changed, and no random number is drawn.
+    backend with `all_gather_object`; by default all ranks. options, mesh: make the options, and where this rank stands
+    in a mesh, by dimension; both may raise, and then all ranks do. alone: whether a group of one rank is undecided, and
+    no error. budget: bytes that are fetched at most. Ranks are those of the whole world. Nothing is changed, and no
+    random number is drawn.
     Raises, on all ranks and with one text: UsageError for things that cannot be compared and for options that are not
     the same everywhere, RankFailed where something else went wrong on a rank.
     """
     channel = Channel(group)
 
     def work() -> Report:
-        chosen = options if isinstance(options, Options) else options() if options is not None else Options()
-        place = mesh() if callable(mesh) else mesh or {}
+        chosen, place = options(), mesh()
         if len(channel.ranks) < 2 and not alone:
             raise UsageError("the process group has a single rank: there is no other replica to compare with")
         if any(isinstance(thing, (str, os.PathLike)) for thing in things):

@@ -79,7 +79,8 @@ class Fetcher:
     _kept: OrderedDict[int, dict[Piece, bytes]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        # What is compared at a time, one window of each set of ranks that agree, has to stay.
+        # What is compared at a time, one window of each set of ranks that agree, has to stay. Of 64 KiB at least: of
+        # ever smaller ones there would be ever more messages.
         sets: dict[str, int] = {}
         for one in self.wanted:
             sets[one.name] = sets.get(one.name, 0) + 1

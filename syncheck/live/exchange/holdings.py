@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.digest import COMMON, digest_all, root
+from syncheck.live.digest import COMMON, WIDTH, digest_all, root
 from syncheck.live.exchange.catalogue import catalogue_of
 from syncheck.live.exchange.stored import Stored
 from syncheck.live.memory import FORMAT, agree_on_buffers
@@ -194,10 +194,10 @@ def _agreed(
 
 
 def _cut(catalogue: Catalogue, blob: bytes) -> list[bytes]:
-    """Return the digests of a catalogue's rows: of 16 bytes each, none where a row has no algorithm."""
+    """Return the digests of a catalogue's rows, none where a row has no algorithm."""
     found, at = [], 0
     for row in catalogue.rows:
-        end = at + (16 if row.algorithm else 0)
+        end = at + (WIDTH if row.algorithm else 0)
         found.append(blob[at:end])
         at = end
     return found

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
 from syncheck.live.memory.held import HeldPlace
-from syncheck.live.memory.things import Tree, is_readable, title_of
+from syncheck.live.memory.things import is_readable, title_of
+from syncheck.live.memory.tree import Tree
 from syncheck.names import normalize
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.pickles.tree import Flat, flatten, is_optimizer

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from syncheck.comparison.replica_groups import is_whole
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.pieces import boxes
-from syncheck.live.digest.parts import as_bytes, as_plain_tensors, copied, lies_in_order, storage_holds
+from syncheck.live.digest.parts import (
+    as_bytes,
+    as_plain_tensors,
+    copied,
+    is_torch,
+    lies_in_order,
+    row_of,
+    storage_holds,
+)
 from syncheck.live.memory.sharded import sharding_of
 from syncheck.readers.pickles.stand_ins import TensorPlace
 from syncheck.snapshots import in_c_order
@@ -32,21 +40,22 @@ class Held:
 
     Nothing is kept of what was copied: a tensor that lies otherwise, as all of a channels-last model do, is gathered
     anew for each part. Parts of a tensor on a device are copied from it one by one.
+    source: the tensor or array itself; of a DTensor its local tensor.
     """
 
-    __slots__ = ("_flat", "_source")
+    __slots__ = ("_flat", "source")
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        self.source = source
         self._flat: Any = None
 
     def __getitem__(self, part: slice) -> bytes:
-        if self._flat is None and _lies_in_order(self._source):
-            self._flat = flat_bytes(self._source)
+        if self._flat is None and _lies_in_order(self.source):
+            self._flat = flat_bytes(self.source)
         return self._gathered(part) if self._flat is None else _bytes(self._flat[part])
 
     def _gathered(self, part: slice) -> bytes:
-        source = self._source
+        source = self.source
         size = source.itemsize
         start, stop, _ = part.indices(math.prod(source.shape) * size)
         # Whole elements: of a window the ends may lie within one.
@@ -54,11 +63,6 @@ class Held:
         with as_plain_tensors():
             row = b"".join(_bytes(flat_bytes(source[box])) for box in boxes(source.shape, first, last - first))
         return row[start - first * size : stop - first * size]
-
-    @property
-    def source(self) -> Any:
-        """The tensor or array itself; of a DTensor its local tensor."""
-        return self._source
 
 
 class HeldPlace(TensorPlace):
@@ -91,10 +95,8 @@ _PUT = [getattr(HeldPlace, name).__set__ for name in _FIELDS]
 
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor of torch or an array of numpy."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return True
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    numpy = sys.modules.get("numpy")
+    return is_torch(value) or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
 def place_of(value: Any) -> HeldPlace:
@@ -164,11 +166,8 @@ def _refused(value: Any, torch: Any) -> str:
 
 def flat_bytes(source: Any) -> Any:
     """Return all bytes as one row: an array or tensor of uint8, without a copy where C order allows it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(source, torch.Tensor):
-        numpy = sys.modules["numpy"]
-        native = numpy.ascontiguousarray(source, dtype=source.dtype.newbyteorder("="))
-        return native.reshape(-1).view(numpy.uint8)
+    if not is_torch(source):
+        return row_of(source)
     with as_plain_tensors():
         row = as_bytes(source if lies_in_order(source) else copied(source))
         return row.numpy() if row.device.type == "cpu" else row
@@ -176,15 +175,11 @@ def flat_bytes(source: Any) -> Any:
 
 def _lies_in_order(source: Any) -> bool:
     """Whether all bytes can be seen as one row without a copy."""
-    if is_tensor(source) and hasattr(source, "is_contiguous"):
+    if is_torch(source):
         return lies_in_order(source)
     return bool(source.flags.c_contiguous and source.dtype.isnative)
 
 
-def _view(row: Any) -> memoryview:
-    """Return a row of uint8 as a buffer, copied from its device where it has one."""
-    return memoryview(row if hasattr(row, "tobytes") else row.cpu().numpy())
-
-
 def _bytes(row: Any) -> bytes:
-    return bytes(_view(row))
+    """Return a row of uint8, which may be on a device, as bytes."""
+    return bytes(memoryview(row.cpu().numpy() if is_torch(row) else row))

@@ -1,11 +1,17 @@
-"""What the class of a module tells: sharding, extra state, DDP's copying of buffers. No torch is imported for it."""
+"""What a module tells of itself: sharding, extra state, unsaved buffers, DDP's copying. No torch is imported for it."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncheck.live.memory.held import holds_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# The key under which torch puts what `get_extra_state()` gives into a state dict.
+EXTRA_STATE = "_extra_state"
 
 
 def is_sharding(module: Any) -> bool:
@@ -26,6 +32,15 @@ def has_extra_state(module: Any) -> bool:
     torch: Any = sys.modules.get("torch")
     own = getattr(type(module), "get_extra_state", None)
     return torch is not None and own is not None and own is not torch.nn.Module.get_extra_state
+
+
+def transient_buffers(modules: Mapping[str, Any]) -> set[str]:
+    """Return the names of the buffers that a state dict leaves out. modules: a module and those within, by path."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, owner in modules.items()
+        for name in getattr(owner, "_non_persistent_buffers_set", ())
+    }
 
 
 def buffers_synced(module: Any) -> bool | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
 from syncheck.live.memory.held import is_tensor, place_of
+from syncheck.live.memory.modules import transient_buffers
 from syncheck.live.memory.things import is_bundle, is_module, is_optimizer, title_of
 from syncheck.names import normalize
 
@@ -40,8 +41,14 @@ def _roles(part: Any) -> list[Any]:
     """Return what two things have in common if one may stand for the other; nothing where that cannot be told."""
     if is_module(part):
         parameters = [name for name, _ in part.named_parameters(remove_duplicate=False)]
-        saved = [name for name, _ in part.named_buffers(remove_duplicate=False)]
-        ways = ([*parameters, *saved], parameters, [*parameters, *_persistent(part, saved)])
+        buffers = [name for name, _ in part.named_buffers(remove_duplicate=False)]
+        transient = transient_buffers(dict(part.named_modules(remove_duplicate=False)))
+        # With all buffers, without any, and with those that a state dict has: such a one may stand beside its module.
+        ways = (
+            [*parameters, *buffers],
+            parameters,
+            [*parameters, *(name for name in buffers if name not in transient)],
+        )
         return [_names(names) for names in ways if names]
     if is_optimizer(part):
         return [("optimizer", _shapes(part))]
@@ -58,16 +65,6 @@ def _roles(part: Any) -> list[Any]:
 
 def _names(names: Any) -> Any:
     return ("names", frozenset(normalize(names).values()))
-
-
-def _persistent(module: Any, buffers: list[str]) -> list[str]:
-    """Return the buffers that a state dict holds: it may stand beside its module."""
-    transient = {
-        f"{path}.{name}" if path else name
-        for path, owner in module.named_modules(remove_duplicate=False)
-        for name in getattr(owner, "_non_persistent_buffers_set", ())
-    }
-    return [name for name in buffers if name not in transient]
 
 
 def _shapes(optimizer: Any) -> tuple[tuple[int, ...], ...]:

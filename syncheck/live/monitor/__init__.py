@@ -86,8 +86,9 @@ class SyncMonitor:
         self._spent = 0.0  # seconds in checks since then
         self._trouble = Trouble()
         self._teller = Teller(console, events, writer)
-        self._leads = False  # whether this rank is the one that tells
-        self._told: set[str] = set()
+        self._leads: bool | None = None  # whether this rank is the one that tells; None before the first check
+        self._said: set[str] = set()  # warnings that are given once
+        self._over = False  # whether the end was told
 
     @property
     def overhead(self) -> float:
@@ -169,10 +170,9 @@ class SyncMonitor:
         return self._on_desync if isinstance(self._on_desync, str) else "callable"
 
     def _lead(self, channel: Channel | None) -> None:
-        """Find out whether this rank tells, and begin the events if so."""
-        if "start" in self._told:
+        """At the first check, find out whether this rank tells, and begin the events if so."""
+        if self._leads is not None:
             return
-        self._told.add("start")
         ranks = () if channel is None else channel.ranks
         self._leads = channel is None or channel.leads
         if self._leads:
@@ -180,8 +180,8 @@ class SyncMonitor:
             self._teller.event("start", step=self._start, **told)
 
     def _say_once(self, text: str) -> None:
-        if self._leads and text not in self._told:
-            self._told.add(text)
+        if self._leads and text not in self._said:
+            self._said.add(text)
             self._teller.say(f"warning: step {self._step}: could not tell: {text}", "yellow")
 
     def _tell(self, report: Report, seconds: float, ranks: int) -> None:
@@ -225,8 +225,8 @@ class SyncMonitor:
             self._teller.event("resync", step=self._step, summary=done.summary)
 
     def _end(self, exception: str | None) -> None:
-        if self._leads and "end" not in self._told:
-            self._told.add("end")
+        if self._leads and not self._over:
+            self._over = True
             told = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
             self._teller.event("end", step=self._step, verdict=self.last and self.last.verdict, **told)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from syncheck.errors import RankFailed, SyncheckError, UsageError, brief
+from syncheck.live.channel import MOST_TOLD, by_answer
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -16,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def agree(channel: Channel, mine: tuple[int, int, str]) -> None:
-    """Raise on all ranks unless all are at the same step of equal monitors."""
+    """Raise on all ranks unless all are at the same step of equal monitors. mine: step, every= and on_desync=."""
     found = channel.gather(mine, "monitor")
-    for place, name in ((1, "every"), (2, "on_desync")):
-        if len({sent[place] for sent in found.values()}) > 1:
-            raise UsageError(f"{name}= is not the same on all ranks: {_by_value(found, place)}")
-    if len({sent[0] for sent in found.values()}) > 1:
+    steps, intervals, actions = ({rank: sent[i] for rank, sent in found.items()} for i in range(3))
+    for name, answers in (("every", intervals), ("on_desync", actions)):
+        if len(set(answers.values())) > 1:
+            raise UsageError(f"{name}= is not the same on all ranks: {_told(answers)}")
+    if len(set(steps.values())) > 1:
         raise RankFailed(
-            f"the monitors are at different steps: {_by_value(found, 0)}; call step() on every rank once after each "
+            f"the monitors are at different steps: {_told(steps)}; call step() on every rank once after each "
             "optimizer step, with the same step= if any"
         )
 
 
-def _by_value(found: Mapping[int, tuple[Any, ...]], place: int) -> str:
-    ranks: dict[Any, list[int]] = {}
-    for rank, sent in sorted(found.items()):
-        ranks.setdefault(sent[place], []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(of)}" for value, of in list(ranks.items())[:8])
+def _told(answers: Mapping[int, object]) -> str:
+    """Write what ranks answered: '5 on rank 0, 10 on ranks 1, 2'."""
+    ranks = by_answer(dict(sorted(answers.items())))
+    return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MOST_TOLD])
 
 
 def call_together(channel: Channel, action: Callable[[Report], object], report: Report) -> None:
@@ -44,6 +45,6 @@ def call_together(channel: Channel, action: Callable[[Report], object], report: 
             channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
         raise
     sent = channel.gather("", "on_desync")
-    failed = {rank: (text,) for rank, text in sent.items() if text}
+    failed = {rank: text for rank, text in sent.items() if text}
     if failed:
-        raise RankFailed(f"on_desync raised {_by_value(failed, 0)}")
+        raise RankFailed(f"on_desync raised {_told(failed)}")

@@ -44,19 +44,15 @@ class Checked:
     ranks: int
     seconds: float
     overhead: float
-    good: int | None = None
-    since: int | None = None
-    new: tuple[Finding, ...] = ()
-
-    @property
-    def failing(self) -> list[Finding]:
-        """The findings that make the ranks out of sync."""
-        return [finding for group in self.report.groups for finding in group.findings if finding.fails]
+    good: int | None
+    since: int | None
+    new: tuple[Finding, ...]
 
     @property
     def codes(self) -> str:
-        """Codes of the findings with their ranks, in one line."""
-        return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in self.failing)
+        """Codes of the findings that make the ranks out of sync, with their ranks, in one line."""
+        failing = [finding for group in self.report.groups for finding in group.findings if finding.fails]
+        return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in failing)
 
 
 class Teller:

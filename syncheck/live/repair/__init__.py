@@ -10,13 +10,14 @@ import logging
 import sys
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
+from syncheck.errors import RankFailed, SyncheckError, UsageError, brief
 from syncheck.live.channel import Channel
 from syncheck.live.checks import check, eager, group_of
 from syncheck.live.repair.copying import Copier
+from syncheck.live.repair.done import Changed, Copied, Resync
 from syncheck.live.repair.places import Places
 from syncheck.live.repair.plan import MAJORITY, named, planned
 from syncheck.records import ranks_text
@@ -29,67 +30,7 @@ if TYPE_CHECKING:
     from syncheck.records import Report
 
 
-class Copied(NamedTuple):
-    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's piece of it."""
-
-    name: str
-    source: int
-    ranks: tuple[int, ...]
-    bytes: int
-
-
-class Changed(NamedTuple):
-    """A value that was set, or state that was created or removed, and on which ranks."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Resync:
-    """What `resync` did; the same on all ranks.
-
-    before: the report that found what to do. after: the one that proves it done; the same where nothing was to be done.
-    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, those
-    that were created among them. values: plain ones, set to the source's. created: optimizer state that a rank lacked.
-    removed: what it had more of it than the source.
-    """
-
-    before: Report
-    after: Report
-    sources: Mapping[tuple[int, ...], int] = field(default_factory=dict)
-    why: str = ""
-    copied: tuple[Copied, ...] = ()
-    values: tuple[Changed, ...] = ()
-    created: tuple[Changed, ...] = ()
-    removed: tuple[Changed, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the tensors that were copied."""
-        return sum(copied.bytes for copied in self.copied)
-
-    @property
-    def summary(self) -> str:
-        """What was done, in a few lines of plain text."""
-        if self.before is self.after:
-            return "resync: nothing to do, the ranks are in sync"
-        changed = (*self.values, *self.created, *self.removed)
-        touched = [of.ranks for of in self.copied] + [of.ranks for of in changed]
-        targets = sorted({rank for ranks in touched for rank in ranks})
-        sources = tuple(sorted(set(self.sources.values())))
-        what = f"{_counted(len(self.copied), 'tensor')}, {_size(self.bytes)}"
-        if self.values:
-            what += f", {_counted(len(self.values), 'value')}"
-        lines = [f"resync from {ranks_text(sources)} ({self.why}): {what}, on {ranks_text(targets)}; proved in sync"]
-        of: tuple[tuple[str, Sequence[Copied | Changed]], ...] = (
-            ("copied", self.copied), ("set", self.values), ("created", self.created), ("removed", self.removed),
-        )  # fmt: skip
-        for verb, done in of:
-            # The ranks stand in the first line already where they are the same throughout.
-            told = (c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done)
-            lines += [f"  {verb}: {named(told)}"] if done else []
-        return "\n".join(map(one_line, lines))
+__all__ = ["Resync", "resync"]
 
 
 @eager
@@ -200,7 +141,7 @@ class _Repair:
         created = {leaf.name for leaf in mine}
         for job in plan.jobs:
             if rank in job.ranks and job.name not in created:
-                (places.live if rank == job.source else places.writable)(job.name)
+                places.require(job.name, writable=rank != job.source)
         received = [job.name for job in plan.jobs if rank in job.ranks and rank != job.source]
         ties = self.channel.gather(places.ties(received), "places")
         if any(ties.values()):
@@ -269,15 +210,3 @@ def _remaining(after: Report, done: _Done) -> str:
         else "they came apart again, or in another place"
     )
     return f"still out of sync after a resync from {_text(done.plan)}: {named(names)}; {why}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
-
-
-def _size(count: int) -> str:
-    """Write bytes in the largest decimal unit that gives at least one."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

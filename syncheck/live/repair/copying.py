@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.digest.parts import as_bytes
+from syncheck.live.digest.parts import as_bytes, as_plain_tensors, is_torch, lies_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,26 +65,22 @@ class Copier:
         return tuple(shape.size for shape in shapes)
 
     def _shape(self, tensor: Any) -> Shape:
-        torch: Any = sys.modules["torch"]
-        tensor = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-        return Shape(tensor.numel() * tensor.element_size(), self._way(tensor.device.type))
+        tensor = _as_tensor(tensor)
+        return Shape(tensor.nbytes, self._way(tensor.device.type))
 
     def _way(self, device: str) -> str:
         """Return the type of the device over which the group's backend sends what is on another: NCCL has no CPU."""
         pairs = self._dist.get_backend_config(self._group).split(",")
         known = [pair.partition(":")[0] for pair in pairs]
-        return device if device in known or not known else known[0]
+        return device if device in known else known[0]
 
     def _row(self, job: Job, shape: Shape, live: Callable[[str], Any]) -> tuple[Any, Callable[[], None]]:
         """Return the row of bytes to broadcast or receive, and what to do with it when it is there."""
         torch: Any = sys.modules["torch"]
         if self._channel.rank not in job.ranks:
             return torch.empty(shape.size, dtype=torch.uint8, device=device_of(shape.device)), _nothing
-        tensor = live(job.name)
-        tensor = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-        # Subclasses may redefine what the methods do; the bytes are torch's business alone.
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            plain = tensor.detach().as_subclass(torch.Tensor)
+        with as_plain_tensors():
+            plain = _as_tensor(live(job.name)).detach().as_subclass(torch.Tensor)
         here = plain.device.type == shape.device
         # Those of inference mode may not be given to what writes to them outside of it.
         inferred = plain.is_inference()
@@ -92,7 +88,7 @@ class Copier:
             row = as_bytes(plain.resolve_conj().resolve_neg().contiguous())
             row = row.clone() if inferred else row
             return row if here else row.to(device_of(shape.device)), _nothing
-        if here and not inferred and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        if here and not inferred and lies_in_order(plain):
             return as_bytes(plain), _nothing
         row = torch.empty(shape.size, dtype=torch.uint8, device=plain.device if here else device_of(shape.device))
 
@@ -101,6 +97,11 @@ class Copier:
                 _write(job.name, plain, row)
 
         return row, arrived
+
+
+def _as_tensor(held: Any) -> Any:
+    """Return a tensor as it is, and an array as a tensor of the same memory."""
+    return held if is_torch(held) else sys.modules["torch"].from_numpy(held)
 
 
 def _nothing() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.comparison.replica_groups import divide, is_whole
 from syncheck.errors import UsageError
+from syncheck.live.digest.parts import is_torch
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.held import Held, is_tensor
-from syncheck.live.memory.modules import has_extra_state
-from syncheck.live.memory.optimizers import own_part
 from syncheck.live.memory.sharded import sharding_of
-from syncheck.live.memory.things import Tree, is_module, is_optimizer, named_parts
-from syncheck.live.repair.plan import EXTRA_STATE
+from syncheck.live.repair.roots import roots
 from syncheck.live.repair.trees import (
     Like,
     changed,
@@ -31,11 +29,13 @@ from syncheck.live.repair.trees import (
     there,
     without,
 )  # fmt: skip
-from syncheck.names import MODEL_CONTAINERS, normalize
+from syncheck.names import normalize
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable
+
+    from syncheck.live.repair.roots import Root
 
 Change = Literal["", "values", "created", "removed"]
 
@@ -44,27 +44,16 @@ Change = Literal["", "values", "created", "removed"]
 class Content:
     """What a source holds under a name, as it is sent. keys: the way to it from the container.
 
-    kind: a tensor is made on the other ranks and its bytes follow apart, of which `value` is the `Like`; any other
-    object is sent whole. What is in a list comes with all of it, as an outline: keys is the way to the list. Where
-    there is nothing, keys is the way as far as there is something.
+    Of each kind:
+    tensor: value is its `Like`, by which other ranks make one; its bytes follow apart.
+    object: anything else; value is the object itself.
+    list: the name is of something in a list or tuple, which is set as a whole: keys leads to that, value outlines it.
+    absent: the source has nothing there; keys leads as far as there is something.
     """
 
     keys: tuple[Any, ...]
     kind: Literal["absent", "tensor", "object", "list"]
     value: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Root:
-    """A container of values. read: gives it; write: takes the changed one. parameter: the one whose state it is.
-
-    whole: it is changed as a whole only.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    parameter: Any = None
-    whole: bool = False
 
 
 class Places:
@@ -75,22 +64,23 @@ class Places:
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
         taken = snapshot(*parts)
-        roots = dict(_roots(parts))
+        found = dict(roots(parts))
         short = normalize(taken.tensors)
         self.tensors: dict[str, Tensor] = {short[name]: tensor for name, tensor in taken.tensors.items()}
         self._made: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
         self._outlines: dict[tuple[str, tuple[Any, ...]], Any] = {}
         self._filled: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        # Tensors are named without wrappers' prefixes, values with them. A name is normalized among its like only.
-        like = [f"{name}.x" for name, root in roots.items() if root.parameter is not None or root.whole]
+        # Tensors are named without wrappers' prefixes, values with them. A name is normalized among its like only, and
+        # a container by the name of something in it, x.
+        like = [f"{name}.x" for name, root in found.items() if root.parameter is not None or root.whole]
         plain = normalize([*taken.tensors, *like])
-        self._roots = {plain[name].removesuffix(".x"): roots[name.removesuffix(".x")] for name in like} | roots
+        self._roots = {plain[name].removesuffix(".x"): found[name.removesuffix(".x")] for name in like} | found
 
-    def writable(self, name: str) -> None:
-        """Raise UsageError where bytes cannot be copied into the tensor of that name."""
+    def require(self, name: str, *, writable: bool) -> None:
+        """Raise UsageError where bytes cannot be copied from, or where writable into, the tensor of that name."""
         flags = getattr(self.live(name), "flags", None)  # of an array
-        if flags is not None and not flags.writeable:
+        if writable and flags is not None and not flags.writeable:
             raise UsageError(
                 f"{name} is an array that must not be written, such as np.broadcast_to and mmap_mode='r' give"
             )
@@ -108,18 +98,16 @@ class Places:
 
     def ties(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return those of some tensors that have other names too, each with the others; they are one in memory."""
-        torch: Any = sys.modules["torch"]
-        sources = {name: tensor.data.source for name, tensor in self.tensors.items() if isinstance(tensor.data, Held)}
-        known: dict[tuple[Any, ...], list[str]] = {}
-        keys = {
+        memory = {
             name: (source.device, source.data_ptr(), source.nbytes)
-            for name, source in sources.items()
-            if isinstance(source, torch.Tensor) and source.numel()
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor.data, Held) and is_torch(source := tensor.data.source) and source.numel()
         }
-        for name, key in keys.items():
-            known.setdefault(key, []).append(name)
-        tied = {name: known[keys[name]] for name in names if name in keys}
-        return {name: [other for other in of if other != name] for name, of in tied.items() if len(of) > 1}
+        called: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name, place in memory.items():
+            called[place].append(name)
+        others = {name: [other for other in called[memory[name]] if other != name] for name in names if name in memory}
+        return {name: tied for name, tied in others.items() if tied}
 
     def alike(self, first: str, second: str) -> bool:
         """Whether two tensors of this rank have the same bytes, as far as it has both."""
@@ -211,7 +199,7 @@ class Places:
             root.write(changed(tree, content.keys, moved(value, device)))
         return "values"
 
-    def _place(self, name: str) -> tuple[_Root, str]:
+    def _place(self, name: str) -> tuple[Root, str]:
         """Return the container that a name is in, and the rest of the name: the container with the longest name."""
         at = name
         while at and at not in self._roots:
@@ -223,69 +211,6 @@ class Places:
             )
         root = self._roots[at]
         return root, "" if root.whole else name[len(at) + 1 :]
-
-
-def _roots(parts: tuple[Any, ...]) -> Iterator[tuple[str, _Root]]:
-    """Give the containers of values of a replica, by the beginning of their values' names."""
-    listed = named_parts(parts)
-    names = Tree(parts).names
-    optimizers = [part for _, part in listed if is_optimizer(part)]
-    for name, part in listed:
-        if is_module(part):
-            yield from _extra_states(name, part)
-        elif is_optimizer(part):
-            at = "optimizer" if len(optimizers) == 1 else f"optimizer.{optimizers.index(part)}"
-            yield from _of_optimizer(at, part, names)
-        elif hasattr(part, "load_state_dict"):
-            yield name, _Root(part.state_dict, part.load_state_dict)
-
-
-def _extra_states(name: str, module: Any) -> Iterator[tuple[str, _Root]]:
-    head, _, last = name.rpartition(".")
-    prefix = head if last in MODEL_CONTAINERS else name
-    for path, owner in module.named_modules(remove_duplicate=False):
-        if has_extra_state(owner):
-            at = ".".join(part for part in (prefix, path, EXTRA_STATE) if part)
-            yield at, _Root(owner.get_extra_state, owner.set_extra_state, whole=True)
-
-
-def _of_optimizer(at: str, optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, _Root]]:
-    """Give the parameter groups, and the states of the parameters whose names are known."""
-    own, _ = own_part(optimizer)
-    known = all(id(p) in names for group in own.param_groups for p in group["params"])
-    for i, group in enumerate(own.param_groups):
-        # ZeRO's optimizer has groups of its own, and copies their values to those of the one within at each step.
-        yield f"{at}.param_groups.{i}", _in_place(group, optimizer.param_groups[i])
-        called = group.get("param_names") or ([names[id(p)] for p in group["params"]] if known else [])
-        if isinstance(getattr(own, "state", None), Mapping):
-            for parameter, name in zip(group["params"], called, strict=False):
-                yield f"{at}.{name}", _state(own.state, parameter)
-
-
-def _in_place(*groups: dict[str, Any]) -> _Root:
-    """Return a parameter group; schedulers hold on to it, so that it has to stay the same object.
-
-    groups: the one that is read, and those that are to have the same values, each with parameters of its own.
-    """
-
-    def write(tree: Mapping[str, Any]) -> None:
-        for group in groups:
-            members: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
-            for key in group.keys() - tree.keys() - members.keys():
-                del group[key]
-            group.update({**tree, **members})
-
-    return _Root(lambda: groups[0], write)
-
-
-def _state(states: Any, parameter: Any) -> _Root:
-    def write(tree: Mapping[Any, Any]) -> None:
-        if tree:
-            states[parameter] = tree
-        else:  # so that the optimizer begins anew with it, as on the source
-            states.pop(parameter, None)
-
-    return _Root(lambda: states.get(parameter, {}), write, parameter)
 
 
 def _local(tensor: Any) -> Any:

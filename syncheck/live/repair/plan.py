@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
 from syncheck.kinds import BUFFERS, OPTIMIZER
+from syncheck.live.memory.modules import EXTRA_STATE
+from syncheck.live.repair import votes
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from syncheck.live.repair.votes import Ranks, Vote
     from syncheck.records import Group, Report, TensorDiff, ValueDiff
 
 MAJORITY = "majority"
-EXTRA_STATE = "_extra_state"
 _NAMED = 5  # names that an error or a summary tells
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +54,12 @@ class Plan:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Vote:
-    """Who holds what of one tensor or value within one replica group.
-
-    sets: ranks that hold the same, largest first. absent: the ranks without it. groups: all replica groups of the
-    tensor. counts: whether it makes the ranks differ; bytes that are equal as numbers do not.
-    """
-
-    name: str
-    kind: str
-    ranks: Ranks
-    sets: tuple[Ranks, ...]
-    groups: tuple[Ranks, ...]
-    absent: Ranks = ()
-    counts: bool = True
-
-    @property
-    def majority(self) -> Ranks:
-        """The set of more than half of the ranks; empty where there is none."""
-        first = self.sets[0]
-        return first if 2 * len(first) > len(self.ranks) else ()
-
-
 @dataclass
 class _Sources:
     """The source of each replica group: the rank asked for, else the first that is in every majority."""
 
     asked: int | str
-    votes: Sequence[_Vote]
+    votes: Sequence[Vote]
     found: dict[Ranks, int] = field(default_factory=dict)
 
     def of(self, ranks: Ranks, groups: tuple[Ranks, ...] = ()) -> int:
@@ -115,14 +93,14 @@ class _Sources:
         return healthy[0]
 
 
-def planned(report: Report, source: int | str, groups_of: Callable[[str], tuple[Ranks, ...]] | None = None) -> Plan:
+def planned(report: Report, source: int | str, groups_of: Callable[[str], tuple[Ranks, ...]] = lambda _: ()) -> Plan:
     """Return what makes all ranks equal to healthy ones. Without side effects, and the same on every rank.
 
     report: out of sync. source: a rank of the report, or "majority" for the ranks that are in the largest set, of more
     than half of the ranks, of every tensor and value that differs. Within each replica group of a tensor there is one
     source; with a rank named, the other groups take the member at the same place of the mesh, else their majority.
-    groups_of: gives the replica groups of optimizer state that some ranks lack, by its name; nothing where it ought to
-    be the same on all.
+    groups_of: gives the replica groups of optimizer state that some ranks lack, by its name; none where it ought to be
+    the same on all.
     Raises UsageError where no source can be found, and for what differs in structure.
     """
     group = report.groups[0]
@@ -131,22 +109,11 @@ def planned(report: Report, source: int | str, groups_of: Callable[[str], tuple[
     values = [v for v in group.values if v.counts and v.name not in left]
     _refuse_unlike(diffs, values)
     ranks = tuple(sorted(group.ranks))
-    votes: list[_Vote] = []
-    alone = []
-    for diff in diffs:
-        # A part that ZeRO dealt out to one rank is told with that rank alone; the others know no place for it.
-        part = bool(diff.replica_groups) and all(len(of) == 1 for of in diff.replica_groups)
-        known = groups_of(diff.name) if groups_of is not None and diff.reason == "missing" and not part else ()
-        found = _votes(diff, known or diff.replica_groups or (ranks,))
-        votes += found
-        alone += [diff.name] if diff.out_of_sync and not found else []
-    if alone:
-        raise UsageError(f"no other rank holds a copy of {named(alone)}; load it from a checkpoint")
-    votes += [vote for value in values if len((vote := _vote(value, ranks)).sets) > 1]
-    sources = _Sources(source, votes)
+    cast = [*_of_tensors(diffs, ranks, groups_of), *_of_values(values, ranks)]
+    sources = _Sources(source, cast)
     jobs: list[Job] = []
     leaves: dict[tuple[str, Ranks], Leaf] = {}
-    for vote in sorted(votes, key=lambda vote: not vote.counts):  # first those that say who is healthy
+    for vote in sorted(cast, key=lambda vote: not vote.counts):  # first those that say who is healthy
         chosen = sources.of(vote.ranks, vote.groups)
         held = chosen not in vote.absent
         if _is_extra(vote.name):
@@ -162,7 +129,7 @@ def planned(report: Report, source: int | str, groups_of: Callable[[str], tuple[
     for value in values:  # None here and missing there look alike in a report
         whole = _whole(value.name)
         leaves.setdefault((whole, ranks), Leaf(whole, ranks, sources.of(ranks), held=False))
-    return Plan(tuple(jobs), tuple(leaves.values()), dict(sources.found), _why(source, votes))
+    return Plan(tuple(jobs), tuple(leaves.values()), dict(sources.found), _why(source, cast))
 
 
 def named(names: Iterable[str]) -> str:
@@ -205,46 +172,27 @@ def _refuse_unlike(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) -> 
         )
 
 
-def _votes(diff: TensorDiff, groups: tuple[Ranks, ...]) -> list[_Vote]:
-    """Return who holds which bytes of a tensor, for each replica group in which they differ."""
-    if diff.status == "not_compared" and diff.reason != "missing":
-        return []
-    missing = diff.reason == "missing"
-    having = {rank for held in diff.clusters for rank in held}
-    counts = diff.out_of_sync or diff.status == "different"
-    found = []
-    for members in groups:
-        sets = [held for held in diff.clusters if set(held) <= set(members)]
-        told = {rank for held in sets for rank in held}
-        # Where some ranks lack the tensor, those that have it and are in no set of this group do not differ in it.
-        alike = tuple(rank for rank in members if missing and rank in having - told)
-        absent = tuple(rank for rank in members if missing and rank not in having)
-        sets += [held for held in (alike, absent) if held]
-        if len(sets) > 1:
-            ordered = _largest_first(sets)
-            found.append(_Vote(diff.name, diff.kind, tuple(sorted(members)), ordered, groups, absent, counts))
-    return found
+def _of_tensors(diffs: Iterable[TensorDiff], ranks: Ranks, groups_of: Callable[[str], tuple[Ranks, ...]]) -> list[Vote]:
+    """Return the votes of tensors. ranks: all. Raises UsageError for one that only a single rank could hold."""
+    cast: list[Vote] = []
+    alone = []
+    for diff in diffs:
+        # A part that ZeRO dealt out to one rank is told with that rank alone; the others know no place for it.
+        part = bool(diff.replica_groups) and all(len(of) == 1 for of in diff.replica_groups)
+        known = groups_of(diff.name) if diff.reason == "missing" and not part else ()
+        found = votes.of_tensor(diff, known or diff.replica_groups or (ranks,))
+        cast += found
+        alone += [diff.name] if diff.out_of_sync and not found else []
+    if alone:
+        raise UsageError(f"no other rank holds a copy of {named(alone)}; load it from a checkpoint")
+    return cast
 
 
-def _vote(value: ValueDiff, ranks: Ranks) -> _Vote:
-    """Return who holds which value; NaN is equal to itself here."""
-    sets: list[tuple[object, list[int]]] = []
-    for rank in ranks:
-        own = value.by_rank.get(rank)
-        same = next((of for held, of in sets if held == own or (held != held and own != own)), None)
-        if same is None:
-            sets.append((own, [rank]))
-        else:
-            same.append(rank)
-    absent = tuple(rank for rank in ranks if value.by_rank.get(rank) is None)
-    return _Vote(value.name, "value", ranks, _largest_first(tuple(of) for _, of in sets), (ranks,), absent)
+def _of_values(values: Iterable[ValueDiff], ranks: Ranks) -> list[Vote]:
+    return [vote for value in values if len((vote := votes.of_value(value, ranks)).sets) > 1]
 
 
-def _largest_first(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-    return tuple(sorted(sets, key=lambda held: (-len(held), held[0])))
-
-
-def _no_majority(tied: Sequence[_Vote], asked: int | str) -> str:
+def _no_majority(tied: Sequence[Vote], asked: int | str) -> str:
     """Say what has no majority, and what to do."""
     if isinstance(asked, int):
         return (
@@ -253,7 +201,7 @@ def _no_majority(tied: Sequence[_Vote], asked: int | str) -> str:
         )
     alike: dict[str, list[str]] = {}  # mostly all of them, which is said once
     for vote in tied:
-        alike.setdefault(_split(vote), []).append(vote.name)
+        alike.setdefault(vote.told, []).append(vote.name)
     told = "; ".join(f"{named(names)} ({split})" for split, names in list(alike.items())[:_NAMED])
     text = f"no majority: {told}; source=RANK names the healthy rank"
     if all(vote.kind in BUFFERS for vote in tied):
@@ -264,18 +212,9 @@ def _no_majority(tied: Sequence[_Vote], asked: int | str) -> str:
     return text
 
 
-def _split(vote: _Vote) -> str:
-    """Say how a vote went: '3 versions on 4 ranks, the largest on ranks 0, 1'."""
-    first, second, *_ = (*map(len, vote.sets), 0)
-    if first == 1:
-        return f"another on each of {len(vote.ranks)} ranks"
-    most = f"none on more than {first}" if first == second else f"the largest on {ranks_text(vote.sets[0])}"
-    return f"{len(vote.sets)} versions on {len(vote.ranks)} ranks, {most}"
-
-
-def _why(source: int | str, votes: Sequence[_Vote]) -> str:
+def _why(source: int | str, cast: Sequence[Vote]) -> str:
     if isinstance(source, int):
         return "named by the caller"
-    counted = [(len(vote.majority), len(vote.ranks)) for vote in votes if vote.counts]
+    counted = [(len(vote.majority), len(vote.ranks)) for vote in cast if vote.counts]
     most, of = min(counted, default=(0, 0))
     return f"majority of {most} of {of}" if of else MAJORITY

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.digest.parts import is_torch
 from syncheck.live.memory.held import Held, is_tensor
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def changed(tree: Any, keys: Keys, value: Any) -> Any:
     if isinstance(tree, tuple):
         items = list(tree)
         items[first] = changed(items[first], rest, value)
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _rebuilt(tree, items)
     made = {} if tree is None else copy.copy(tree)
     below = made.get(first) if isinstance(made, Mapping) else made[first]
     made[first] = changed(below, rest, value)
@@ -113,13 +114,12 @@ def without(tree: Any, keys: Keys) -> Any:
 
 def outline(tree: Any, like: Callable[[Any], Like]) -> Any:
     """Return containers and plain values as they are sent: of a tensor what `like` says of it."""
-    if is_tensor(tree) and hasattr(tree, "detach"):
+    if is_torch(tree):
         return like(tree)
     if isinstance(tree, Mapping):
         return {key: outline(part, like) for key, part in tree.items()}
     if isinstance(tree, (list, tuple)):
-        parts = [outline(part, like) for part in tree]
-        return (type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)) if isinstance(tree, tuple) else parts
+        return _rebuilt(tree, [outline(part, like) for part in tree])
     return moved(tree, "cpu") if is_tensor(tree) or isinstance(tree, _PLAIN) else Own()
 
 
@@ -138,9 +138,15 @@ def filled(plan: Any, own: Any, make: Callable[[Like, str], Any], name: str) -> 
     if isinstance(plan, (list, tuple)):
         known = list(own) if isinstance(own, (list, tuple)) else []
         padded = known + [None] * (len(plan) - len(known))
-        parts = [filled(part, padded[i], make, f"{name}.{i}") for i, part in enumerate(plan)]
-        return (type(plan)(*parts) if hasattr(plan, "_fields") else tuple(parts)) if isinstance(plan, tuple) else parts
+        return _rebuilt(plan, [filled(part, padded[i], make, f"{name}.{i}") for i, part in enumerate(plan)])
     return plan
+
+
+def _rebuilt(old: Any, parts: list[Any]) -> Any:
+    """Return parts as a list, a named tuple or a plain one, whichever the old container is."""
+    if not isinstance(old, tuple):
+        return parts
+    return type(old)(*parts) if hasattr(old, "_fields") else tuple(parts)
 
 
 def fits(own: Any, like: Like) -> bool:
@@ -163,7 +169,7 @@ def made_like(like: Like, parameter: Any) -> Any:
 def moved(value: Any, device: Any) -> Any:
     """Return a value with the tensors in it copied to a device."""
     if is_tensor(value):
-        return value.detach().to(device, copy=True) if hasattr(value, "detach") else value.copy()
+        return value.detach().to(device, copy=True) if is_torch(value) else value.copy()
     if type(value) in (dict, list, tuple):
         if isinstance(value, dict):
             return {key: moved(part, device) for key, part in value.items()}

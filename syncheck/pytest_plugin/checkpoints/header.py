@@ -48,10 +48,10 @@ def _of_the_project(config: pytest.Config) -> list[str]:
         found = project.load(config.rootpath)
     except SyncheckError as error:
         return [f"syncheck: {error}"]  # what needs the options fails; nothing else has to
-    parts = []
-    for key in project.applied(found, **options.given(config)):
-        value = found.values[key.replace("-", "_")]
-        parts.append(f"{key} {', '.join(value) if isinstance(value, (tuple, dict)) else value}")
+    parts = [
+        f"{key} {options.written(found.values[key.replace('-', '_')])}"
+        for key in project.applied(found, **options.given(config))
+    ]
     if not parts or found.path is None:
         return []
     return [f"syncheck: options from {os.path.relpath(found.path, config.rootpath)}: {'; '.join(parts)}"]

@@ -49,7 +49,7 @@ class CheckpointItem(pytest.Item):
         __tracebackhide__ = True
         from syncheck.pytest_plugin.checkpoints.outcomes import outcome
 
-        ended = outcome(self.planned, self.judge, self.judge.width)
+        ended = outcome(self.planned, self.judge)
         # A plugin that runs failed tests again runs the same item.
         kept = [(name, value) for name, value in self.user_properties if not name.startswith("syncheck_")]
         self.user_properties[:] = [*kept, *ended.properties]

@@ -10,11 +10,11 @@ from syncheck.errors import CheckpointError, one_line
 from syncheck.pytest_plugin.checkpoints import text
 from syncheck.pytest_plugin.options import in_pytests_words
 from syncheck.records import Counts
-from syncheck.report import items, words
-from syncheck.report.items import ALONE, NOTHING, VALUES, item_of
+from syncheck.report import words
+from syncheck.report.items import ALONE, NOTHING, VALUES, concerning, item_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
@@ -34,8 +34,8 @@ class Outcome:
     properties: tuple[tuple[str, str], ...] = ()
 
 
-def outcome(planned: Planned, judge: Judge, width: int = 80) -> Outcome:
-    """Judge one item. Only what the item needs is compared. width: columns of the text of a failure."""
+def outcome(planned: Planned, judge: Judge) -> Outcome:
+    """Judge one item. Only what the item needs is compared."""
     if planned.unreadable is not None:
         return _failed(f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}", _told("undecided"))
     assert planned.group is not None
@@ -48,12 +48,7 @@ def outcome(planned: Planned, judge: Judge, width: int = 80) -> Outcome:
     if lost:
         broken = "; ".join(f"{file.path}: {file.reason}" for file in lost)
         return _failed(f"could not tell: broken since the run began: {broken}", _told("undecided", group, planned))
-    return _judged(planned, group, judge, width)
-
-
-def concerning(group: Group, planned: Planned) -> list[Finding]:
-    """Return the findings that an item has to tell."""
-    return items.concerning(group, planned.item, planned.siblings)
+    return _judged(planned, group, judge)
 
 
 def _alone(planned: Planned, judge: Judge) -> Outcome:
@@ -69,24 +64,18 @@ def _alone(planned: Planned, judge: Judge) -> Outcome:
     return _failed(headline, _told("undecided"), f"{headline}\n{text.bounded(reason)}\n{advice}")
 
 
-def _judged(planned: Planned, group: Group, judge: Judge, width: int) -> Outcome:
+def _judged(planned: Planned, group: Group, judge: Judge) -> Outcome:
     counts = sum((of for kind, of in group.kinds.items() if item_of(kind) == planned.item), Counts())
     mine = [diff for diff in group.tensors if item_of(diff.kind) == planned.item]
-    findings = concerning(group, planned)
+    findings = concerning(group, planned.item, planned.siblings)
     failing = [finding for finding in findings if finding.fails]
-    measured = _told(
-        "out_of_sync" if failing else "undecided" if _nothing(planned, group, counts) else "in_sync",
-        group,
-        planned,
-        findings,
-        counts,
-        mine,
-    )
+    reason = "" if failing else _nothing(planned, group, counts)
+    verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
+    measured = _told(verdict, group, planned, findings, counts, mine)
     if failing:
         shown = [finding for finding in findings if finding.severity != "info"]
-        body = text.failure(group, shown, counts, mine, values=planned.item == VALUES, width=width)
+        body = text.failure(group, shown, counts, mine, values=planned.item == VALUES, width=judge.width)
         return _failed(text.headline(failing), measured, body)
-    reason = _nothing(planned, group, counts)
     if reason:
         return _skipped(reason, measured) if _told_elsewhere(judge) else _failed(f"could not tell: {reason}", measured)
     return Outcome("passed", properties=measured)
@@ -129,34 +118,31 @@ def _told(
     verdict: str,
     group: Group | None = None,
     planned: Planned | None = None,
-    findings: Iterable[Finding] = (),
+    findings: Sequence[Finding] = (),
     counts: Counts | None = None,
-    mine: Iterable[TensorDiff] = (),
+    mine: Sequence[TensorDiff] = (),
 ) -> tuple[tuple[str, str], ...]:
-    """Return the properties of an item."""
+    """Return the properties of an item. group, planned: both or none."""
     told = {"verdict": verdict}
-    if group is not None:
+    if group is not None and planned is not None:
         told["replicas"] = str(len(group.replicas))
         # The first tells only how the group was found.
         if group.fixed:
             told["fixed"] = text.bounded(in_pytests_words("; ".join(words.fixed_lines([group]))), 1000)
         if group.notes[1:]:
             told["notes"] = text.bounded(in_pytests_words("; ".join(group.notes[1:])), 500)
-    if group is not None and planned is not None:
         told |= _beside(group, planned)
-    listed = list(findings)
-    if listed:
-        told["findings"] = ",".join(dict.fromkeys(finding.code for finding in listed))
-    allowed = dict.fromkeys(finding.code for finding in listed if finding.allowed)
-    if allowed:
-        told["allowed"] = ",".join(allowed)
-    accepted = dict.fromkeys(finding.code for finding in listed if finding.accepted)
-    if accepted:
-        told["accepted"] = ",".join(accepted)
+    for name, told_of in (
+        ("findings", findings),
+        ("allowed", [finding for finding in findings if finding.allowed]),
+        ("accepted", [finding for finding in findings if finding.accepted]),
+    ):
+        if told_of:
+            told[name] = ",".join(dict.fromkeys(finding.code for finding in told_of))
     if counts is not None:
         for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
             told[name] = str(getattr(counts, name))
-    gaps = [diff for diff in words.worst_first(list(mine)) if diff.max_abs is not None]
+    gaps = [diff for diff in words.worst_first(mine) if diff.max_abs is not None]
     if gaps:
         told["max_abs"] = f"{gaps[0].max_abs:.6g}"
         told["worst"] = text.bounded(gaps[0].name)

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from syncheck.pytest_plugin.checkpoints.plan import seen_from
+from syncheck.pytest_plugin.options import written
 from syncheck.report import words
 from syncheck.report.items import ALONE, NOTHING, READABLE
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from syncheck.api import Options
     from syncheck.pytest_plugin.checkpoints import CheckpointPlugin
 
+    Groups = dict[str, dict[str, Mapping[str, str]]]
+    """The properties of the items that ran, by group and item."""
+
 _MOST_GROUPS = 20
 _MOST_NOTES = 5
-# Options that change what is compared or excused, and so what "in sync" means.
+# Options that leave nothing out and excuse nothing. All others change what "in sync" means.
 _NEUTRAL = ("buffers", "group_by", "reference", "jobs")
 # Of the items of a group, the one that says most of it.
 _ORDER = ("out_of_sync", "undecided", "in_sync", "alone")
@@ -44,6 +48,21 @@ def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
     if not groups and not plugin.errors and not plugin.written:
         return
     reporter.write_sep("=", "syncheck")
+    _write_groups(reporter, groups)
+    _write_notes(reporter, groups)
+    how = in_force(plugin.judge.options)
+    if how:
+        reporter.line(f"options in force: {how}")
+    if plugin.updated:
+        reporter.line(f"baseline written: {plugin.updated}")
+    for path in plugin.written:
+        reporter.line(f"report written: {path}")
+    for error in plugin.errors:
+        reporter.line(f"ERROR: {error}", red=True, bold=True)
+
+
+def _write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
+    """Print a line for each group, those that say most first."""
     ranked = sorted(groups.items(), key=lambda of: _ORDER.index(_verdict(of[1])))
     for owner, items in ranked[:_MOST_GROUPS]:
         verdict = _verdict(items)
@@ -60,6 +79,10 @@ def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
             f"{rest.count(verdict)} {words.VERDICTS[verdict].lower()}" for verdict in _ORDER if verdict in rest
         )
         reporter.line(f"... and {len(rest)} more groups: {told}")
+
+
+def _write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
+    """Print what is odd about groups, and what of the baseline is not found any more; what several say, once."""
     notes = Counter(_first(items, "notes") for items in groups.values())
     notes.pop("", None)
     for note, count in notes.most_common(_MOST_NOTES):
@@ -68,15 +91,6 @@ def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
     for fixed in dict.fromkeys(_first(items, "fixed") for items in groups.values()):
         if fixed:
             reporter.line(fixed, green=True)
-    how = in_force(plugin.judge.options)
-    if how:
-        reporter.line(f"options in force: {how}")
-    if plugin.updated:
-        reporter.line(f"baseline written: {plugin.updated}")
-    for path in plugin.written:
-        reporter.line(f"report written: {path}")
-    for error in plugin.errors:
-        reporter.line(f"ERROR: {error}", red=True, bold=True)
 
 
 def in_force(options: Options) -> str:
@@ -85,15 +99,11 @@ def in_force(options: Options) -> str:
     for field in fields(options):
         value = getattr(options, field.name)
         if field.name not in _NEUTRAL and value is not False and value not in (None, (), {}):
-            parts.append(field.name if value is True else f"{field.name} {_text(value)}")
+            parts.append(field.name if value is True else f"{field.name} {written(value)}")
     return "; ".join(parts)
 
 
-def _text(value: object) -> str:
-    return ", ".join(value) if isinstance(value, (tuple, dict)) else str(value)
-
-
-def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> dict[str, dict[str, Mapping[str, str]]]:
+def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
     """Collect the properties of the items that ran, by group and item, in the order of collection."""
     found: dict[str, Mapping[str, str]] = {}
     for reports in reporter.stats.values():
@@ -106,7 +116,7 @@ def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> dict
             }
             if "verdict" in told and getattr(report, "when", "") == "call":
                 found[report.nodeid] = told
-    groups: dict[str, dict[str, Mapping[str, str]]] = {}
+    groups: Groups = {}
     for nodeid in sorted(found, key=lambda nodeid: order.get(nodeid, len(order))):
         owner, _, item = nodeid.rpartition("::")
         groups.setdefault(owner, {})[item] = found[nodeid]

@@ -95,7 +95,7 @@ def _wrapped(text: str, width: int, first: str) -> list[str]:
     # Whole names: a long one may pass the edge, but can be searched for and copied.
     return textwrap.wrap(
         text,
-        max(width, 40),
+        width,
         initial_indent=first,
         subsequent_indent=" " * len(first),
         break_long_words=False,
@@ -121,25 +121,19 @@ def _tensors(mine: Sequence[TensorDiff], width: int) -> Iterable[str]:
     most = min(_MOST_OF_A_NAME, max(40, width * 2 // 3))
     names = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
     rows = [
-        dict(
-            zip(
-                names,
-                (
-                    _ending(diff.name, most),
-                    diff.kind,
-                    words.clusters_text(diff),
-                    *(bounded(cell, _MOST_OF_A_NAME) for cell in words.gap_cells(diff)),
-                ),
-                strict=True,
-            )
+        (
+            _ending(diff.name, most),
+            diff.kind,
+            words.clusters_text(diff),
+            *(bounded(cell, _MOST_OF_A_NAME) for cell in words.gap_cells(diff)),
         )
         for diff in shown
     ]
     for left_out in range(len(_DISPENSABLE) + 1):
-        columns = tuple(name for name in names if name not in _DISPENSABLE[:left_out])
-        grid = Grid(columns, right=("max abs", "max rel", "max ulp"), indent=2)
+        columns = [i for i, name in enumerate(names) if name not in _DISPENSABLE[:left_out]]
+        grid = Grid(tuple(names[i] for i in columns), right=("max abs", "max rel", "max ulp"), indent=2)
         for row in rows:
-            grid.add(*(row[name] for name in columns))
+            grid.add(*(row[i] for i in columns))
         drawn = plain.render([grid]).splitlines()
         if max(map(len, drawn)) <= width:
             break

@@ -1,6 +1,6 @@
 """Tests on several ranks: each rank a process that runs the test in a pytest session of its own.
 
-`configure` brings the hooks in. What starts processes is imported when the first such test is collected.
+What starts processes is imported when the first such test is collected.
 """
 
 from __future__ import annotations

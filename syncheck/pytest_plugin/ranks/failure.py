@@ -21,8 +21,6 @@ _FRAMEWORK = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/syncheck/pytest_plugin
 # Of a failure that came after the first one.
 MOST_LINES = 6
 _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in _listen")
-STARTUP_LIMIT = "the ranks' process groups were not ready in {:g} s"
-TEST_LIMIT = "time limit of {:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
 
 
 class RanksFailed(Exception):

@@ -21,14 +21,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from syncheck.pytest_plugin.ranks import coverage, marker
-from syncheck.pytest_plugin.ranks.failure import (
-    STARTUP_LIMIT,
-    TEST_LIMIT,
-    RanksFailed,
-    disagreement,
-    failure,
-)
-from syncheck.pytest_plugin.ranks.pool import STARTUP, Pool
+from syncheck.pytest_plugin.ranks.failure import RanksFailed, disagreement, failure
+from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
 from syncheck.pytest_plugin.ranks.results import Result, is_strict_xpass, is_whole
 from syncheck.pytest_plugin.ranks.tail import Tail
@@ -95,8 +89,7 @@ def run(item: Any) -> None:
     tail = Tail(results, live=live)
     late = ""
     try:
-        passed = item.config.stash[POOL].run(tasks, results, limit, tail)
-        late = {"startup": STARTUP_LIMIT.format(STARTUP), "test": TEST_LIMIT.format(limit)}.get(passed, "")
+        late = item.config.stash[POOL].run(tasks, results, limit, tail)
     except pytest.fail.Exception as error:  # another plugin's limit, raised where this process waits
         late = str(error)
     finally:
@@ -119,24 +112,11 @@ def _folder(item: pytest.Item) -> Path:
 
 
 def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) -> list[dict[str, Any]]:
-    config = item.config
-    with socket.socket() as probe:  # for tests that open a store of their own
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    args = list(map(str, config.invocation_params.args))
-    end = args.index("--") if "--" in args else len(args)
-    ours = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    ours += ["--capture=no"] if config.pluginmanager.hasplugin("capture") else []
-    ours += ["--no-cov"] if config.pluginmanager.hasplugin("pytest_cov") else []
-    # One machine: gloo need not find out which of its names lead back to it. One thread: ranks share the cores.
-    environment = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
-    environment |= os.environ
-    environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"PYTHONBREAKPOINT": "syncheck.pytest_plugin.ranks.session.no_breakpoint"}
+    """Return what each rank is sent to run the test."""
+    config, environment = item.config, _environment(world)
     start = config.invocation_params.dir
     common = {
-        "args": [*args[:end], *ours, *args[end:]],
+        "args": _arguments(config),
         "files": _files(item, start),
         "nodeid": item.nodeid,
         "world_size": world,
@@ -161,6 +141,35 @@ def _tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) ->
         }
         for rank in range(world)
     ]
+
+
+def _arguments(config: pytest.Config) -> list[str]:
+    """Return pytest's arguments for a rank: those of this run, and some of ours before a `--`."""
+    args = list(map(str, config.invocation_params.args))
+    end = args.index("--") if "--" in args else len(args)
+    ours = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    ours += ["--capture=no"] if config.pluginmanager.hasplugin("capture") else []
+    ours += ["--no-cov"] if config.pluginmanager.hasplugin("pytest_cov") else []
+    return [*args[:end], *ours, *args[end:]]
+
+
+def _environment(world: int) -> dict[str, str]:
+    """Return the environment of all ranks: this process's, and what torchrun sets alike on all of them."""
+    with socket.socket() as probe:  # for tests that open a store of their own
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        # One machine: gloo need not find out which of its names lead back to it. One thread: ranks share the cores.
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONBREAKPOINT": "syncheck.pytest_plugin.ranks.session.no_breakpoint",
+    }
 
 
 def _files(item: pytest.Item, start: Path) -> list[str]:

@@ -42,8 +42,8 @@ class Pool:
         """Run one test on as many ranks as there are tasks, and wait for all of them.
 
         results: each rank's, filled in. limit: seconds after which all are ended. tail: called now and then.
-        Returns the limit that was passed: "startup", "test" or "". Whatever is raised while it waits (Ctrl-C,
-        pytest-timeout) ends the processes first.
+        Returns the limit that was passed, in words, or "". Whatever is raised while it waits (Ctrl-C, pytest-timeout)
+        ends the processes first.
         """
         numbers = range(len(tasks))
         running: list[RankProcess] = []
@@ -113,9 +113,9 @@ class Pool:
             ready = [result.ready for result in results if result.ready is not None]
             if len(ready) < len(results):
                 if now > started + STARTUP:
-                    return "startup"
+                    return f"the ranks' process groups were not ready in {STARTUP:g} s"
             elif now > max(ready) + limit:
-                return "test"
+                return f"time limit of {limit:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
         return ""
 
     def _take(self, process: RankProcess, result: Result) -> None:

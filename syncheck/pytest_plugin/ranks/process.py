@@ -81,16 +81,7 @@ class RankProcess:
             # A session of its own: Ctrl-C reaches pytest alone, and its own children can be ended with it.
             # -P: a json.py in the current folder is not the one that is meant.
             self.popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-P",
-                    "-c",
-                    _START,
-                    json.dumps(import_path()),
-                    str(there.fileno()),
-                    str(os.getpid()),
-                ],
+                [sys.executable, "-u", "-P", "-c", _START, json.dumps(import_path()), str(there.fileno())],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

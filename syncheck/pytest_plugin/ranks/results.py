@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-# Characters of a stream that are shown; the middle of more is left out.
+# Bytes of a stream that are shown; the middle of more is left out.
 MOST_OUTPUT = 100_000
 
 
@@ -72,12 +72,12 @@ class Result:
         half = MOST_OUTPUT // 2
         try:
             with (self.folder / stream).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
+                left_out = file.seek(0, os.SEEK_END) - MOST_OUTPUT
                 file.seek(0)
-                data = file.read(2 * half if size <= 2 * half else half)
-                if size > 2 * half:
-                    file.seek(size - half)
-                    data += f"\n... {size - 2 * half} bytes left out ...\n".encode() + file.read(half)
+                data = file.read(MOST_OUTPUT if left_out <= 0 else half)
+                if left_out > 0:
+                    file.seek(-half, os.SEEK_END)
+                    data += f"\n... {left_out} bytes left out ...\n".encode() + file.read(half)
         except OSError:
             return ""
         return data.decode(errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ class Tail:
 
     def __init__(self, results: Sequence[Result], live: bool) -> None:
         self._results = results if live else ()
-        self._read: dict[tuple[int, str], int] = {}
+        self._read: dict[tuple[int, str], int] = defaultdict(int)  # bytes
 
     def __call__(self) -> None:
         """Pass on what is new."""
@@ -24,11 +25,11 @@ class Tail:
             for stream in ("stdout", "stderr"):
                 try:
                     with (result.folder / stream).open("rb") as file:
-                        file.seek(self._read.get((result.rank, stream), 0))
+                        file.seek(self._read[result.rank, stream])
                         new = file.read()
                 except OSError:
                     continue
                 whole = new if result.over else new[: new.rfind(b"\n") + 1]
-                self._read[result.rank, stream] = self._read.get((result.rank, stream), 0) + len(whole)
+                self._read[result.rank, stream] += len(whole)
                 for line in whole.decode(errors="replace").splitlines():
                     getattr(sys, stream).write(f"[rank {result.rank}] {line}\n")

@@ -5,18 +5,15 @@ A case that raises ends the program with that error.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from outcome import digest, write
+from outcome import RANK, digest, written
 
 from syncheck.integrations.accelerate import monitor
-
-RANK = int(os.environ.get("RANK", "0"))
 
 
 def loop(
@@ -35,8 +32,11 @@ def loop(
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(48, 4)), batch_size=4)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     watch = monitor(accelerator, model, optimizer, events=f"{folder}/{case}.jsonl", **watched) if watched else None
-    raised: Exception | None = None
-    try:
+    with written(
+        folder,
+        case,
+        lambda: {"monitor": watch, "trained": digest(accelerator.unwrap_model(model), optimizer.optimizer)},
+    ):
         for index, (x,) in enumerate(data):
             if fault == "weight" and index == 3 and RANK == 1:
                 accelerator.unwrap_model(model)[2].weight.data[0, 1] += 1
@@ -48,11 +48,6 @@ def loop(
                 watch.step()
         if watch is not None:
             watch.close()
-    except Exception as error:  # noqa: BLE001 - raised again, when it is written down
-        raised = error
-    write(folder, case, watch, raised, trained=digest(accelerator.unwrap_model(model), optimizer.optimizer))
-    if raised:
-        raise raised
 
 
 def main(folder: str, *cases: str) -> None:

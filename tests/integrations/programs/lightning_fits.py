@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from outcome import RANK, digest, write
+from outcome import RANK, digest, written
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 if "old" in sys.argv:
@@ -108,16 +108,16 @@ def fit(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, *
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the test has started both ranks; elsewhere Lightning does
         training = {"num_nodes": 2, "devices": 1, "strategy": DDPStrategy(process_group_backend="gloo"), **training}
     trainer = lightning.Trainer(accelerator="cpu", callbacks=[*callbacks, *more], **training)
-    raised: Exception | None = None
-    try:
+
+    def result() -> dict[str, Any]:
+        return {
+            "monitor": callbacks[0].monitor if callbacks else None,
+            "scalars": [scalar for log in trainer.loggers for scalar in getattr(log, "scalars", ())],
+            "trained": digest(model, *trainer.optimizers),
+        }
+
+    with written(folder, case, result):
         trainer.fit(model, data, again, ckpt_path=resume)
-    except Exception as error:  # noqa: BLE001 - raised again, when it is written down
-        raised = error
-    scalars = [scalar for log in trainer.loggers for scalar in getattr(log, "scalars", ())]
-    monitor = callbacks[0].monitor if callbacks else None
-    write(folder, case, monitor, raised, scalars=scalars, trained=digest(model, *trainer.optimizers))
-    if raised:
-        raise raised
 
 
 def main(folder: str, *cases: str) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -44,3 +48,17 @@ def write(folder: str, case: str, monitor: Any, error: BaseException | None, **m
         "error": f"{type(error).__name__}: {error}" if error else "",
     }
     Path(folder, f"{case}.rank{RANK}.json").write_text(json.dumps(result | more))
+
+
+@contextmanager
+def written(folder: str, case: str, result: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Write what came of a training within; what it raises is written down too, and goes on from there.
+
+    result: gives what else `write` takes, when the training is over.
+    """
+    try:
+        yield
+    except Exception as error:
+        write(folder, case, error=error, **result())
+        raise
+    write(folder, case, error=None, **result())

@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 import torch
-from outcome import digest, write
+from outcome import RANK, digest, written
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from syncheck.integrations.transformers import SyncCheckCallback
 
-RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Net(torch.nn.Module):
@@ -60,15 +60,13 @@ def train(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None,
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
     if fault == "scaler":  # which mixed precision on a GPU has
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
-    raised: Exception | None = None
-    try:
+
+    def result() -> dict[str, Any]:
+        monitor = callbacks[-1].monitor if watched is not None else None
+        return {"monitor": monitor, "trained": digest(model, trainer.optimizer)}
+
+    with written(folder, case, result):
         trainer.train(resume_from_checkpoint=resume)
-    except Exception as error:  # noqa: BLE001 - raised again, when it is written down
-        raised = error
-    monitor = callbacks[-1].monitor if watched is not None else None
-    write(folder, case, monitor, raised, trained=digest(model, trainer.optimizer))
-    if raised:
-        raise raised
 
 
 def main(folder: str, *cases: str) -> None:

@@ -1,0 +1,241 @@
+"""From modules, optimizers, state dicts and tensors in memory to the tree that a checkpoint file would hold.
+
+`readers.pickles.tree` then gives both the same names. Modules are read by their parameters and buffers and not by
+`state_dict()`: that one leaves out buffers that are not persistent, and for sharded modules it communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from syncheck.errors import UsageError
+from syncheck.live.memory.held import is_tensor, place_of
+from syncheck.live.memory.modules import (
+    EXTRA_STATE,
+    buffers_synced,
+    has_extra_state,
+    is_sharded,
+    is_sharding,
+    transient_buffers,
+)
+from syncheck.live.memory.optimizers import FLAT, own_part, with_names
+from syncheck.live.memory.saved import own_state
+from syncheck.live.memory.things import is_bundle, is_module, is_optimizer, is_stateful
+from syncheck.names import MODEL_CONTAINERS
+from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
+
+# As deep as `readers.pickles.tree` goes.
+MAX_DEPTH = 200
+_EXACT = (bool, int, float, complex, str, bytes)
+_CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+
+
+class Tree:
+    """Converts what makes up one replica; `root` is then what a checkpoint of it would hold.
+
+    parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
+    whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
+    `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
+    `snapshots.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
+    mappings of the tree, as converted. names: of the modules' parameters, by their `id`. dealt_out: an optimizer keeps
+    the state of some parameters only, as ZeRO's does; kept: the names of this rank's.
+    Raises UsageError for what cannot be read.
+    """
+
+    def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
+        self.persistent = persistent
+        self.modules = 0
+        self.dealt_out = False
+        self.kept: list[str] = []
+        self.buffers: list[str] = []
+        self.frozen: list[str] = []
+        self.parameters: set[str] = set()
+        self.bn: dict[str, float | None] = {}
+        self.synced: set[bool | None] = set()
+        self.stubs: set[str] = set()
+        self.containers: list[dict[Any, Any]] = []
+        self.names: dict[int, str] = {}
+        self._sharded: set[int] = set()
+        self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
+        self._seen: dict[int, Any] = {}
+        self._above: set[int] = set()
+        self._alive: list[Any] = []
+        self.root = self._convert(_merge(parts), "", 0)
+        # Last, when the names of all parameters are known.
+        for into, optimizer, name in self._optimizers:
+            made = with_names(self._convert(optimizer.state_dict(), name, 1), optimizer, self.names, self._sharded)
+            if self.dealt_out:
+                self.kept += [self.names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+            if not ("state" in made and "param_groups" in made):
+                into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
+            into.update(made)
+
+    @property
+    def buffers_synced(self) -> bool | None:
+        """Whether the buffers are synchronized, where all modules say the same."""
+        return next(iter(self.synced)) if len(self.synced) == 1 else None
+
+    def _convert(self, node: Any, name: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise UsageError(f"{name[:80]}: containers are nested deeper than {MAX_DEPTH} levels")
+        if node is None or type(node) in _EXACT:
+            return node
+        if is_tensor(node):
+            return place_of(node)
+        exact = next((kind for kind in _EXACT if isinstance(node, kind)), None)
+        if exact is not None:  # numpy.float64 is a float, an IntEnum is an int
+            return exact.__str__(node) if exact is str else exact(node)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(node, numpy.generic):
+            # As the file reader does it: numbers that `struct` knows, the bytes of all others.
+            return node.item() if node.dtype.kind in "fiub" and node.itemsize <= 8 else node.tobytes()
+        if id(node) in self._seen:
+            return self._seen[id(node)]
+        if id(node) in self._above:  # an object that refers to its owner: the way back is not followed
+            return None
+        self._above.add(id(node))
+        made = self._container(node, name, depth)
+        self._above.discard(id(node))
+        self._seen[id(node)] = made
+        self._alive.append(node)  # an id means something only as long as its object lives
+        return made
+
+    def _container(self, node: Any, name: str, depth: int) -> Any:
+        def below(key: Any, value: Any) -> Any:
+            return self._convert(value, f"{name}.{key}" if name else str(key), depth + 1)
+
+        if is_module(node):
+            return self._module(node, name)
+        if is_optimizer(node):
+            into: dict[str, Any] = {}
+            own, dealt_out = own_part(node)
+            self.dealt_out = self.dealt_out or dealt_out
+            self._optimizers.append((into, own, name))
+            # What makes `readers.pickles.tree` see an optimizer; filled when all names are known.
+            into.update(state={}, param_groups=[])
+            return into
+        if isinstance(node, Mapping):
+            # 1 and "1" have one name; then the order tells them apart, which must not depend on the mapping's own.
+            keys = list(node) if len({str(key) for key in node}) == len(node) else sorted(node, key=_by_type)
+            made = {key: below(key, node[key]) for key in keys}
+            self.containers.append(made)
+            return made
+        if isinstance(node, (list, tuple, deque)):
+            listed = [below(i, value) for i, value in enumerate(node)]
+            return tuple(listed) if isinstance(node, tuple) else listed
+        if isinstance(node, (set, frozenset)):
+            return node
+        if is_stateful(node):
+            return self._convert(node.state_dict(), name, depth + 1)
+        if isinstance(node, _CODE):
+            return None
+        self.stubs.add(f"{type(node).__module__}.{type(node).__qualname__}"[:120])
+        fields = getattr(node, "__dict__", None)
+        return {key: below(key, value) for key, value in fields.items()} if isinstance(fields, dict) else None
+
+    def _module(self, module: Any, name: str) -> dict[str, Any]:
+        """Return parameters and buffers by name, in the order of a state dict."""
+        self.modules += 1
+        self.synced.add(buffers_synced(module))
+        prefix = prefix_of(name)
+        made: dict[str, Any] = {}
+        modules = dict(module.named_modules(remove_duplicate=False))
+        flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_sharding(m))
+        transient = transient_buffers(modules)
+        for path, owner in modules.items():
+            # torch.compile and FSDP1 hide themselves in the names that the methods give; state dicts show them.
+            at = f"{path}." if path else ""
+            for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                place = place_of(parameter)
+                if flat and f"{at}{key}".startswith(flat):
+                    self._sharded.add(id(parameter))
+                    place = place.refuse(FLAT)
+                made[f"{at}{key}"] = place
+                self.names.setdefault(id(parameter), f"{prefix}{at}{key}")
+                self.parameters.add(f"{prefix}{at}{key}")
+                if not parameter.requires_grad:
+                    self.frozen.append(f"{prefix}{at}{key}")
+            for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+                if not (self.persistent and f"{at}{key}" in transient):
+                    made[f"{at}{key}"] = place_of(buffer)
+                    self.buffers.append(f"{prefix}{at}{key}")
+            if has_extra_state(owner):
+                made[f"{at}{EXTRA_STATE}"] = self._convert(owner.get_extra_state(), f"{prefix}{at}{EXTRA_STATE}", 1)
+            if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
+                self.bn[f"{prefix}{path}".removesuffix(".")] = owner.momentum
+        # Asking sharded ones for what they save would gather their shards.
+        whole = {at: m for at, m in modules.items() if not (flat and f"{at}.".startswith(flat)) and not is_sharded(m)}
+        added, unasked = own_state(whole, made.keys() | transient)
+        self.stubs.update(unasked)
+        for key, value in added.items():
+            made[key] = self._convert(value, f"{prefix}{key}", 1)
+            if is_tensor(value):
+                self.buffers.append(f"{prefix}{key}")
+        return made
+
+
+def prefix_of(name: str) -> str:
+    """Return what stands before the names in a module: its own name with a dot, but for a container such as `model`.
+
+    So `readers.pickles.tree` names what such a container holds.
+    """
+    head, _, last = name.rpartition(".")
+    prefix = head if last in MODEL_CONTAINERS else name
+    return f"{prefix}." if prefix else ""
+
+
+def named_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Return the modules, optimizers and other objects with a state of a replica, with what `Tree` calls each.
+
+    'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' where there are two of a kind.
+    """
+    merged = _merge(parts)
+    found: list[tuple[str, Any]] = []
+    for key, value in merged.items() if isinstance(merged, Mapping) else ():
+        several = [(f"{key}.{i}", part) for i, part in enumerate(value)] if isinstance(value, list) else [(key, value)]
+        found += [(name, part) for name, part in several if is_module(part) or is_stateful(part)]
+    return found
+
+
+def _merge(parts: tuple[Any, ...]) -> Any:
+    """Put the parts of a replica under the keys under which trainers save them; a single part stands for itself."""
+    if len(parts) == 1 and not is_bundle(parts[0]):
+        only = parts[0]
+        return only if isinstance(only, (Mapping, list, tuple)) or is_tensor(only) else {_key(only): only}
+    found: dict[str, list[Any]] = {}
+    plain: list[tuple[str, Any]] = []
+    listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
+    for i, part in enumerate(listed):
+        if is_optimizer_state(part):  # beside other keys it would make an optimizer of the whole tree
+            found.setdefault("optimizer", []).append(part)
+        elif isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
+            plain.append((f"things.{i}", part))
+        else:
+            found.setdefault(_key(part), []).append(part)
+    tree: dict[str, Any] = {key: parts[0] if len(parts) == 1 else parts for key, parts in found.items()}
+    for key, part in plain:
+        if isinstance(part, Mapping) and not part.keys() & tree.keys():
+            tree.update(part)
+        else:
+            tree[key] = part
+    return tree
+
+
+def _by_type(key: Any) -> tuple[str, str]:
+    return type(key).__name__, str(key)
+
+
+def _key(part: Any) -> str:
+    """Return the key under which trainers save such an object."""
+    if is_module(part):
+        return "model"
+    if is_optimizer(part):
+        return "optimizer"
+    kind = type(part).__name__
+    if kind.endswith("Scaler"):
+        return "scaler"
+    return "lr_scheduler" if hasattr(part, "get_last_lr") else kind
