@@ -6,10 +6,10 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
-from benchmarks.timing import bar, median, section, table
+from benchmarks.timing import bar, median, section, table, take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 ROUNDS = 7
 SETS = {"1 x 1 GiB": (1, 1 << 30), "500 x 100 kB": (500, 100_000), "5,000 x 1 kB": (5000, 1000)}
@@ -19,7 +19,7 @@ def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether every bar is met."""
     times: dict[str, list[float]] = {}
     for name, (count, size) in SETS.items():
-        for what, found in take_turns(programs(count, size), rounds).items():
+        for what, found in take_turns(programs(count, size), rounds, measure=called).items():
             times[f"{name}: {what}"] = found
     of = median(times)
     bars = [
@@ -53,13 +53,8 @@ def programs(count: int, size: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def take_turns(measured: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Call each `rounds` times in turn, and once before; return the seconds by name."""
-    times: dict[str, list[float]] = {name: [] for name in measured}
-    for i in range(rounds + 1):
-        for name, call in measured.items():
-            start = time.perf_counter()
-            call()
-            if i:
-                times[name].append(time.perf_counter() - start)
-    return times
+def called(work: Callable[[], object]) -> float:
+    """Return the seconds that a function takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

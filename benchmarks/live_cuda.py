@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.live_models import MODELS, tensors_of
+from benchmarks.timing import take_turns
 from syncheck.live.digest import digest_all
 
 if TYPE_CHECKING:
@@ -42,12 +43,7 @@ def measure(rounds: int) -> dict[str, Any]:
         def digests(tensors: list[torch.Tensor] = tensors) -> None:
             digest_all(tensors)
 
-        times: dict[str, list[float]] = {"copy": [], "digests": []}
-        for i in range(rounds + 1):
-            for what, work in (("copy", copy), ("digests", digests)):
-                took = _timed(work)
-                if i:
-                    times[what].append(took)
+        times = take_turns({"copy": copy, "digests": digests}, rounds, measure=_timed)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         cases[name] = {"bytes": size, "times": times, "bar": name == BY_BYTES}
     return {"device": torch.cuda.get_device_name(), "cases": cases}

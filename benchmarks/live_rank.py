@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.live_baselines import megatron, naive, reading
 from benchmarks.live_models import MODELS, resnet18, tensors_of
+from benchmarks.timing import take_turns
 from benchmarks.traffic import counted
 from syncheck.live import channel, check, exchange
 from syncheck.live.exchange import holdings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
 # The phases of a check, and the function that is each of them, by where it is looked up.
 PHASES: tuple[tuple[str, Any, str], ...] = (
@@ -45,17 +46,6 @@ def timed(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def take_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
-    """Run every work once, then `rounds` times in turn; return the seconds by name."""
-    times: Times = {name: [] for name in works}
-    for i in range(rounds + 1):
-        for name, work in works.items():
-            took = timed(work)
-            if i:
-                times[name].append(took)
-    return times
 
 
 @contextmanager
@@ -100,7 +90,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     }
     assert megatron(model)
     assert naive(model)
-    times = take_turns(works, rounds)
+    times = take_turns(works, rounds, measure=timed)
     phases: Times = {}
     for _ in range(rounds):
         spent: dict[str, float] = {}
@@ -156,7 +146,7 @@ def training(rounds: int) -> Times:
         optimizer.step()
 
     works = {f"step {i}": step for i in range(STEPS)} | {"check": lambda: check(model, optimizer)}
-    times = take_turns(works, rounds)
+    times = take_turns(works, rounds, measure=timed)
     return {"check": times["check"], "step": [took for i in range(STEPS) for took in times[f"step {i}"]]}
 
 

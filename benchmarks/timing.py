@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,19 +42,17 @@ def _run(command: Sequence[str]) -> str:
 
 
 def take_turns(
-    commands: Mapping[str, Sequence[str]],
-    rounds: int,
-    warm: bool = True,
-    measure: Callable[[Sequence[str]], float] = timed,
+    works: Mapping[str, Any], rounds: int, warm: bool = True, measure: Callable[[Any], float] = timed
 ) -> dict[str, list[float]]:
-    """Run every command `rounds` times in turn, and once before if `warm`; return the seconds by name.
+    """Run every work `rounds` times in turn, and once before if `warm`; return the seconds by name.
 
-    In turns, whatever else the machine does falls on all of them. measure: what runs a command and returns seconds.
+    In turns, whatever else the machine does falls on all of them. measure: what runs a work, without more the command
+    of a process, and returns seconds.
     """
-    times: dict[str, list[float]] = {name: [] for name in commands}
+    times: dict[str, list[float]] = {name: [] for name in works}
     for i in range(rounds + warm):
-        for name, command in commands.items():
-            took = measure(command)
+        for name, work in works.items():
+            took = measure(work)
             if i or not warm:
                 times[name].append(took)
     return times

@@ -1,8 +1,10 @@
-"""`syncheck compare` of ranks, each with a file of its own: in processes of a test, and as programs."""
+"""How tests of the command line start it: in this process, in a shell, on ranks with a file each, and as programs."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -74,6 +76,32 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
         yield started
     finally:
         started.kill()
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> None:
+    """Write run_rank0.pth and run_rank1.pth into the test's folder: of 14 tensors the two running means differ."""
+    for rank in range(2):
+        save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
+
+
+@pytest.fixture
+def shell(tmp_path: Path, two_ranks: None) -> Callable[..., tuple[int, str, str]]:
+    """Run a line of bash in the folder of two_ranks; returns exit code, stdout and stderr.
+
+    `syncheck` in the line is the one of this Python, given the options `python`; keyword arguments are variables.
+    """
+
+    def go(line: str, python: str = "", **environment: str) -> tuple[int, str, str]:
+        line = line.replace("syncheck", f"{sys.executable} {python} -m syncheck", 1)
+        colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM")
+        kept = {key: value for key, value in os.environ.items() if key not in colours}
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=60, check=False, env=kept | environment
+        )
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    return go
 
 
 @pytest.fixture

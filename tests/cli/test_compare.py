@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth, save_safetensors
+from checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck as library
 
@@ -251,16 +251,6 @@ def test_closed_pipe(ranks: Ranks, tmp_path: Path) -> None:
     command = f"{sys.executable} -m syncheck compare *.pth -n 0 | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
-
-
-def test_plain_locale(cli: Run, tmp_path: Path) -> None:
-    """Under LANG=C a verdict comes out, whatever characters the names have."""
-    for rank in range(2):
-        save(tmp_path / f"rank{rank}.pth", {"gewicht\u00e4\u4e2d": np.full(2, rank, np.float32)})
-    environment = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = cli("compare", "rank0.pth", "rank1.pth", **environment)
-    assert (done.code, done.err) == (1, "")
-    assert done.lines[-2] == "OUT OF SYNC"
 
 
 def test_installed_command_gives_the_same_codes(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,23 +32,6 @@ COMMANDS = {
 # Commands that print on stderr only, which no failure of stdout concerns.
 ERRORS_ONLY = [command for command, code in COMMANDS.items() if code == 2]
 FULL = "syncheck: error: stdout: cannot write it: No space left on device; free some space, or send it elsewhere\n"
-
-
-@pytest.fixture
-def shell(ranks: Ranks, tmp_path: Path) -> Callable[[str], tuple[int, str, str]]:
-    """Run a line of bash in a folder with two ranks out of sync; returns exit code, stdout and stderr."""
-    ranks(network(), changed(network(), "running_mean"))
-
-    def run(line: str) -> tuple[int, str, str]:
-        line = line.replace("syncheck", f"{sys.executable} -m syncheck", "-m syncheck" not in line)
-        colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
-        environment = {key: value for key, value in os.environ.items() if key not in colours}
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False, env=environment
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    return run
 
 
 def check(shell: Callable[[str], tuple[int, str, str]], command: str) -> None:
@@ -96,7 +75,7 @@ def test_a_disk_that_takes_a_part(
     shell: Callable[[str], tuple[int, str, str]], tmp_path: Path, unbuffered: str
 ) -> None:
     """Where a file takes only the first kilobyte, what is lost is told: unbuffered, Python would say nothing of it."""
-    limit = f"ulimit -f 1; exec env PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED={unbuffered} {sys.executable} -m"
+    limit = f"ulimit -f 1; exec env PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED={unbuffered}"
     told = "syncheck: error: stdout: cannot write it: File too large; free some space, or send it elsewhere\n"
     assert shell(f"trap '' XFSZ; {limit} syncheck {COMPARE} --format json > out.json") == (2, "", told)
     assert (tmp_path / "out.json").stat().st_size == 1024

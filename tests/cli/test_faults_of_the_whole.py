@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
+from checkpoints import network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.kernel import shares
@@ -28,23 +25,6 @@ LAST = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
 MEMORY = "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
 FILES = "too many open files; raise their limit (ulimit -n), of which a few dozen are needed"
 GONE = "the current folder was removed; go to one that is there"
-
-
-@pytest.fixture
-def shell(ranks: Ranks, tmp_path: Path) -> Shell:
-    """Run a line of bash in a folder with two ranks out of sync; returns exit code, stdout and stderr."""
-    ranks(network(), changed(network(), "running_mean"))
-
-    def run(line: str, python: str = "", **environment: str) -> tuple[int, str, str]:
-        line = line.replace("syncheck", f"{sys.executable} {python} -m syncheck", 1)
-        colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM")
-        kept = {key: value for key, value in os.environ.items() if key not in colours}
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=60, check=False, env=kept | environment
-        )
-        return done.returncode, done.stdout.decode(), done.stderr.decode()
-
-    return run
 
 
 def is_told(found: tuple[int, str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Done, changed, network, save, save_pth
+from checkpoints import Done, save, save_pth
 
 from syncheck.report.files import ENDINGS, FORMATS
 
@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 
     Run = Callable[..., Done]
 
+pytestmark = pytest.mark.usefixtures("two_ranks")
 COUNTS = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
-
-
-@pytest.fixture
-def run(run: Run, tmp_path: Path) -> Run:
-    """Run a command in a folder with two ranks whose running means differ."""
-    for rank in range(2):
-        save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
-    return run
 
 
 def is_whole(name: str, text: str) -> None:
@@ -144,7 +137,7 @@ def test_plain_locale(cli: Run, tmp_path: Path) -> None:
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", {"gewicht\u00e4\u4e2d": np.full(2, rank, np.float32)})
     environment = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for name in ("junit", "github", "markdown"):
+    for name in ("text", "junit", "github", "markdown"):
         done = cli("compare", "rank0.pth", "rank1.pth", "--format", name, **environment)
         assert (done.code, done.err) == (1, "")
         assert "gewicht" in done.out

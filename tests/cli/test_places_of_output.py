@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import Done, changed, network, save, save_pth, save_safetensors
+from checkpoints import Done, network, save_pth, save_safetensors
 from disks import make_read_only, small_disk
 
 if TYPE_CHECKING:
@@ -22,15 +22,8 @@ if TYPE_CHECKING:
 
     Run = Callable[..., Done]
 
+pytestmark = pytest.mark.usefixtures("two_ranks")
 TWO = ("run_rank0.pth", "run_rank1.pth")
-
-
-@pytest.fixture
-def run(run: Run, tmp_path: Path) -> Run:
-    """Run a command in a folder with two ranks that differ."""
-    for rank in range(2):
-        save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
-    return run
 
 
 def refused(done: Done, text: str) -> None:

@@ -31,7 +31,7 @@ def found(folder: str) -> frozenset[str]:
 def test_every_rule_has_a_fixture(code: str) -> None:
     """Some real run's files lead to the finding, and the manifest says so."""
     folders = [entry["folder"] for entry in ENTRIES if code in entry["findings"]]
-    assert folders, f"no fixture of fixtures/table.py has {code} in its codes"
+    assert folders, f"no fixture of fixtures/table.toml has {code} in its codes"
     assert [folder for folder in folders if code not in found(folder)] == []
 
 
@@ -40,7 +40,7 @@ def test_every_rule_has_a_near_miss(code: str) -> None:
     """Some real run's files look like the finding, the manifest says what speaks against it, and it is not made."""
     judged = [entry for entry in ENTRIES if set(entry["findings"]) <= set(CODES)]
     reasons = {entry["folder"]: entry["near_misses"][code] for entry in judged if code in entry["near_misses"]}
-    assert reasons, f"no fixture of fixtures/table.py has {code} in its near_misses"
+    assert reasons, f"no fixture of fixtures/table.toml has {code} in its near_misses"
     assert all(len(reason) > 10 for reason in reasons.values())
     assert [folder for folder in reasons if code in found(folder)] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import started
 from programs import RUN, Programs
+from started import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 # `train` is not installed: it is the one of this clone, and of no other.
@@ -30,6 +32,14 @@ def ctx(syncheck_rank: Rank) -> RankContext:
 
     rank = syncheck_rank
     return RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the test begin outside any launcher, in an empty folder."""
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from scenarios import differing, load
-from started import LAUNCHER
 
 from train.options import build_parser, settings_from
 from train.run import main
@@ -19,96 +18,23 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
-FLAGS = {
-    "--accumulate",
-    "--alpha",
-    "--amp",
-    "--augment",
-    "--average-every",
-    "--backend",
-    "--batch-size",
-    "--channels",
-    "--channels-last",
-    "--checkpoint-every",
-    "--classes",
-    "--comm-hook",
-    "--compile",
-    "--data",
-    "--data-dir",
-    "--depth",
-    "--download",
-    "--ema",
-    "--epochs",
-    "--eval-every",
-    "--fault",
-    "--fault-step",
-    "--find-unused",
-    "--gpus",
-    "--grad-clip",
-    "--help",
-    "--image-size",
-    "--init-method",
-    "--ip",
-    "--join",
-    "--keep-last",
-    "--limit-train",
-    "--list-faults",
-    "--list-models",
-    "--local-rank",
-    "--log-dir",
-    "--log-interval",
-    "--lr",
-    "--lr-scale",
-    "--max-steps",
-    "--method",
-    "--model",
-    "--momentum",
-    "--monitor",
-    "--monitor-every",
-    "--no-buffer-sync",
-    "--no-shuffle",
-    "--on-desync",
-    "--optimizer",
-    "--out",
-    "--port",
-    "--powersgd-rank",
-    "--powersgd-start",
-    "--progress",
-    "--rank",
-    "--replicas",
-    "--resume",
-    "--save-best",
-    "--save-every",
-    "--save-format",
-    "--save-per-rank",
-    "--schedule",
-    "--seed",
-    "--spawn",
-    "--sync-bn",
-    "--tensorboard",
-    "--timeout",
-    "--train-samples",
-    "--warmup-epochs",
-    "--warmup-steps",
-    "--weight-decay",
-    "--width",
-    "--workers",
-    "--world-size",
-}
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each test starts outside any launcher, in an empty folder."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+FLAGS = """
+    accumulate alpha amp augment average-every backend batch-size channels channels-last checkpoint-every
+    classes comm-hook compile data data-dir depth download ema epochs eval-every fault fault-step find-unused
+    gpus grad-clip help image-size init-method ip join keep-last limit-train list-faults list-models local-rank
+    log-dir log-interval lr lr-scale max-steps method model momentum monitor monitor-every no-buffer-sync
+    no-shuffle on-desync optimizer out port powersgd-rank powersgd-start progress rank replicas resume save-best
+    save-every save-format save-per-rank schedule seed spawn sync-bn tensorboard timeout train-samples
+    warmup-epochs warmup-steps weight-decay width workers world-size
+"""
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def test_flags_are_frozen() -> None:
     """Users' scripts depend on these names; every one has a help text."""
     actions = build_parser()._actions
-    assert {name for action in actions for name in action.option_strings if name.startswith("--")} == FLAGS
+    names = {name for action in actions for name in action.option_strings if name.startswith("--")}
+    assert names == {f"--{name}" for name in FLAGS.split()}
     assert all(action.help for action in actions)
 
 
@@ -127,84 +53,6 @@ def test_a_loss_that_is_no_number_is_told(capsys: pytest.CaptureFixture[str]) ->
     assert main("--lr 3e38 --limit-train 64 --epochs 2 --width 4 --progress none".split()) == 0
     told = "run.py: warning: the loss is not finite since epoch 1; lower --lr, or add --grad-clip\n"
     assert capsys.readouterr().err == told
-
-
-NEXT = "; add --spawn 2, or start with torchrun"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--batch-size 0", "--batch-size 0: needs 1 or more"),
-        ("--batch-size many", "argument --batch-size: invalid int value: 'many'"),
-        ("--batch-size 1", "--batch-size 1 (global) gives BatchNorm a single sample; use 2 or more"),
-        ("--batch-size 2000", "--batch-size 2000 is more than the 1437 training samples"),
-        ("--epochs -1", "--epochs -1: needs 1 or more"),
-        ("--lr inf", "--lr inf: needs a positive number"),
-        ("--momentum 1", "--momentum 1.0: needs a number from 0 to below 1"),
-        ("--weight-decay -1", "--weight-decay -1.0: needs 0 or a positive number up to 3.4e+38"),
-        ("--seed -1", "--seed -1: needs a number from 0 to 2**63 - 1"),
-        ("--timeout nan", "--timeout nan: needs seconds, above 0 and up to 604800"),
-        ("--warmup-steps -1", "--warmup-steps -1: needs 0 or more"),
-        ("--warmup-epochs nan", "--warmup-epochs nan: needs 0 or a positive number"),
-        ("--warmup-steps 500", "--warmup-steps: the warm-up takes 500 steps and the run has 440: shorten it"),
-        ("--workers -1", "--workers -1: needs 0 to 1024"),
-        ("--eval-every 0", "--eval-every 0: needs 1 or more"),
-        ("--log-interval 0", "--log-interval 0: needs 1 or more"),
-        ("--tensorboard", "--tensorboard: needs --log-dir DIR, the folder to write to"),
-        (
-            "--log-dir /dev/null/logs",
-            "cannot write the log /dev/null/logs/single/rank_0.log: Not a directory",
-        ),
-        ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
-        (
-            "--method ddp",
-            "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",
-        ),
-        ("--method single --spawn 2", "--method single is one process, the launcher started 2"),
-        ("--spawn 2 --rank 0", "--spawn and --rank: --spawn chooses that itself; drop one of them"),
-        ("--spawn 2 --batch-size 1", "--batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more"),
-        (
-            "--rank 0",
-            (
-                "--rank without --world-size: by hand, each process needs --rank R --world-size N and "
-                "--init-method file:///PATH, or --ip ADDRESS --port PORT"
-            ),
-        ),
-        ("--rank 3 --world-size 2 --ip ::1 --port 1", "--rank 3 with --world-size 2: needs 0 to 1"),
-        ("--backend gloo", "--backend gloo: --method single has no process group"),
-        ("--gpus x", "--gpus x: needs numbers with commas between them, as 0,1, or none for the CPU"),
-        (
-            "--sync-bn",
-            "--sync-bn: not with --method single: it has no other replica to share statistics with" + NEXT,
-        ),
-        (
-            "--find-unused",
-            "--find-unused: not with --method single: it reduces no gradients, so it waits for none" + NEXT,
-        ),
-        ("--replicas 2", "--replicas: only for --method dp or hsdp, not for single"),
-        (
-            "--monitor 10",
-            "--monitor: not with --method single: one process has no other to compare itself with" + NEXT,
-        ),
-        (
-            "--method dp --monitor 10",
-            "--monitor: not with --method dp: one process has no other to compare itself with",
-        ),
-        ("--spawn 2 --monitor -1", "--monitor -1: needs a number of steps, or 0 for no checks"),
-        (
-            "--spawn 2 --on-desync raise",
-            "--on-desync raise: needs --monitor N, the number of steps between two checks",
-        ),
-        ("--save-per-rank --out /dev/null/ckpts", "cannot write to --out /dev/null/ckpts: Not a directory"),
-        ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
-    ],
-)
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-    """What the user can mend is one line that says how, and exit code 2."""
-    assert main(arguments.split()) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"run.py: error: {message}\n")
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from started import LAUNCHER
 
 from train.run import main
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what a launcher that has started pytest may have set."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.mark.parametrize("port", ["0", "70000"])

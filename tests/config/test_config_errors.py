@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from project_file import write
 
 from syncheck import config
 from syncheck.errors import UsageError
@@ -12,20 +13,6 @@ from syncheck.report.files import FORMATS
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder that is the top of a repository, so that nothing above it is looked at."""
-    (tmp_path / ".git").mkdir()
-    return tmp_path
-
-
-def write(folder: Path, text: str) -> Path:
-    """Write a pyproject.toml whose table [tool.syncheck] has these lines."""
-    path = folder / "pyproject.toml"
-    path.write_text(f"[tool.syncheck]\n{text}\n")
-    return path
 
 
 @pytest.mark.parametrize(

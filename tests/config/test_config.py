@@ -10,27 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoints import network, save_pth
+from project_file import write
 
 from syncheck import api, config
 from syncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder that is the top of a repository, so that nothing above it is looked at."""
-    (tmp_path / ".git").mkdir()
-    return tmp_path
-
-
-def write(folder: Path, text: str) -> Path:
-    """Write a pyproject.toml whose table [tool.syncheck] has these lines."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "pyproject.toml"
-    path.write_text(f"[project]\nname = 'x'\n[tool.syncheck]\n{text}\n")
-    return path
 
 
 EVERY_KEY = {

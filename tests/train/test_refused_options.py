@@ -1,0 +1,168 @@
+"""What the trainer refuses: options that make no sense together, misspelt names, numbers that no machine could take."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import RUN
+from started import ROOT
+
+from train.run import main
+
+if TYPE_CHECKING:
+    from programs import Programs
+
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+NEXT = "; add --spawn 2, or start with torchrun"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch-size 0", "--batch-size 0: needs 1 or more"),
+        ("--batch-size many", "argument --batch-size: invalid int value: 'many'"),
+        ("--batch-size 1", "--batch-size 1 (global) gives BatchNorm a single sample; use 2 or more"),
+        ("--batch-size 2000", "--batch-size 2000 is more than the 1437 training samples"),
+        ("--epochs -1", "--epochs -1: needs 1 or more"),
+        ("--lr inf", "--lr inf: needs a positive number"),
+        ("--momentum 1", "--momentum 1.0: needs a number from 0 to below 1"),
+        ("--weight-decay -1", "--weight-decay -1.0: needs 0 or a positive number up to 3.4e+38"),
+        ("--seed -1", "--seed -1: needs a number from 0 to 2**63 - 1"),
+        ("--timeout nan", "--timeout nan: needs seconds, above 0 and up to 604800"),
+        ("--warmup-steps -1", "--warmup-steps -1: needs 0 or more"),
+        ("--warmup-epochs nan", "--warmup-epochs nan: needs 0 or a positive number"),
+        ("--warmup-steps 500", "--warmup-steps: the warm-up takes 500 steps and the run has 440: shorten it"),
+        ("--workers -1", "--workers -1: needs 0 to 1024"),
+        ("--eval-every 0", "--eval-every 0: needs 1 or more"),
+        ("--log-interval 0", "--log-interval 0: needs 1 or more"),
+        ("--tensorboard", "--tensorboard: needs --log-dir DIR, the folder to write to"),
+        (
+            "--log-dir /dev/null/logs",
+            "cannot write the log /dev/null/logs/single/rank_0.log: Not a directory",
+        ),
+        ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
+        (
+            "--method ddp",
+            "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",
+        ),
+        ("--method single --spawn 2", "--method single is one process, the launcher started 2"),
+        ("--spawn 2 --rank 0", "--spawn and --rank: --spawn chooses that itself; drop one of them"),
+        ("--spawn 2 --batch-size 1", "--batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more"),
+        (
+            "--rank 0",
+            (
+                "--rank without --world-size: by hand, each process needs --rank R --world-size N and "
+                "--init-method file:///PATH, or --ip ADDRESS --port PORT"
+            ),
+        ),
+        ("--rank 3 --world-size 2 --ip ::1 --port 1", "--rank 3 with --world-size 2: needs 0 to 1"),
+        ("--backend gloo", "--backend gloo: --method single has no process group"),
+        ("--gpus x", "--gpus x: needs numbers with commas between them, as 0,1, or none for the CPU"),
+        (
+            "--sync-bn",
+            "--sync-bn: not with --method single: it has no other replica to share statistics with" + NEXT,
+        ),
+        (
+            "--find-unused",
+            "--find-unused: not with --method single: it reduces no gradients, so it waits for none" + NEXT,
+        ),
+        ("--replicas 2", "--replicas: only for --method dp or hsdp, not for single"),
+        (
+            "--monitor 10",
+            "--monitor: not with --method single: one process has no other to compare itself with" + NEXT,
+        ),
+        (
+            "--method dp --monitor 10",
+            "--monitor: not with --method dp: one process has no other to compare itself with",
+        ),
+        ("--spawn 2 --monitor -1", "--monitor -1: needs a number of steps, or 0 for no checks"),
+        (
+            "--spawn 2 --on-desync raise",
+            "--on-desync raise: needs --monitor N, the number of steps between two checks",
+        ),
+        ("--save-per-rank --out /dev/null/ckpts", "cannot write to --out /dev/null/ckpts: Not a directory"),
+        ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+        ("--warmup-epochs 1e308", "--warmup-epochs: the warm-up takes inf steps and the run has 440: shorten it"),
+        ("--workers 100000", "--workers 100000: needs 0 to 1024"),
+        ("--lr 1e300", "--lr 1e+300: the learning rate would be 1e+300, more than float32 holds"),
+        ("--weight-decay 1e300", "--weight-decay 1e+300: needs 0 or a positive number up to 3.4e+38"),
+        ("--width 99999999999999999999", "--width 99999999999999999999: needs 65536 or less"),
+        ("--accumulate 33", "--batch-size 32 (global) leaves some of 1 rank x 33 micro-batches empty; use 33 or more"),
+        ("--modle resnet8", "unrecognized arguments: --modle resnet8; did you mean --model?"),
+        (
+            "--spawn 2 --join --batch-size 31",
+            "--join --batch-size 31: every rank's batches are of one size; use a multiple of 2",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    """What the user can mend is one line that says how, and exit code 2, before anything is built."""
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"run.py: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("--model resnet9", "resnet8"),
+        ("--data minst", "mnist"),
+        ("--data cifar", "cifar10"),
+        ("--fault bitflip-weight", "bit-flip-weight"),
+        ("--method fsdpp", "fsdp"),
+    ],
+)
+def test_misspelt_name_lists_the_known(capsys: pytest.CaptureFixture[str], arguments: str, meant: str) -> None:
+    """A misspelt name is answered with the names there are, and with the one that was probably meant."""
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"invalid choice: '{arguments.split()[1]}' (choose from" in error
+    assert meant in error.partition("you mean")[2]
+
+
+def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model for which there is no memory is refused in one line; other errors of torch are not hidden."""
+
+    def fail(message: str) -> None:
+        def start(*_: object, **__: object) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr("torch.nn.init.kaiming_normal_", start)
+
+    fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate 36 bytes")
+    assert main(["--limit-train", "64"]) == 2
+    assert capsys.readouterr().err == "run.py: error: --model resnet8: not enough memory on this machine\n"
+    fail("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["--limit-train", "64"])
+
+
+def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that cannot be printed is one line and exit code 2."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - to close it fails, too
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(["--list-faults"]) == 2
+    assert capsys.readouterr().err == "run.py: error: cannot write to stdout: No space left on device\n"
+    with suppress(OSError):
+        full.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "speaker"),
+    [
+        ((RUN,), "run.py: error"),
+        (("-m", "train.evaluate", "ckpts"), "evaluate.py"),
+        (("-m", "train.bench"), "train.bench: error"),
+    ],
+)
+def test_without_torch_it_says_what_to_install(programs: Programs, program: tuple[object, ...], speaker: str) -> None:
+    """Where only syncheck was installed the trainer is one line, not the end of an import."""
+    done = programs.run(sys.executable, "-S", *program, PYTHONPATH=str(ROOT))  # -S: without site-packages
+    message = f"{speaker}: torch is not installed; in this clone: pip install -e '.[train]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
