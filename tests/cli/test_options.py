@@ -121,7 +121,7 @@ def test_wrong_usage_comes_before_out_of_sync(run: Main) -> None:
     assert (done.code, done.out) == (2, "")
     assert "nothing*.pth: no file matches" in done.err
     done = run("run_*.pth", "nothing.pth")
-    assert (done.code, done.lines[-2]) == (1, "OUT OF SYNC, and 1 files could not be read")
+    assert (done.code, done.lines[-2]) == (1, "OUT OF SYNC, and 1 file could not be read")
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
