@@ -203,7 +203,7 @@ def explain(arguments: argparse.Namespace) -> int:
         None,
     )
     if found is None:
-        raise UsageError(f"{arguments.code}: no such finding; needs one of {', '.join(rules)}, or none to list them")
+        raise UsageError(f"{arguments.code}: no such finding; syncheck explain, without a code, lists all")
     output.write(listing.rule(found), arguments.color)
     return 0
 

@@ -69,10 +69,17 @@ def _print_table(console: Console, grid: Grid, ascii_only: bool) -> None:
     asked, names = _asked(console, grid, room, _least(grid)), None
     if not asked:
         _print_name(console, Span(grid.columns[0], "bold"), grid.indent)
-        names = iter(grid.rows)
+        whole = grid.rows
+        names = iter(whole)
         rows = [(Span(_ABOVE), *row[1:]) for row in grid.rows]
         grid = Grid((" " * len(_ABOVE), *grid.columns[1:]), grid.right, grid.indent, rows)
-        asked = _asked(console, grid, room) or room
+        asked = _asked(console, grid, room)
+        if not asked and grid.columns[1] == "kind":
+            names = iter([(Span(f"{row[0].text}  {row[1].text}"), *row[1:]) for row in whole])
+            rows = [(row[0], *row[2:]) for row in rows]
+            grid = Grid((grid.columns[0], *grid.columns[2:]), grid.right, grid.indent, rows)
+            asked = _asked(console, grid, room)
+        asked = asked or room
     table = _table(grid, True, ascii_only, least=_least(grid))
     last = None
     for segments in Segment.split_lines(console.render(table, console.options.update(width=asked))):
