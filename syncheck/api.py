@@ -85,7 +85,8 @@ class Options:
             known = {rule.CODE for rule in RULES}
             for code in self.allow:
                 if code.upper() not in known:
-                    raise OptionError(f"no such finding; needs one of {', '.join(sorted(known))}", allow=code)
+                    meant = [f"; its code is {rule.CODE}" for rule in RULES if code.lower() == rule.SLUG]
+                    raise OptionError(f"no such code{''.join(meant) or '; syncheck explain lists all'}", allow=code)
         if self.group_by is not None:
             try:
                 re.compile(self.group_by)

@@ -127,11 +127,22 @@ def _expanded(paths: Sequence[str]) -> list[str]:
             continue
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise UsageError(
-                f"{path}: no file matches this pattern. Check the folder, or quote it to let syncheck expand it."
-            )
+            raise UsageError(f"{path}: no file matches this pattern. {_beside(path)}")
         found += matches
     return found
+
+
+def _beside(pattern: str) -> str:
+    """Say what is where a pattern was to match: a folder that is not there, or some of what it holds."""
+    folder = os.path.dirname(pattern)
+    while glob.has_magic(folder):
+        folder = os.path.dirname(folder)
+    try:
+        names = sorted(name for name in os.listdir(folder or ".") if not name.startswith("."))
+    except OSError as error:
+        return f"{folder}: {(error.strerror or str(error)).lower()}."
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{folder or 'This folder'} holds {', '.join(names[:2]) or 'nothing'}{more}."
 
 
 def holds_checkpoint(path: str) -> bool:

@@ -88,12 +88,14 @@ def test_nothing_compared_never_passes(ranks: Ranks) -> None:
     assert "option" not in str(failing({"step": 1}, {"step": 1}))
 
 
-def test_texts_name_options_as_python_does(ranks: Ranks) -> None:
+def test_texts_name_options_as_python_does(ranks: Ranks, tmp_path: Path) -> None:
     """What the command line calls --allow SYN201 is allow="SYN201" in the text of an assertion and of an error."""
     text = str(failing(*ranks(network(), changed(network(), "running_mean", "running_var"))))
     assert 'allow="SYN201"' in text
     assert "--allow" not in text
-    assert "group_by=REGEX" in str(failing(ranks()[0]))
+    for name in ("best.pth", "model_0.pth", "ckpt-rank1-step100.pt"):
+        save_pth(tmp_path / "unlike" / name, network())
+    assert "group_by=REGEX" in str(failing(tmp_path / "unlike"))
     for options, says in (({"allow": "SYN999"}, "allow='SYN999': no such"), ({"rtol": 0.1}, "rtol and atol belong")):
         with pytest.raises(UsageError) as caught:
             compare(*ranks(), **options)

@@ -202,8 +202,7 @@ def explain(arguments: argparse.Namespace) -> int:
     asked = arguments.code.lower()
     found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
-        known = ", ".join(rule.CODE for rule in rules)
-        raise UsageError(f"{arguments.code}: no such finding; needs one of {known}, or none to list them")
+        raise UsageError(f"{arguments.code}: no such finding; syncheck explain, without a code, lists all")
     output.write(listing.rule(found), arguments.color)
     return 0
 

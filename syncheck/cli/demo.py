@@ -39,12 +39,11 @@ def run(color: str) -> int:
     from syncheck.report import files, text
 
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
-    _say(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth\n")
+    _say(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth -n 5\n")
     output.write(text.comparison(compared, 5), color)
     found = api.compare(str(FOLDER / "ckpts"), histograms=True)
-    _say(f"\n$ syncheck report {FOLDER}/ckpts --only-buffers -o {FOLDER}/index.html\n")
-    buffers = api.compare(str(FOLDER / "ckpts"), options=api.Options(only=("buffers",)))
-    output.write(text.overview(buffers, 3), color)
+    _say(f"\n$ syncheck report {FOLDER}/ckpts -n 3 -o {FOLDER}/index.html\n")
+    output.write(text.overview(found, 3), color)
     page = FOLDER / "index.html"
     files.write_file(str(page), found)
     _check(compared)

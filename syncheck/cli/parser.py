@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.config import COLORS
 from syncheck.errors import logged, one_line
 from syncheck.report.files import ENDINGS, FORMATS
 
-EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable file, nothing compared),
-3 a crash of syncheck, 130 interrupted"""
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (wrong usage, unreadable
+file, nothing compared), 3 a crash of syncheck, 130 interrupted"""
 
 _COMPARED = """checkpoint files, folders or globs; under torchrun also one path such as 'rank_{rank}.pth', of which each
 process reads its own"""
@@ -40,9 +43,33 @@ class _Parser(argparse.ArgumentParser):
         self.formatter_class = RawDescriptionRichHelpFormatter
         return super().format_help()
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; an option of a command that it does not have is its own error, for its help has those that it has."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and not self._subparsers:
+            likely = _likely(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{likely}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line; the usage of ten lines would bury it."""
-        self.exit(2, f"{self.prog}: error: {logged(one_line(message))}. See: {self.prog} --help\n")
+        told = logged(one_line(message))
+        self.exit(2, f"{self.prog}: error: {told}{'' if told.endswith('?') else '.'} See: {self.prog} --help\n")
+
+    def list_commands(self, _: argparse.Namespace) -> int:
+        """Answer a line without a command: what there is, on stderr, for the line is wrong usage."""
+        from syncheck.cli import streams
+
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        streams.say(super().format_help().rstrip())
+        return 2
+
+
+def _likely(word: str, known: Iterable[str]) -> str:
+    """Ask after the known word that a mistyped one resembles; empty where none does."""
+    from difflib import get_close_matches
+
+    return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1))
 
 
 def build() -> argparse.ArgumentParser:
@@ -56,8 +83,9 @@ def build() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions that a bug report needs")
+    parser.set_defaults(run=parser.list_commands)
     # With a prog of its own, argparse does not format the usage, which would import rich on every start.
-    add = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="syncheck").add_parser
+    add = parser.add_subparsers(title="commands", metavar="COMMAND", prog="syncheck").add_parser
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         made = add(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EPILOG)
@@ -125,7 +153,7 @@ def _selecting(what: Any) -> None:
             dest="only",
             action="append_const",
             const=kind,
-            help=f"only {text}; several --only are added up",
+            help=f"only {text}{'; several --only are added up' * (kind == 'params')}",
         )
     what.add_argument(
         "--include",

@@ -248,8 +248,8 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally,
             notes.append(f"no file of {ranks_text(absent)}, which the metadata says took part")
     if guessed:
         notes.append(
-            "which tensors are parameters and which buffers is guessed from their names; --buffers GLOB or a metadata "
-            "block says it"
+            "which tensors are parameters and which buffers is guessed from their names; --buffers GLOB says it, "
+            "or syncheck.metadata(model=...) saved in the file"
         )
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
     if any(stub.endswith(".DTensor") for stub in stubs):  # what torch keeps in one is no object of the user's

@@ -38,5 +38,6 @@ def apply(case: Case) -> Match | None:
     return Match(
         (),
         ranks,
-        f"{max(case.group.normalized.values())} names on {ranks_text(ranks)} were compared without their prefix",
+        f"{max(case.group.normalized.values())} names on {ranks_text(ranks)} were compared without a wrapper's prefix "
+        "(module., _orig_mod. or the like)",
     )

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 def contents(listed: Mapping[str, Any]) -> list[Part]:
     """Return the parts of `syncheck show`. listed: what `contents.describe` returns."""
-    numbers = ("bytes", "min", "max", "mean", "std", "nonfinite")
-    grid = Grid(("name", "kind", "dtype", "shape", *numbers), right=numbers)
+    numbers = ["bytes", "min", "max", "mean", "std"]
+    # A column of zeros would take the room of names; the first line says it of all.
+    finite = not any(row["nonfinite"] for row in listed["tensors"])
+    numbers += [] if finite else ["nonfinite"]
+    grid = Grid(("name", "kind", "dtype", "shape", *numbers), right=tuple(numbers))
     for row in listed["tensors"]:
         statistics = [_short(row[name]) for name in numbers[1:]]
         shape = "x".join(map(str, row["shape"])) or "scalar"
@@ -25,6 +28,8 @@ def contents(listed: Mapping[str, Any]) -> list[Part]:
     about = [
         f"{listed['path']}: {listed['format']}, {len(listed['tensors'])} tensors, {words.bytes_text(listed['bytes'])}"
     ]
+    if finite and any(row["nonfinite"] == 0 for row in listed["tensors"]):
+        about[0] += ", all numbers finite"
     if listed["metadata"]:
         about.append("metadata: " + ", ".join(f"{k} {v}" for k, v in listed["metadata"].items() if v is not None))
     elif listed["kinds_guessed"]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import ConsoleOptions, RenderableType, RenderResult
+    from rich.measure import Measurement
 
     from syncheck.report.parts import Part
     from syncheck.report.sparkline import Sparkline
@@ -68,10 +69,17 @@ def _print_table(console: Console, grid: Grid, ascii_only: bool) -> None:
     asked, names = _asked(console, grid, room, _least(grid)), None
     if not asked:
         _print_name(console, Span(grid.columns[0], "bold"), grid.indent)
-        names = iter(grid.rows)
+        whole = grid.rows
+        names = iter(whole)
         rows = [(Span(_ABOVE), *row[1:]) for row in grid.rows]
         grid = Grid((" " * len(_ABOVE), *grid.columns[1:]), grid.right, grid.indent, rows)
-        asked = _asked(console, grid, room) or room
+        asked = _asked(console, grid, room)
+        if not asked and grid.columns[1] == "kind":
+            names = iter([(Span(f"{row[0].text}  {row[1].text}"), *row[1:]) for row in whole])
+            rows = [(row[0], *row[2:]) for row in rows]
+            grid = Grid((grid.columns[0], *grid.columns[2:]), grid.right, grid.indent, rows)
+            asked = _asked(console, grid, room)
+        asked = asked or room
     table = _table(grid, True, ascii_only, least=_least(grid))
     last = None
     for segments in Segment.split_lines(console.render(table, console.options.update(width=asked))):
@@ -167,5 +175,30 @@ def _table(grid: Grid, ruled: bool, ascii_only: bool, least: int = 0) -> Table:
             min_width=max(widest, 0 if place else least),
         )
     for row in grid.rows:
-        made.add_row(*(Text(cell.text, style=cell.style) for cell in row))
+        cells = zip(grid.columns, row, strict=True)
+        made.add_row(*(_Name(cell) if column == "tensor" else _text(cell) for column, cell in cells))
     return made
+
+
+def _text(cell: Span) -> Text:
+    return Text(cell.text, style=cell.style)
+
+
+class _Name:
+    """A tensor's name, broken behind a dot where its column leaves it less than a line: 'layer1.0.bn1.', 'weight'."""
+
+    def __init__(self, cell: Span) -> None:
+        self.cell = cell
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return _text(self.cell).__rich_measure__(console, options)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name, width = self.cell.text, options.max_width
+        parts: list[str] = []
+        while cell_len(name) > width and (place := name.rfind(".", 0, width) + 1):
+            parts.append(name[:place])
+            name = name[place:]
+        # Where that takes more lines than breaking anywhere would, names are broken anywhere.
+        broken = "\n".join([*parts, name]) if len(parts) < _LINES and cell_len(name) <= width else self.cell.text
+        yield Text(broken, style=self.cell.style)

@@ -28,6 +28,11 @@ def comparison(report: Report, limit: int) -> list[Part]:
     parts: list[Part] = []
     for group in report.groups:
         parts += _group(group, limit)
+    found = by_run(report.groups).items()
+    runs = [run for run, groups in found if len(groups) > 1 and any(g.verdict == "out_of_sync" for g in groups)]
+    if runs:
+        shown = f"{', '.join(runs[:3])}{' and others' * (len(runs) > 3)}"
+        parts += [line(f"several steps of {shown}: syncheck report tells since when they differ", "dim"), BLANK]
     return parts + _closing(report)
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
 from syncheck.evidence.suspects import sets_within
-from syncheck.kinds import BN_STATISTICS
 from syncheck.records import names_text
 
 if TYPE_CHECKING:
@@ -52,14 +51,19 @@ def verdict_line(report: Report) -> str:
         text += f" but for {' and '.join(told)}" if told else ""
     if report.verdict == "undecided":
         text += f": {_why_undecided(report)}"
-    elif report.unreadable:
-        text += f", and {len(report.unreadable)} files could not be read"
+    elif count := len(report.unreadable):
+        text += f", and {count} file{'s' * (count != 1)} could not be read"
     return text
 
 
 def _why_undecided(report: Report) -> str:
     if report.unreadable:
         return f"{len(report.unreadable)} of the files given could not be read"
+    if len(report.groups) == 1 and report.groups[0].verdict == "alone":
+        return (
+            "one file has no replica to be compared with; save one on every rank, and give them all "
+            "(syncheck show lists what is in one)"
+        )
     if all(group.verdict == "alone" for group in report.groups):
         return (
             "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
@@ -171,13 +175,14 @@ def values_text(values: Sequence[ValueDiff]) -> str:
 def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
     """Sort by what a reader should see first.
 
-    Out of sync before the rest; a NaN on some ranks only; then by the size of the gap, what always differs a little
-    under DDP, running statistics, last.
+    Out of sync before the rest; a NaN on some ranks only; then by the size of the gap. After the weights come what
+    always differs a little under DDP, running statistics, and counters, whose gaps are steps and on no scale of theirs.
     """
 
     def key(d: TensorDiff) -> tuple[object, ...]:
         nonfinite = len(set(d.nonfinite.values())) > 1
-        return not d.out_of_sync, d.status != "not_compared", not nonfinite, d.kind in BN_STATISTICS, -(d.max_abs or 0)
+        late = {"bn_mean": 1, "bn_var": 1, "bn_count": 2, "optimizer_step": 2}.get(d.kind, 0)
+        return not d.out_of_sync, d.status != "not_compared", not nonfinite, late, -(d.max_abs or 0)
 
     return sorted(diffs, key=key)
 

@@ -34,6 +34,15 @@ def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert set(re.findall(r"SYN\d{3} [a-z-]+ \(", done.stdout)) == {"SYN201 bn-local-stats ("}
     assert re.search(r"SyncBatchNorm closed the gap: .* was 0\.\d+ in ddp .* and is 0\.0 in ddp-syncbn\.", done.stdout)
     page = (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8")
+    # The lines that it shows as typed are what was done.
+    typed = re.findall(r"^\$ syncheck (.+)$", done.stdout, flags=re.MULTILINE)
+    assert [line.split()[0] for line in typed] == ["compare", "report"]
+    for line in typed:
+        again = subprocess.run(
+            f"{sys.executable} -m syncheck {line}", shell=True, capture_output=True, text=True, cwd=tmp_path
+        )
+        assert again.stdout in done.stdout
+    assert (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8") == page
     assert "SyncBatchNorm closed the gap" in page
     # Two of the running statistics, and of the run out of sync its finding over the steps, heatmap and histograms.
     assert page.count("<svg") == 2 + 3

@@ -86,7 +86,7 @@ def test_bad_file_among_others(cli: Run, tmp_path: Path, kind: str, others: str)
     if others == "in sync":
         assert done.lines[-2].startswith("COULD NOT TELL: 1 of the files")
     elif others == "out of sync":
-        assert done.lines[-2] == "OUT OF SYNC, and 1 files could not be read"
+        assert done.lines[-2] == "OUT OF SYNC, and 1 file could not be read"
 
 
 @pytest.mark.parametrize("kind", ["text", "empty", "evil", "cut 50 pth", "cut 50 safetensors"])
@@ -113,9 +113,16 @@ def test_missing_path(cli: Run) -> None:
     one_line(cli("compare", "no_such.pth"), "no_such.pth", "no such file", "Check the path")
 
 
-def test_glob_without_a_match(cli: Run) -> None:
-    """A pattern that matches nothing is said to be one."""
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts/*.pth", "no file matches this pattern")
+def test_glob_without_a_match(cli: Run, tmp_path: Path) -> None:
+    """A pattern that matches nothing is said to be one, with what is there in place of a match."""
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts/*.pth: no file matches this pattern. ckpts: no such file")
+    (tmp_path / "ckpts").mkdir()
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts holds nothing.")
+    for name in ("b.pt", "a.pt", "c\x1b[31m.pt", ".hidden"):
+        (tmp_path / "ckpts" / name).touch()
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts holds a.pt, b.pt and 1 more.")
+    one_line(cli("compare", "ckpts/**/x.pth"), "ckpts holds a.pt")
+    one_line(cli("compare", "*.pth"), "This folder holds ckpts")
 
 
 def test_folder_without_checkpoints(cli: Run, tmp_path: Path) -> None:
@@ -132,8 +139,19 @@ def test_one_file(cli: Run, ranks: Ranks) -> None:
     (path, _) = ranks()
     done = cli("compare", path)
     assert (done.code, done.err) == (2, "")
-    assert done.lines[-2].startswith("COULD NOT TELL: no two of the files are replicas of one another")
+    assert done.lines[-2].startswith("COULD NOT TELL: one file has no replica to be compared with; save one on every")
     assert done.lines[-1] == "0 tensors: 0 identical, 0 close, 0 different, 0 not compared"
+
+
+def test_files_of_nothing_in_common(cli: Run, tmp_path: Path) -> None:
+    """Several files, none another's replica: what would put them into one group is said."""
+    (tmp_path / "src").mkdir()
+    for name in ("best.pth", "model_0.pth", "ckpt-rank1-step100.pt"):
+        save_pth(tmp_path / "src" / name, network())
+    done = cli("compare", "src")
+    assert done.code == 2
+    assert done.lines[-2].startswith("COULD NOT TELL: no two of the files are replicas of one another")
+    assert "--group-by ''" in done.lines[-2]
 
 
 def test_the_same_file_twice_is_one(cli: Run, ranks: Ranks) -> None:
@@ -157,11 +175,26 @@ def test_alone_beside_a_group_decides_nothing(cli: Run, ranks: Ranks, tmp_path: 
 
 def test_no_arguments(cli: Run) -> None:
     """Wrong usage is one line and 2."""
-    for arguments in ((), ("compare",), ("nonsense",), ("show",), ("compare", "--rtol")):
+    for arguments in (("compare",), ("nonsense",), ("show",), ("compare", "--rtol")):
         done = cli(*arguments)
         assert done.code == 2
         assert done.err.count("\n") == 1
         assert "--help" in done.err
+
+
+def test_no_command(cli: Run) -> None:
+    """A line without a command is answered with the commands there are, on stderr, and 2."""
+    done = cli()
+    assert (done.code, done.out) == (2, "")
+    assert {"compare", "report", "show", "fingerprint", "explain", "demo"} <= set(done.err.split())
+
+
+def test_mistyped_option(cli: Run) -> None:
+    """A mistyped option is named with the one that it resembles, and with the help that lists it: the command's."""
+    start = "syncheck compare: error: unrecognized arguments:"
+    for given, answer in (("--only-bufers", "; did you mean --only-buffers?"), ("--zzzz=3", ".")):
+        done = cli("compare", given, "a.pth")
+        assert (done.code, done.err) == (2, f"{start} {given}{answer} See: syncheck compare --help\n")
 
 
 def test_help_and_version_are_0(cli: Run) -> None:

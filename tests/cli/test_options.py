@@ -99,7 +99,8 @@ def test_the_rule_is_printed_with_what_it_excused(run: Main) -> None:
         (["--rtol", "0.5"], "--rtol and --atol belong together"),
         (["--rtol", "2", "--atol", "0"], "--rtol 2 --atol 0: needs 0 <= rtol <= 1"),
         (["--ulp", "-1"], "--ulp -1: needs a number of at least 0"),
-        (["--allow", "SYN999"], "--allow SYN999: no such finding; needs one of SYN101"),
+        (["--allow", "SYN999"], "--allow SYN999: no such code; syncheck explain lists all"),
+        (["--allow", "bn-local-stats"], "--allow bn-local-stats: no such code; its code is SYN201"),
         (["--group-by", "("], "--group-by '(': not a regular expression"),
         (["--reference", "7"], "--reference 7: no replica has this rank or path; there are ranks 0, 1: run_rank0.pth"),
         (["--reference", "no.pth"], "--reference no.pth: no replica has this rank or path"),
@@ -121,7 +122,7 @@ def test_wrong_usage_comes_before_out_of_sync(run: Main) -> None:
     assert (done.code, done.out) == (2, "")
     assert "nothing*.pth: no file matches" in done.err
     done = run("run_*.pth", "nothing.pth")
-    assert (done.code, done.lines[-2]) == (1, "OUT OF SYNC, and 1 files could not be read")
+    assert (done.code, done.lines[-2]) == (1, "OUT OF SYNC, and 1 file could not be read")
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])

@@ -176,7 +176,7 @@ def test_wrong_paths(across: Across, arguments: list[str], says: str) -> None:
         (["run_{rank:zz}.pth"], "run_{rank:zz}.pth: what is in braces cannot be filled in: "),
         (["run_{rank}.pth", "--quick"], "--quick and --group-by need one process that sees all files; leave them out"),
         (["run_{rank}.pth", "--group-by", "x"], "--quick and --group-by need one process"),
-        (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such finding; needs one of SYN101, "),
+        (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such code; syncheck explain lists all"),
         (["run_{rank}.pth", "--rtol", "1"], "--rtol and --atol belong together"),
         (["run_{rank}.pth", "-o", "report.doc"], "-o report.doc: "),
     ],

@@ -105,3 +105,14 @@ def test_bystanders_are_counted(cli: Run, tmp_path: Path) -> None:
     assert done.code == 0
     assert "1 files in the folders are no checkpoints and were skipped" in done.out
     assert "nothing to compare with, one file each: best" in done.out
+
+
+def test_comparison_of_several_steps_names_the_report(cli: Run, tmp_path: Path) -> None:
+    """`compare` of two steps that are out of sync says which command tells of them together."""
+    for step in (50, 100):
+        for rank in (0, 1):
+            made = changed(network(), "fc.bias") if rank else network()
+            save_pth(tmp_path / "c" / f"ckpt-rank{rank}-step{step}.pth", made)
+    hint = "several steps of ckpt: syncheck report tells since when they differ"
+    assert hint in cli("compare", "c").lines
+    assert not any("several steps" in line for line in cli("compare", *sorted((tmp_path / "c").glob("*50.pth"))).lines)

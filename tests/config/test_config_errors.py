@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         ("ulp = false", ["tool.syncheck.ulp = False; needs a whole number"]),
         ("group-by = ['x']", ["tool.syncheck.group-by = ['x']; needs a string"]),
         ("[tool.syncheck.allow]\ncode = 1", ["tool.syncheck.allow = {'code': 1}; needs a list of strings"]),
-        ("allow = ['SYN999']", ["tool.syncheck.allow = 'SYN999': no such finding", "SYN201"]),
+        ("allow = ['SYN999']", ["tool.syncheck.allow = 'SYN999': no such code; syncheck explain lists all"]),
         ("only = ['weights']", ["tool.syncheck.only = 'weights': needs", "params"]),
         ("rtol = 0.1", ["tool.syncheck.rtol and tool.syncheck.atol belong together"]),
         ("rtol = 2\natol = 0", ["tool.syncheck.rtol = 2 tool.syncheck.atol = 0: needs 0 <= rtol <= 1"]),

@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number for texts": ({"exclude": 3}, "exclude=3: needs a tuple of texts"),
     "rng as a number": ({"rng": 2}, "rng=2: needs True or False"),
     "no mesh": ({"mesh": torch.arange(2)}, "mesh= of class Tensor: needs a torch.distributed.device_mesh.DeviceMesh"),
-    "a finding": ({"allow": "SYN999"}, "allow='SYN999': no such finding"),
+    "a finding": ({"allow": "SYN999"}, "allow='SYN999': no such code"),
 }
 
 

@@ -217,6 +217,16 @@ def test_numbers_and_kinds_of_a_tensor_are_not_broken(report: Report, color: boo
     assert re.search(r"optimizer_step +0 \| 1 \| 2 \| 3 +1000 of 1000 +1.49 +197.74% +2120711899", bare)
 
 
+def test_a_name_is_broken_behind_a_dot(report: Report) -> None:
+    """A name that takes two lines of its column is broken between its parts, and one without a dot anywhere."""
+    bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
+    named = [replace(bn, name=name) for name in ("layer10.0.shortcut.1.running_mean", "n" * 33)]
+    group = replace(report.groups[0], tensors=tuple(named))
+    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5), 80, color=False)
+    assert re.search(r"\n  layer10.0.shortcut.1.  +bn_mean .*\n  running_mean *\n", drawn)
+    assert re.search(r"\n  n{20,32}  +bn_mean .*\n  n+ *\n", drawn)
+
+
 def test_a_run_of_many_steps_is_named_once() -> None:
     """In the table of drift a long name stands once above its steps."""
     grid = parts.Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))

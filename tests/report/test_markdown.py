@@ -100,7 +100,7 @@ def test_allowed_and_unread_are_said(tmp_path: Path) -> None:
     assert "#### SYN201 bn-local-stats (warning, allowed) on ranks 0-1" in allowed
     (tmp_path / "rank2.pth").write_text("no checkpoint")
     page = markdown.render(syncheck.compare(tmp_path))
-    assert page.startswith("## syncheck: OUT OF SYNC, and 1 files could not be read\n")
+    assert page.startswith("## syncheck: OUT OF SYNC, and 1 file could not be read\n")
     assert re.search(r"\nNot read:\n\n- `[^`]*rank2\.pth`: .*no checkpoin", page)
 
 

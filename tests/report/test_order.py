@@ -13,11 +13,12 @@ def diff(name: str, kind: str = "parameter", **changes: object) -> TensorDiff:
 
 
 def test_what_is_rare_comes_before_what_is_usual() -> None:
-    """A NaN on one rank first, then parameters by their gap, then running statistics, last what was not compared."""
+    """First a NaN on one rank, then parameters by their gap, running statistics, counters, what was not compared."""
     nan = diff("nan", max_abs=None, nonfinite={0: 0, 1: 1})
     infinite = diff("both", max_abs=0.2, nonfinite={0: 3, 1: 3})
     flipped = diff("flipped", "optimizer", max_abs=1e-9)
     mean = diff("mean", "bn_mean", max_abs=0.5)
+    counter = diff("counter", "bn_count", max_abs=1.0)
     shard = diff("shard", status="not_compared", reason="sharded", max_abs=None)
-    shown = [d.name for d in worst_first([mean, shard, flipped, infinite, nan])]
-    assert shown == ["nan", "both", "flipped", "mean", "shard"]
+    shown = [d.name for d in worst_first([counter, mean, shard, flipped, infinite, nan])]
+    assert shown == ["nan", "both", "flipped", "mean", "counter", "shard"]
