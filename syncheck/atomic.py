@@ -22,6 +22,9 @@ def writing(path: str, option: str = "-o") -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
         reason = getattr(error, "strerror", None) or error
+        folder = os.path.dirname(path)
+        if folder and isinstance(error, FileNotFoundError) and not os.path.lexists(folder):
+            reason = f"there is no folder {folder}; create it first"
         raise UsageError(f"{option} {path}: cannot write it: {reason}") from None
 
 

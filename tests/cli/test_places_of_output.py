@@ -135,7 +135,10 @@ def test_seen_before_anything_is_compared(run: Run, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(api, "compare", lambda *_, **__: pytest.fail("this compared"))
     (tmp_path / "folder.json").mkdir()
-    refused(run("compare", *TWO, "-o", "no/out.json"), "-o no/out.json: cannot write it: No such file or directory")
+    refused(
+        run("compare", *TWO, "-o", "no/out.json"),
+        "-o no/out.json: cannot write it: there is no folder no; create it first",
+    )
     refused(run("compare", *TWO, "-o", "folder.json"), "-o folder.json: cannot write it: Is a directory")
 
 

@@ -39,7 +39,7 @@ def test_errors_name_the_option(tmp_path: Path) -> None:
     for option in ("-o", "--syncheck-output"):
         with pytest.raises(UsageError, match=f"^{option} out.pdf: the ending names the format; needs one of {known}$"):
             files.check_endings(["out.md", "out.pdf"], option)
-        with pytest.raises(UsageError, match=f"^{option} .*out.md: cannot write it: No such file"):
+        with pytest.raises(UsageError, match=f"^{option} .*out.md: cannot write it: there is no folder"):
             files.write_file(str(tmp_path / "no" / "out.md"), EMPTY, option)
     with pytest.raises(UsageError, match=r"^-o out: the ending"):
         files.check_endings(["out"])
