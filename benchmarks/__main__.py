@@ -50,7 +50,8 @@ def machine(rounds: int) -> str:
     """Say what was measured with, and where."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("syncheck", "numpy", "torch"))
     python = platform.python_version()
-    return f"{rounds} rounds, Python {python}, {versions}, {os.cpu_count()} cores, {platform.machine()}."
+    times = f"{rounds} round{'s' * (rounds > 1)}"
+    return f"{times}, Python {python}, {versions}, {os.cpu_count()} cores, {platform.machine()}."
 
 
 def main() -> int:
