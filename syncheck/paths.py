@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
-from syncheck.records import Unreadable
+from syncheck.records import Unreadable, names_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -140,9 +140,8 @@ def _beside(pattern: str) -> str:
     try:
         names = sorted(name for name in os.listdir(folder or ".") if not name.startswith("."))
     except OSError as error:
-        return f"{folder}: {(error.strerror or str(error)).lower()}."
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"{folder or 'This folder'} holds {', '.join(names[:2]) or 'nothing'}{more}."
+        return f"{folder}: {UnreadableFile.because(folder, error).reason}."
+    return f"{folder or 'This folder'} holds {names_text(names, 2) or 'nothing'}."
 
 
 def holds_checkpoint(path: str) -> bool:
