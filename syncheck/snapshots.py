@@ -184,3 +184,7 @@ class Snapshot:
     """What a reader of the answer must know of this file or its format."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names of one tensor, where the tensors have no places that tell it: those of another process's file."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """The rank's coordinate by dimension of the mesh, if the file's name has it."""
+    host: str | None = None
+    """The machine, if the path names it."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import Ranked, Replicas, classes, distinct, numbered, title_of
-from syncheck.layout.metadata import by_metadata, with_named
+from syncheck.layout.joining import join_hosts
+from syncheck.layout.metadata import group_by_metadata
 from syncheck.layout.names import PathNumbers, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from syncheck.layout.names import Role
     from syncheck.snapshots import Snapshot
@@ -37,18 +39,20 @@ def group(
     """
     if group_by is None and alike is not None and any(path != alike[path] for path in alike):
         # Sorted by the paths written alike, and shown as the user wrote them.
-        given = {alike[s.path]: s for s in snapshots}
+        given = {alike[s.path]: s.path for s in snapshots}
         folders = {alike[path]: alike[folder] for path, folder in (roots or {}).items() if path in alike}
-        found = group([replace(s, path=path) for path, s in given.items()], None, folders)
-        return tuple(replace(g, ranks=tuple((rank, given[s.path]) for rank, s in g.ranks)) for g in found)
-    ordered = sorted(snapshots, key=lambda s: _natural(s.path))
+        found = group([replace(s, path=alike[s.path]) for s in snapshots], None, folders)
+        return tuple(
+            replace(g, ranks=tuple((rank, replace(s, path=given[s.path])) for rank, s in g.ranks)) for g in found
+        )
+    ordered = [replace(s, host=take_apart(s.path).host) for s in sorted(snapshots, key=lambda s: _natural(s.path))]
     if group_by is not None:
         groups = _by_expression(ordered, re.compile(group_by))
     else:
         described = [s for s in ordered if s.metadata is not None and s.metadata.rank is not None]
         plain = [s for s in ordered if s.metadata is None or s.metadata.rank is None]
-        groups, plain = with_named(by_metadata(described), plain)
-        groups += _copies(plain, roots or {}) or _by_names(plain)
+        copies = _copies(plain, roots or {})
+        groups = join_hosts(group_by_metadata(described) + ([] if copies else _by_names(plain))) + copies
     return tuple(sorted(distinct(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
 
 
@@ -85,8 +89,8 @@ def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replica
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
         return []
     named = [take_apart(folder) for folder in folders]
-    if len({parts.texts for parts in named}) == 1 and _varying(named, "step"):
-        return []  # moments of one run
+    if len({parts.texts for parts in named}) == 1 and (_varying(named, "step") or _varying(named, "node")):
+        return []  # moments of one run, or its machines
     note = "grouped by path: the folders are copies of each other"
     relative = classes(snapshots, lambda s: os.path.relpath(s.path, roots[s.path]))
     return [Replicas(title_of(path), None, _number_folders(members, roots), note) for path, members in relative.items()]
@@ -102,16 +106,12 @@ def _by_names(snapshots: list[Snapshot]) -> list[Replicas]:
     apart = {s.path: take_apart(s.path) for s in snapshots}
     templates = list(classes(snapshots, lambda s: apart[s.path].texts).values())
     ranks = [_rank_position([apart[s.path] for s in members]) for members in templates]
-    if all(at is None for at in ranks) and (found := _by_words(snapshots, apart)):
+    has_mesh = any("mesh" in parts.roles for parts in apart.values())
+    if all(at is None for at in ranks) and not has_mesh and (found := _by_words(snapshots, apart)):
         return found
     groups: list[Replicas] = []
     for members, at in zip(templates, ranks, strict=True):
-        if at is None and len(members) == 1 and not apart[members[0].path].fixed():
-            groups.append(
-                Replicas(title_of(members[0].path), None, ((0, members[0]),), "its name matches no other file's")
-            )
-        else:
-            groups += _template_groups(members, apart, at)
+        groups += _template_groups(members, apart, at)
     return groups
 
 
@@ -150,12 +150,17 @@ def _without_ranks(members: list[Snapshot], apart: Mapping[str, PathNumbers]) ->
 def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
     """Which number of these otherwise equal paths is the rank?
 
-    One named so in the file's own name is; one in a folder's name is if it varies; else the last unnamed number that
-    varies; else one in a folder's name, though it does not vary.
+    One named so in the file's own name is; one in a folder's name is if it varies; else the number of the machine, or
+    the last unnamed number that varies; else one in a folder's name, though it does not vary.
     """
-    named = [i for i, role in enumerate(parts[0].roles) if role == "rank"]
+    named = parts[0].all_of("rank")
     own = [i for i in named if not parts[0].folders[i]]
-    for found in (own, _varying(parts, "rank"), _varying(parts, "plain"), named):
+    nodes, plain = _varying(parts, "node"), _varying(parts, "plain")
+    if nodes and plain:  # the files of a machine are counted from 0, or have a step
+        counted = classes(parts, lambda p: p.node()).values()
+        if any({p.numbers[plain[-1]] for p in of_node} != set(range(len(of_node))) for of_node in counted):
+            plain = []
+    for found in (own, _varying(parts, "rank"), plain, nodes, named):
         if found:
             return found[-1]
     return None
@@ -163,31 +168,40 @@ def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
 
 def _varying(parts: Sequence[PathNumbers], role: Role) -> list[int]:
     """Return which numbers of this role are not the same in all of these otherwise equal paths."""
-    return [i for i, own in enumerate(parts[0].roles) if own == role and len({p.numbers[i] for p in parts}) > 1]
+    return [i for i in parts[0].all_of(role) if len({p.numbers[i] for p in parts}) > 1]
 
 
 def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int | None) -> list[Replicas]:
-    """Group files whose paths are equal but for numbers. at: the position of the rank, None where there is none.
+    """Group files whose paths are equal but for numbers. at: the position of the rank, None if there is none.
 
-    Groups that differ in one further number are steps of one run, unless their ranks do not repeat: then the number
-    is a node's, and all are one group.
+    Numbers of the machine and the mesh keep no files apart. Nor do further numbers if no rank is given twice
+    without them: they are taken for machines. Groups that differ in one further number are steps of one run.
     """
     parts = [apart[s.path] for s in members]
-    further = [i for i in _varying(parts, "plain") if i != at]
-    if at is None:
+    opened = [i for i, role in enumerate(parts[0].roles) if role in ("local", "node", "mesh")]
+    if at is None and "mesh" not in parts[0].roles:
         note = _why_alone(parts)
-        return [Replicas(_run(apart[s.path], None), _step(apart[s.path], further), ((0, s),), note) for s in members]
-    # rank_0/model_rank_0.pth and local_rank_0_global_rank_4.pth: numbers that say of the rank what is known.
-    twice = [i for i in _varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)]
-    twice += _varying(parts, "local")
-    known = parts[0].roles[at] == "rank"
+        return [Replicas(_run(apart[s.path], []), _step(apart[s.path], []), ((0, s),), note) for s in members]
+    if at is not None:
+        # rank_0/model_rank_0.pth: a number that repeats the rank says nothing more.
+        opened += [i for i in _varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)]
+        opened = sorted({*opened, at})
+    further = [i for i in _varying(parts, "plain") if i not in opened]
+    known = at is None or parts[0].roles[at] != "plain"
     note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
-    if len(further) == 1:
-        joined = classes(members, lambda s: apart[s.path].without(at, further[0], *twice)).values()
-        if all(_all_differ(apart[s.path].numbers[at] for s in same) for same in joined):
-            return [_named(same, apart, at, [], f"{note}, the further number for the node") for same in joined]
-    groups = classes(members, lambda s: apart[s.path].without(at, *twice)).values()
-    return [_named(same, apart, at, further, note) for same in groups]
+
+    def who(snapshot: Snapshot) -> tuple[int, ...]:
+        return tuple(apart[snapshot.path].numbers[i] for i in opened)
+
+    for count in range(min(len(further), 3), 0, -1):
+        for nodes in combinations(further, count):
+            joined = classes(members, lambda s: apart[s.path].without(*opened, *nodes)).values()  # noqa: B023
+            if all(_all_differ(map(who, same)) for same in joined):
+                rest = [i for i in further if i not in nodes]
+                said = f"{note}, the further number for the node"
+                return [_named(same, apart, at, [*opened, *nodes], rest, said) for same in joined]
+    groups = classes(members, lambda s: apart[s.path].without(*opened)).values()
+    return [_named(same, apart, at, opened, further, note) for same in groups]
 
 
 def _why_alone(parts: Sequence[PathNumbers]) -> str:
@@ -199,30 +213,48 @@ def _why_alone(parts: Sequence[PathNumbers]) -> str:
     return "only the step differs: moments of one replica" if len(parts) > 1 else "its name matches no other file's"
 
 
-def _all_differ(numbers: Iterable[int]) -> bool:
-    listed = list(numbers)
+def _all_differ(items: Iterable[Hashable]) -> bool:
+    listed = list(items)
     return len(set(listed)) == len(listed)
 
 
 def _named(
-    members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int, further: list[int], note: str
+    members: list[Snapshot],
+    apart: Mapping[str, PathNumbers],
+    at: int | None,
+    opened: list[int],
+    further: list[int],
+    note: str,
 ) -> Replicas:
+    """Return one group. opened: positions of the numbers that tell its members apart; further: of those of a run."""
     first = apart[members[0].path]
-    ranked = sorted(((apart[s.path].numbers[at], s) for s in members), key=lambda pair: pair[0])
+    ranked = [(-1 if at is None else apart[s.path].numbers[at], s) for s in members]
     if not _all_differ(rank for rank, _ in ranked):
-        ranked, note = list(enumerate(members)), "numbered by their order, for the names give a rank to several files"
-    return Replicas(_run(first, at, further), _step(first, further), tuple(ranked), note)
+        # Ranks within each machine, or coordinates in a mesh: counted in the order of the names.
+        ranked = list(enumerate(members))
+        if _all_differ(tuple(apart[s.path].numbers[i] for i in opened) for s in members):
+            note = f"{note}, counted over all {'coordinates' if first.mesh() else 'nodes'}"
+        else:
+            note = "numbered by their order, for the names give a rank to several files"
+    placed = [(rank, replace(s, mesh=apart[s.path].mesh() or s.mesh)) for rank, s in ranked]
+    placed.sort(key=lambda pair: pair[0])
+    return Replicas(_run(first, opened, further), _step(first, further), tuple(placed), note)
 
 
 def _step(parts: PathNumbers, further: list[int]) -> int | None:
     at = parts.find("step")
-    if at is None and len(further) == 1:
-        at = further[0]
+    if at is None:
+        at = _plain_step(parts, further)
     return None if at is None else parts.numbers[at]
 
 
-def _run(parts: PathNumbers, at: int | None, further: Sequence[int] = ()) -> str:
-    steps = [i for i, role in enumerate(parts.roles) if role == "step"]
-    if not steps and len(further) == 1:
-        steps = list(further)
-    return title_of(parts.without(*steps, *([] if at is None else [at])))
+def _plain_step(parts: PathNumbers, further: Sequence[int]) -> int | None:
+    """Return the position of the one further number, if it is no part of a word: of 500/rank0, not of seed3/rank0."""
+    return further[0] if len(further) == 1 and not parts.is_glued(further[0]) else None
+
+
+def _run(parts: PathNumbers, opened: Sequence[int], further: Sequence[int] = ()) -> str:
+    steps = parts.all_of("step")
+    if not steps and (at := _plain_step(parts, further)) is not None:
+        steps = [at]
+    return title_of(parts.without(*steps, *opened))

@@ -64,7 +64,24 @@ def rank_of(snapshot: Snapshot) -> int | None:
     return None if at is None else parts.numbers[at]
 
 
-_FILLER = re.compile(r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint)[-_=]?\*|\*)")
+def template_of(snapshot: Snapshot) -> str:
+    """Return the path with the numbers of the rank and the machine left open, the ending taken off.
+
+    Without a rank in the name, the one number that is the metadata's rank is left open, else the whole name.
+    """
+    parts = take_apart(snapshot.path)
+    opened = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "node", "mesh")]
+    if snapshot.metadata is not None and "rank" not in parts.roles:
+        found = [i for i in parts.all_of("plain") if parts.numbers[i] == snapshot.metadata.rank]
+        if not found:
+            return "/".join((*parts.without(*opened).split("/")[:-1], "*"))
+        opened.append(found[-1])
+    return parts.without(*opened)
+
+
+_FILLER = re.compile(
+    r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint|node|host|node_rank|local_rank)[-_=]?\*|\*)"
+)
 
 
 def title_of(pattern: str) -> str:

@@ -1,26 +1,45 @@
-"""What the numbers in a file's path mean: rank, step, part of a snapshot, or not known."""
+"""What the numbers in a file's path mean: rank, node, step, mesh coordinate, part of a snapshot, or not known."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-Role = Literal["rank", "local", "step", "part", "shard", "plain"]
+Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"]
+_Found = Role | Literal["short", "device"]  # before the other words of the path are known
 
 _NUMBER = re.compile(r"\d+")
+_START = r"(?:^|[^a-z])"
 # What stands right before a number that is a moment of the run: never a rank.
-_STEP = re.compile(r"(?:^|[^a-z])(?:global_?step|step|epoch|ep|iter|iteration|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE)
-# rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0, _r3, -r3; Accelerate writes random_states_3.
-# A rank of nodes is none: torchrun counts nodes by GROUP_RANK, Accelerate by machine_rank.
-_RANK = re.compile(
-    r"(?:(?:^|[^a-z])(?<!node[-_])(?<!group[-_])(?<!machine[-_])rank[-_=]?|[-_.]r|random_states_)$", re.IGNORECASE
+_STEP = re.compile(_START + r"(?:global_?step|step|epoch|ep|iter|iteration|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE)
+# rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0; Accelerate writes random_states_3.
+_RANK = re.compile(_START + r"(?:rank[-_=]?|random_states_)$", re.IGNORECASE)
+# _r3, -r3: a rank if the path has no longer word for it.
+_SHORT_RANK = re.compile(r"[-_.]r$", re.IGNORECASE)
+# The rank of an adapter's matrices: files that differ here are different adapters.
+_LORA = re.compile(r"lora[-_]?r(?:ank)?[-_=]?$", re.IGNORECASE)
+_LOCAL = re.compile(_START + r"local(?:[-_]rank)?[-_=]?$", re.IGNORECASE)
+# The device within a node: its local rank, if the path has no other word for the rank.
+_DEVICE = re.compile(_START + r"(?:gpu|cuda|npu|xpu|tpu|device|proc(?:ess)?)[-_:=]?$", re.IGNORECASE)
+# The machine: torchrun counts machines by GROUP_RANK, Accelerate by machine_rank.
+_NODE = re.compile(
+    r"(?:(?:node|host)(?:name|s)?|" + _START + r"(?:machine|server|worker|pod|instance|vm|group(?=[-_]rank)))"
+    r"[-_]?(?:rank|id|idx|index)?[-_=]?$",
+    re.IGNORECASE,
 )
-_LOCAL = re.compile(r"(?:^|[^a-z])local[-_]rank[-_=]?$", re.IGNORECASE)
-# DeepSpeed's and Megatron's model-parallel coordinates, and NeMo's (tp_rank_00_pp_rank_001): files that differ here
-# hold different parts of the model. The pp in DeepSpeed's zero_pp_rank stands for its data-parallel ranks.
-_MODEL_PARALLEL = re.compile(r"(?:mp_rank_(?:\d+_)?|(?:^|[^a-z])(?:tp|ep|(?<!zero_)pp)_rank[-_=]?)$")
+_ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]?\d)")
+# Coordinates in a mesh of ranks: dp0_tp1, and NeMo's tp_rank_00_pp_rank_001. The pp in DeepSpeed's zero_pp_rank stands
+# for its data-parallel ranks.
+_MESH = re.compile(
+    _START + r"(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$", re.IGNORECASE
+)
+# These are also an epoch, a checkpoint and a speed: dimensions only beside another one, or with the word rank.
+_AMBIGUOUS: dict[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
+# Megatron's and DeepSpeed's model-parallel coordinate: files that differ here hold different parts of the model.
+_MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
 # DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline. What stands before the
 # number and after it; ZeRO's model states have the rank in their name too, and hold what all ranks have alike.
 _DEEPSPEED = (
@@ -28,7 +47,7 @@ _DEEPSPEED = (
     (re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
     (re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
 )
-_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint\.json))+$", re.IGNORECASE)
+_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +55,14 @@ class PathNumbers:
     """A path taken apart at its numbers.
 
     texts: what stands between them; equal texts are "otherwise equal names". numbers, roles: one each per number.
-    folders: for each number, whether it stands in a folder's name.
+    folders: for each number, whether it stands in a folder's name. host: the machine, as the path names it.
     """
 
     texts: tuple[str, ...]
     numbers: tuple[int, ...]
     roles: tuple[Role, ...]
     folders: tuple[bool, ...]
+    host: str | None = None
 
     def without(self, *positions: int) -> str:
         """Return the path with the numbers at these positions left open: `*` stands for them."""
@@ -57,35 +77,107 @@ class PathNumbers:
             (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role in ("step", "part", "shard")
         )
 
+    def all_of(self, role: Role) -> list[int]:
+        """Return the positions of this role."""
+        return [i for i, found in enumerate(self.roles) if found == role]
+
     def find(self, role: Role) -> int | None:
-        """Return the last number of this role: the one nearest to the file's own name."""
-        return max((i for i, found in enumerate(self.roles) if found == role), default=None)
+        """Return the last position of this role: the one nearest to the file's own name."""
+        return max(self.all_of(role), default=None)
+
+    def node(self) -> tuple[int, ...]:
+        """Return the numbers that name the machine."""
+        return tuple(self.numbers[i] for i in self.all_of("node"))
+
+    def mesh(self) -> dict[str, int]:
+        """Return the coordinate by dimension of the mesh of ranks."""
+        found = {}
+        for i in self.all_of("mesh"):
+            match = _MESH.search(self.texts[i])
+            assert match is not None
+            found[match[1].lower()] = self.numbers[i]
+        return found
+
+    def is_glued(self, position: int) -> bool:
+        """Whether a letter stands right before the number, as in seed3: it then belongs to a name, and is no step."""
+        return self.texts[position][-1:].isalpha()
 
 
+@lru_cache(maxsize=2**16)
 def take_apart(path: str) -> PathNumbers:
     """Split a path at its numbers and name their roles by what stands before them. The ending is no part of it."""
     stem = _ENDINGS.sub("", path.replace(os.sep, "/"))
     name_starts = stem.rfind("/") + 1
-    texts, numbers, roles, folders, last = [], [], [], [], 0
+    addresses = [match.span() for match in _ADDRESS.finditer(stem)]
+    texts, numbers, folders, last, host = [], [], [], 0, None
+    roles: list[_Found] = []
     for match in _NUMBER.finditer(stem):
         texts.append(stem[last : match.start()])
         numbers.append(int(match.group()))
-        segment_starts = stem.rfind("/", 0, match.start()) + 1
-        roles.append(_role(stem[segment_starts : match.start()], stem[match.end() :]))
+        before = _last_segment(stem[: match.start()])
+        in_address = any(start <= match.start() < end for start, end in addresses)
+        roles.append("node" if in_address else _role(before, stem[match.end() :]))
         folders.append(match.start() < name_starts)
         last = match.end()
+        if roles[-1] == "node" and host is None:
+            host = before + stem[match.start() :].partition("/")[0] if folders[-1] else _word(before) + match.group()
     texts.append(stem[last:])
-    if roles.count("rank") > 1:  # beside a global rank, the one within the node says nothing more
-        roles = ["local" if role == "rank" and _LOCAL.search(texts[i]) else role for i, role in enumerate(roles)]
-        roles = ["rank" if role == "local" else role for role in roles] if "rank" not in roles else roles
-    return PathNumbers(tuple(texts), tuple(numbers), tuple(roles), tuple(folders))
+    return PathNumbers(tuple(texts), tuple(numbers), _settled(roles, texts), tuple(folders), host)
 
 
-def _role(before: str, after: str) -> Role:
-    if after.startswith("-of-") or before.endswith("-of-"):
-        return "part"
+def _last_segment(path: str) -> str:
+    return path[path.rfind("/") + 1 :]
+
+
+def _word(before: str) -> str:
+    """Return the word that a text ends with: node_ of run7_node_."""
+    found = re.search(r"(?:[a-z]+[-_=]?)*$", before, re.IGNORECASE)
+    return found.group() if found else ""
+
+
+def _role(before: str, after: str) -> _Found:
+    """Return the role of a number by the text around it within its segment, and by all that follows."""
     if _MODEL_PARALLEL.search(before) or any(b.search(before) and a.match(after) for b, a in _DEEPSPEED):
         return "shard"
+    if _NODE.search(before):
+        return "node"
+    if _LOCAL.search(before):
+        return "local"
+    if _MESH.search(before):
+        return "mesh"
+    if _LORA.search(before):
+        return "part"
+    if _RANK.search(before):
+        return "rank"
+    if after.startswith("-of-") or before.endswith("-of-"):
+        return "part"
     if _STEP.search(before):
         return "step"
-    return "rank" if _RANK.search(before) else "plain"
+    if _SHORT_RANK.search(before):
+        return "short"
+    return "device" if _DEVICE.search(before) else "plain"
+
+
+def _settled(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
+    """Decide what depends on the other words of the path."""
+    dimensions = {i: match for i, role in enumerate(roles) if role == "mesh" and (match := _MESH.search(texts[i]))}
+    certain = any(match[1].lower() not in _AMBIGUOUS for match in dimensions.values())
+    only_data = all(match[1].lower() == "dp" for match in dimensions.values())
+    has = set(roles)
+    settled: list[Role] = []
+    for i, role in enumerate(roles):
+        if role == "short":
+            settled.append("plain" if has & {"rank", "local"} else "rank")
+        elif role == "device":
+            settled.append("plain" if has & {"rank", "local", "short"} or "node" not in has else "local")
+        elif role == "mesh":
+            dimension, with_rank = dimensions[i][1].lower(), dimensions[i][2]
+            doubtful = dimension in _AMBIGUOUS and not certain and not with_rank
+            settled.append(_AMBIGUOUS[dimension] if doubtful else "rank" if only_data and "rank" not in has else "mesh")
+        elif role == "part" and i and roles[i - 1] == "rank" and texts[i].startswith("-of-"):
+            settled.append("plain")  # rank_0-of-4: the number of ranks
+        else:
+            settled.append(role)
+    if "rank" not in settled:  # beside a global rank, the one within the node says nothing more
+        settled = ["rank" if role == "local" else role for role in settled]
+    return tuple(settled)

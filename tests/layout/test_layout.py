@@ -248,10 +248,10 @@ def test_the_one_file_without_metadata_is_not_left_out() -> None:
     """A file that by its name is the rank that a group lacks is compared with it; one whose rank is there is not."""
     files = [{"path": f"c/ddp_rank{r}.pth", "run": "ddp", "run_id": "a", "rank": r} for r in range(3)]
     assert described(*files, {"path": "c/ddp_rank3.pth"}) == [[f"c/ddp_rank{r}.pth" for r in range(4)]]
-    for other in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank3.pth"):
+    for other in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
         assert sorted(described(*files, {"path": other}), key=len) == [[other], [file["path"] for file in files]]
     (group,) = layout.group([snapshot(**file) for file in (*files, {"path": "c/ddp_rank3.pth"})])
-    assert group.note == "grouped by the metadata in the files; rank 3, which has none, by its name"
+    assert group.note == "grouped by the metadata in the files; rank 3, without metadata, by name"
 
 
 def test_metadata_ranks_win_over_names() -> None:

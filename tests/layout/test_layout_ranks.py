@@ -26,19 +26,134 @@ def test_the_rank_of_a_node_is_no_rank(folder: str) -> None:
     assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
 
 
-@pytest.mark.parametrize("pattern", ["tp_rank_0{}/w.ckpt", "tp_rank_00_pp_rank_00{}/w.ckpt", "model_ep_rank{}.pt"])
-def test_ranks_of_parts_are_no_replicas(pattern: str) -> None:
-    """Files of tensor, pipeline or expert parallel ranks, as NeMo names them, hold other parts of the model."""
-    found = groups(*(pattern.format(i) for i in range(2)))
-    assert [len(group.ranks) for group in found] == [1, 1]
-    assert "each file holds another part of the model" in found[0].note
+@pytest.mark.parametrize(
+    ("pattern", "mesh"),
+    [
+        ("tp_rank_0{}/w.ckpt", ["tp"]), ("tp_rank_00_pp_rank_00{}/w.ckpt", ["tp", "pp"]),
+        ("model_ep_rank{}.pt", ["ep"]),
+        ("w_tp{}_pp0.pt", ["tp", "pp"]),
+        ("pp{}.pt", ["pp"]),
+    ],
+)  # fmt: skip
+def test_ranks_of_parts_are_coordinates(pattern: str, mesh: list[str]) -> None:
+    """Files of tensor, pipeline or expert parallel ranks are one group, and each knows its coordinates in the mesh."""
+    (group,) = groups(*(pattern.format(i) for i in range(2)))
+    assert [list(s.mesh) for _, s in group.ranks] == [mesh, mesh]
+    assert group.ranks[0][1].mesh != group.ranks[1][1].mesh
+
+
+@pytest.mark.parametrize(
+    "pattern", ["dp_rank_{}_tp_rank_{}.pt", "dp{}_tp{}.pt", "dp-{}/tp-{}/model.pt", "step_7/dp{}_tp{}.pth"]
+)
+def test_coordinates_of_two_dimensions(pattern: str) -> None:
+    """Data-parallel and tensor-parallel coordinates in names are one group of all ranks, in the order of the names."""
+    (group,) = groups(*(pattern.format(dp, tp) for dp in range(2) for tp in range(2)))
+    coordinates = [(rank, s.mesh["dp"], s.mesh["tp"]) for rank, s in group.ranks]
+    assert coordinates == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
 def test_data_parallel_ranks_beside_those_of_parts() -> None:
-    """Of ranks of both kinds in a name, the data-parallel one is the rank; DeepSpeed's zero_pp_rank is such a one."""
-    for pattern in ("dp_rank_{}_tp_rank_{}.pt", "zero_pp_rank_{}_mp_rank_0{}_model_states.pt"):
-        found = groups(*(pattern.format(dp, tp) for dp in range(2) for tp in range(2)))
-        assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1], [0, 1]]
+    """DeepSpeed's zero_pp_rank is a data-parallel rank, and its mp_rank keeps files apart."""
+    found = groups(*(f"zero_pp_rank_{dp}_mp_rank_0{tp}_model_states.pt" for dp in range(2) for tp in range(2)))
+    assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "prints/{host}/rank{rank}.fingerprint.json", "{host}/ckpts/rank_{rank}.pth", "run/step_5/{host}/rank{rank}.pt",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "hosts", [("alpha", "beta"), ("10.0.1.5", "10.0.2.7"), ("ip-10-0-1-5", "ip-10-0-1-6"), ("gpu7", "cpu3")]
+)
+@pytest.mark.parametrize("described", ["no metadata", "metadata", "other steps", "some"])
+def test_one_folder_a_host(pattern: str, hosts: tuple[str, str], described: str) -> None:
+    """Folders of hosts whose ranks do not repeat are one group, whatever the metadata has or lacks."""
+    files = []
+    for rank in range(4):
+        path = pattern.format(host=hosts[rank // 2], rank=rank)
+        block = {"run": "ddp", "rank": rank, "world_size": 4}
+        block |= {"step": 5 + rank // 2} if described == "other steps" else {}
+        files.append(
+            snapshot(path, **({} if described == "no metadata" or (described == "some" and rank > 1) else block))
+        )
+    (group,) = layout.group(files)
+    assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
+    assert [s.host for _, s in group.ranks] == [hosts[0], hosts[0], hosts[1], hosts[1]]
+
+
+def test_hosts_of_several_runs_and_steps() -> None:
+    """Hosts are joined within a run and a step, and runs whose ranks repeat stay apart."""
+    paths = [
+        f"{run}/{'ab'[rank // 2]}/{step}/rank{rank}.pt"
+        for run in ("x", "y")
+        for step in (100, 200)
+        for rank in range(4)
+    ]
+    found = groups(*paths)
+    assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1, 2, 3]] * 4
+    assert sorted((group.run, group.step) for group in found) == [("x", 100), ("x", 200), ("y", 100), ("y", 200)]
+    assert [len(group.ranks) for group in groups("a/rank0.pt", "a/rank1.pt", "b/rank0.pt", "b/rank1.pt")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "node_rank{}_local_rank{}.pt", "node{}/rank{}.pt", "group_rank_{}/local_rank_{}.pt", "node{}_gpu{}.pt",
+        "host{}-gpu{}.pt", "worker-{}/cuda:{}.pt", "machine_rank_{}/rank_{}/model.pt", "10.0.0.{}/rank{}.pt",
+        "node{}/{}.pt", "gpunode0{}/proc{}/last.ckpt",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("roots", [False, True])
+def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
+    """Ranks that are counted within each node are one group, numbered over the nodes; they are no steps."""
+    paths = [pattern.format(node, local) for node in range(2) for local in range(2)]
+    given = {path: path.partition("/")[0] for path in paths} if roots and "/" in pattern else {}
+    (group,) = layout.group([snapshot(path) for path in paths], None, given)
+    assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
+    hosts = [s.host for _, s in group.ranks]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+
+
+def test_nodes_with_steps() -> None:
+    """Steps within nodes stay steps, and other words before a number name runs."""
+    found = groups(*(f"node{node}/step_{step}/rank{r}.pt" for node in range(2) for step in (5, 9) for r in range(2)))
+    assert [(group.step, len(group.ranks)) for group in found] == [(5, 4), (9, 4)]
+    found = groups(*(f"node{node}/{step}.pt" for node in range(2) for step in (500, 900)))
+    assert [(group.step, len(group.ranks)) for group in found] == [(500, 2), (900, 2)]
+    found = groups(*(f"seed{seed}_rank{rank}.pt" for seed in range(2) for rank in range(2)))
+    assert [(group.run, group.step, len(group.ranks)) for group in found] == [("seed0", None, 2), ("seed1", None, 2)]
+
+
+@pytest.mark.parametrize("pattern", ["rank{0}/lora_r{1}.pt", "lora_r{1}/rank{0}.pt", "rank_{0}/lora_rank_{1}/w.pt"])
+def test_ranks_of_adapters_are_no_ranks(pattern: str) -> None:
+    """The rank of a LoRA adapter keeps files apart and is neither a process nor a step."""
+    found = groups(*(pattern.format(rank, size) for rank in range(2) for size in (8, 16)))
+    assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1], [0, 1]]
+    assert {group.step for group in found} == {None}
+
+
+@pytest.mark.parametrize(
+    "pattern", ["rank_{}-of-4.pt", "rank{}-of-4.pt", "model_rank-0000{}-of-00004.pt", "r/rank_{}_of_4.pt"]
+)
+def test_the_number_of_ranks_beside_the_rank(pattern: str) -> None:
+    """A rank with the number of ranks behind it is a rank, and no part of a checkpoint."""
+    (group,) = groups(*(pattern.format(rank) for rank in range(4)))
+    assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
+
+
+def test_files_under_several_names() -> None:
+    """A file that is alone joins the only group that lacks its rank: it is not left uncompared."""
+    assert [len(group.ranks) for group in groups("rank0.json", "ckpts/ddp_rank1.pth")] == [2]
+    assert [len(group.ranks) for group in groups("a/rank0.pt", "a/rank1.pt", "b/rank2.pt")] == [3]
+    assert [len(group.ranks) for group in groups("rank0.pt", "a/x_rank1.pt", "a/x_rank2.pt")] == [3]
+    # Not if its rank is there, if it has none, if its step is another one, or if two groups lack it.
+    assert sorted(len(group.ranks) for group in groups("rank1.pt", "a/x_rank1.pt", "a/x_rank2.pt")) == [1, 2]
+    assert sorted(len(group.ranks) for group in groups("master.pt", "rank1.pt", "rank2.pt")) == [1, 2]
+    assert sorted(len(g.ranks) for g in groups("epoch10_rank0.pt", "epoch10_rank1.pt", "epoch9_rank2.pt")) == [1, 2]
+    two = groups("a_rank0.pt", "a_rank1.pt", "b_rank0.pt", "b_rank1.pt", "c_rank2.pt")
+    assert sorted(len(group.ranks) for group in two) == [1, 2, 2]
 
 
 def test_a_rank_said_twice_is_one_rank() -> None:

@@ -1,0 +1,113 @@
+"""Join groups that hold different ranks of one moment of one run: one folder a host, one file under another name.
+
+Left apart, each of them would be in sync with itself, and nobody would compare one host with another.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.layout.groups import classes, rank_of, template_of, title_of
+from syncheck.layout.names import take_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from syncheck.layout.groups import Replicas
+
+
+def join_hosts(groups: list[Replicas]) -> list[Replicas]:
+    """Join groups whose ranks are known and do not repeat.
+
+    Their paths are equal but for the rank, or for the rank and one folder, the host. Failing that, a group of one run
+    by its metadata, or a file that is alone, joins the only group that lacks its ranks.
+    """
+    depth = max((template_of(g.ranks[0][1]).count("/") for g in groups), default=0)
+    for opened in (None, *range(depth)):
+        joined: list[Replicas] = []
+        for key, alike in classes(groups, lambda g, at=opened: _key(g, at)).items():  # type: ignore[misc]
+            # Within a run, an older step in a file is a finding and keeps no host apart, unless ranks repeat.
+            parts = [alike] if _fit(alike) else classes(alike, lambda g: g.step).values()
+            for part in parts:
+                joined += [_joined(part, opened)] if key is not None and _fit(part) else part
+        groups = joined
+    return _join_leftovers(groups)
+
+
+def _key(group: Replicas, opened: int | None) -> Hashable | None:
+    """Return the path template of a group with one folder left open, counted from the file's own."""
+    if not _has_known_ranks(group):
+        return None
+    segments = template_of(group.ranks[0][1]).split("/")
+    if opened is not None:
+        if opened > len(segments) - 2:
+            return None
+        segments[-2 - opened] = "*"
+    return tuple(segments)
+
+
+def _fit(groups: Sequence[Replicas]) -> bool:
+    """Whether groups may be one: several, of one run, no rank twice."""
+    ranks = [rank for group in groups for rank, _ in group.ranks]
+    runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
+    return len(groups) > 1 and len(set(ranks)) == len(ranks) and len(runs) < 2
+
+
+def _has_known_ranks(group: Replicas) -> bool:
+    return all(rank_of(snapshot) == rank for rank, snapshot in group.ranks)
+
+
+def _has_metadata(group: Replicas) -> bool:
+    return any(s.metadata is not None and s.metadata.rank is not None for _, s in group.ranks)
+
+
+def _joined(groups: Sequence[Replicas], opened: int | None = None) -> Replicas:
+    """Join groups to one. opened: which folder, from the file's own upward, is the host."""
+    first = next(filter(_has_metadata, groups), groups[0])
+    members = []
+    for rank, snapshot in sorted((pair for group in groups for pair in group.ranks), key=lambda pair: pair[0]):
+        host = snapshot.host
+        if host is None and opened is not None:
+            host = os.path.dirname(snapshot.path).split("/")[-1 - opened]
+        members.append((rank, replace(snapshot, host=host)))
+    note = first.note
+    if opened is not None:
+        note += "; folders whose ranks do not repeat are taken for hosts"
+    unnamed = [rank for group in groups if not _has_metadata(group) for rank, _ in group.ranks]
+    if _has_metadata(first) and unnamed:
+        note += f"; rank{'s' * (len(unnamed) > 1)} {', '.join(map(str, sorted(unnamed)))}, without metadata, by name"
+    run = first.run
+    if opened is not None and not _has_metadata(first):
+        segments = template_of(members[0][1]).split("/")
+        segments[-2 - opened] = "*"
+        run = title_of("/".join(segment for segment in segments if segment != str(first.step)))
+    steps = [group.step for group in groups if group.step is not None]
+    return replace(first, run=run, step=max(steps, default=None), ranks=tuple(members), note=note)
+
+
+def _join_leftovers(groups: list[Replicas]) -> list[Replicas]:
+    """Join each group of one run, and each file that is alone, with the only other group that may lack its ranks."""
+    while True:
+        for group in groups:
+            if any(rank == 0 for rank, _ in group.ranks):
+                continue  # it lacks no first rank; of two that belong together, the other one does
+            others = [other for other in groups if other is not group and _belong(group, other)]
+            if others and _fit([group, *others]):
+                groups = [g for g in groups if g is not group and g not in others]
+                groups.append(_joined([group, *others]))
+                break
+        else:
+            return groups
+
+
+def _belong(group: Replicas, other: Replicas) -> bool:
+    """Whether two groups have no rank in common and are of one run, by the metadata or for want of another name."""
+    if not (_has_known_ranks(group) and _has_known_ranks(other)) or not _fit([group, other]):
+        return False
+    fixed = [take_apart(g.ranks[0][1].path).fixed() for g in (group, other)]
+    if _has_metadata(group) and _has_metadata(other):
+        return fixed[0] == fixed[1] or (group.step is not None and group.step == other.step)
+    alone = 1 in (len(group.ranks), len(other.ranks))
+    return alone and fixed[0] == fixed[1] and not _has_metadata(group) and not _has_metadata(other)
