@@ -16,7 +16,8 @@ from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.evidence.stale import with_stale
 from syncheck.layout.groups import last_steps
 from syncheck.names import normalize
-from syncheck.records import Report, Unreadable
+from syncheck.omissions import without_aliases
+from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
 from syncheck.verdicts import judged_group, overall
 
@@ -168,6 +169,8 @@ class Found:
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
+    aliases: tuple[Alias, ...] = ()
+    """Paths that lead to the bytes of another replica."""
     idle: tuple[str, ...] | None = None
     """Globs of tolerances that match no tensor in any of all the groups; None where nobody has looked."""
 
@@ -189,8 +192,14 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     opened = files.open_all([str(path) for path in paths])
     spelled = files.alike([s.path for s in opened.snapshots] + list(opened.roots.values()))
     grouped = layout.group(opened.snapshots, options.group_by, opened.roots, spelled)
-    reference.check(options.reference, grouped, opened.unreadable)
-    return Found(grouped, tuple(opened.unreadable), opened.skipped, _idle(grouped, options))
+    unreadable, aliases, groups = opened.unreadable, opened.aliases, []
+    for replicas in grouped:
+        ranks, same, shared = without_aliases(replicas.ranks)
+        aliases += same
+        unreadable += shared
+        groups.append(replace(replicas, ranks=ranks))
+    reference.check(options.reference, groups, unreadable)
+    return Found(tuple(groups), tuple(unreadable), opened.skipped, tuple(aliases), _idle(groups, options))
 
 
 def kinds_in(replicas: Replicas, options: Options | None = None) -> tuple[str, ...]:
@@ -229,6 +238,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         groups=judged,
         unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
         skipped=found.skipped,
+        aliases=found.aliases,
         quick=options.quick,
         drift=series.drifts(runs),
         closures=series.closures(runs),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
-from syncheck.records import Unreadable, names_text
+from syncheck.omissions import unlike_siblings
+from syncheck.records import Alias, Unreadable, names_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
 class Opened:
     """The checkpoints found under the paths given.
 
-    roots: for each checkpoint found in a folder, that folder. skipped: files in folders that are no checkpoints.
+    roots: for each checkpoint found in a folder, that folder. skipped: number of files in folders that are no
+    checkpoints. aliases: links to folders that were entered under another name.
     """
 
     snapshots: list[Snapshot] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     roots: dict[str, str] = field(default_factory=dict)
     skipped: int = 0
+    aliases: list[Alias] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,11 @@ def open_all(paths: Sequence[str]) -> Opened:
 
     A folder that is itself a checkpoint is one, wherever it is found, and its files are none of their own. A path named
     by the user that cannot be opened is kept as unreadable. In a folder, files that are no checkpoints are counted and
-    skipped, but one with a checkpoint's ending is never passed over in silence.
+    skipped, but one with a checkpoint's ending, or named like a checkpoint there, is unreadable.
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
-    # A path written in two ways is one file. Links are not followed: a store of equal contents may keep them once.
-    seen: dict[str, bool] = {}
+    seen: dict[str, bool] = {}  # a path written in two ways is one file
     for path in _expanded(paths):
         before = opened.skipped
         if os.path.isdir(path):
@@ -70,11 +72,14 @@ def open_all(paths: Sequence[str]) -> Opened:
 def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
     """Open the checkpoints of a folder, and return whether there is any. seen: by path, whether it was taken."""
     taken: list[str] = []
-    any_unreadable = False
+    others: list[str] = []
+    unreadable = len(opened.unreadable)
     for found in _walk(folder):
         if isinstance(found, Unreadable):
             opened.unreadable.append(found)
-            any_unreadable = True
+            continue
+        if isinstance(found, Alias):
+            opened.aliases.append(found)
             continue
         path = found.path if isinstance(found, Whole) else found
         place = _place(path)
@@ -83,19 +88,22 @@ def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
                 seen |= dict.fromkeys(map(_place, _add(path, opened)), True)
                 seen[place] = True
             else:
-                seen[place] = _add_from_folder(path, opened)
+                seen[place] = not path.endswith("/") and _add_from_folder(path, opened)
             if seen[place]:
                 opened.roots[path] = folder
-        if seen[place]:
-            taken.append(path)
+        (taken if seen[place] else others).append(path)
     if taken == [folder]:
         opened.roots.pop(folder, None)  # it was named itself, and nothing in it
-    return bool(taken) or any_unreadable
+    opened.unreadable += unlike_siblings(folder, taken, others)
+    return bool(taken) or len(opened.unreadable) > unreadable
 
 
 def _place(path: str) -> str:
     """Return a path from the top, the same however it was written; the shell may know this folder by a link."""
     try:
+        if "/../" in path:  # above a folder that is a link lies the folder that the link leads to
+            above, _, rest = path.rpartition("/../")
+            path = os.path.join(os.path.realpath(f"{above}/.."), rest)
         path, shell = os.path.abspath(path), os.environ.get("PWD", "")
     except FileNotFoundError:
         raise UsageError(f"{path}: the current folder was removed; go to one that is there") from None
@@ -162,26 +170,28 @@ def _is_checkpoint(path: str) -> bool:
         return False
 
 
-def _walk(folder: str) -> Iterator[str | Whole | Unreadable]:
-    """Yield all files below a folder in a fixed order, and each folder that cannot be entered.
+def _walk(folder: str) -> Iterator[str | Whole | Alias | Unreadable]:
+    """Yield all files below a folder in a fixed order, folders with a slash, and each that cannot be entered.
 
     A folder that is one checkpoint comes in place of the files that belong to it. Hidden files and folders are left
-    alone. Links to folders come last, and each folder is entered once: a link to a folder that was entered, or to one
-    above, shows nothing new.
+    alone. Links to folders come last, and each folder is entered once: a link to a folder that was entered is an alias of
+    it, and one to a folder above shows nothing new.
     """
-    entered: set[tuple[int, int]] = set()
+    entered: dict[tuple[int, int], str] = {}
     with contextlib.suppress(OSError):
         above = Path(folder).resolve().parents
-        entered = {(at.st_dev, at.st_ino) for at in map(os.stat, above)}
+        entered = {(at.st_dev, at.st_ino): "" for at in map(os.stat, above)}
     waiting, links = [_Inside(folder)], list[_Inside]()
     while waiting or links:
         inside = waiting.pop() if waiting else links.pop(0)
         here = inside.path
         try:
             at = os.stat(here)
-            if (at.st_dev, at.st_ino) in entered:
+            known = entered.setdefault((at.st_dev, at.st_ino), here)
+            if known != here:
+                if known:
+                    yield Alias(here, known)
                 continue
-            entered.add((at.st_dev, at.st_ino))
             entries = _visible(here)
             reader = readers.sniff_folder(here)
         except (OSError, UnreadableFile) as error:
@@ -198,6 +208,8 @@ def _walk(folder: str) -> Iterator[str | Whole | Unreadable]:
                 folders.append(entry)
             elif not inside.belongs(entry.path):
                 yield entry.path
+        if here != folder and reader is None:
+            yield f"{here}/"
         waiting += [replace(inside, path=entry.path) for entry in reversed(folders) if not entry.is_symlink()]
         links += [replace(inside, path=entry.path) for entry in folders if entry.is_symlink()]
 

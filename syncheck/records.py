@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata
 
 __all__ = [
-    "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
+    "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Alias", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
     "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
     "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "names_text",
     "ranks_text",
@@ -237,6 +237,15 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Alias:
+    """A path that leads to the bytes of another replica, by a link: not compared, for it would equal itself."""
+
+    path: str
+    of: str
+    """The replica that was compared in its place."""
+
+
+@dataclass(frozen=True, slots=True)
 class DriftPoint:
     """The largest gap of any running statistic of a run at one step."""
 
@@ -264,6 +273,7 @@ class Report:
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
+    aliases: tuple[Alias, ...] = ()
     quick: bool = False
     """Whether stored checksums were compared in place of the bytes."""
     drift: tuple[DriftPoint, ...] = ()

@@ -41,9 +41,11 @@ def _compared(group: Group) -> int:
 
 
 def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
-    """Return the verdict on all groups: of those in which something was compared, and of files that could not be."""
+    """Return the verdict on all groups: in sync only if each of them is, and everything given could be read.
+
+    So a checkpoint that was compared with nothing, in a group of its own, leaves the answer open.
+    """
     found = {group.verdict for group in groups}
     if "out_of_sync" in found:
         return "out_of_sync"
-    untold = any(diff.untold for group in groups for diff in group.tensors)
-    return "in_sync" if "in_sync" in found and not untold and not unreadable else "undecided"
+    return "in_sync" if found == {"in_sync"} and not unreadable else "undecided"

@@ -48,9 +48,7 @@ def render(report: Report, version: str) -> str:
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ["<h2>Not read</h2>", table(("file", "why"), rows)]
-    alone = [group.name for group in report.groups if group.verdict == "alone"]
-    if alone:
-        body.append(f'<p class="note">One file each, nothing to compare with: {text(", ".join(alone))}</p>')
+    body += [f'<p class="note">{text(line)}</p>' for line in words.omission_lines(report)]
     body.append(f'<p class="note">syncheck {text(version)}</p>')
     title = text(f"syncheck: {words.VERDICTS[report.verdict].lower()}")
     script = tensor_table.script()

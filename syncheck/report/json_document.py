@@ -27,6 +27,7 @@ def document(report: Report, version: str) -> dict[str, Any]:
         "groups": [_group(group) for group in report.groups],
         "unreadable": [asdict(file) for file in report.unreadable],
         "skipped": report.skipped,
+        "aliases": [asdict(alias) for alias in report.aliases],
         "quick": report.quick,
         "drift": [asdict(point) for point in report.drift],
         "closures": [asdict(closure) for closure in report.closures],

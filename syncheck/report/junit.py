@@ -41,7 +41,15 @@ def render(report: Report) -> str:
         for file in report.unreadable:
             case = ET.SubElement(suite, "testcase", classname=_short(file.path), name=items.READABLE)
             _end(case, "error", "unreadable", f"could not tell: {file.path}: {file.reason}")
-    if not len(root):
+    if report.aliases or report.skipped:
+        suite = ET.SubElement(root, "testsuite", name="files that were not compared")
+        for alias in report.aliases:
+            case = ET.SubElement(suite, "testcase", classname=_short(alias.path), name="alias")
+            _end(case, "skipped", "alias", f"a link leads to {alias.of}, which was compared in its place")
+        if report.skipped:
+            case = ET.SubElement(suite, "testcase", classname="syncheck", name="skipped")
+            _end(case, "skipped", "skipped", f"{report.skipped} files in the folders are no checkpoints")
+    if not report.groups and not report.unreadable:
         suite = ET.SubElement(root, "testsuite", name="syncheck")
         case = ET.SubElement(suite, "testcase", classname="syncheck", name=items.NOTHING)
         _end(case, "error", "undecided", words.verdict_line(report))
@@ -66,9 +74,8 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
     _properties(suite, group)
     if group.verdict == "alone":
         case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=items.ALONE)
-        decided = any(other.verdict in ("in_sync", "out_of_sync") for other in report.groups)
         reason = f"one file only, nothing to compare it with: {group.replicas[0].path}"
-        _end(case, "skipped" if decided else "error", "alone", reason, "\n".join(group.notes))
+        _end(case, "error" if report.verdict == "undecided" else "skipped", "alone", reason, "\n".join(group.notes))
         return
     siblings = list(dict.fromkeys(map(items.item_of, group.kinds)))
     if any(value.counts for value in group.values):

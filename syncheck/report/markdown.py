@@ -91,12 +91,10 @@ def _tail(report: Report) -> list[str]:
     if len(report.unreadable) > _MOST_ITEMS:
         unread.append(f"and {len(report.unreadable) - _MOST_ITEMS} more")
     in_sync = [group.name for group in report.groups if not _has_section(group) and group.verdict == "in_sync"]
-    alone = [group.name for group in report.groups if group.verdict == "alone"]
     return [
         *(["Not read:\n\n" + "\n".join(f"- {line}" for line in unread)] if unread else []),
         *([f"In sync: {_listed(in_sync)}"] if in_sync else []),
-        *([f"Nothing to compare with, one file each: {_listed(alone)}"] if alone else []),
-        *([f"{report.skipped} files in the folders are no checkpoints and were skipped"] if report.skipped else []),
+        *map(text, words.omission_lines(report)),
     ]
 
 

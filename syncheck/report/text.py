@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.errors import one_line
-from syncheck.records import Counts, names_text
+from syncheck.records import Counts
 from syncheck.report import when, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
 from syncheck.report.sparkline import Sparkline
@@ -49,17 +49,12 @@ def overview(report: Report, limit: int) -> list[Part]:
             parts.append(_title(group))
             parts += [part for finding in group.findings for part in _finding(finding, curve=True)]
             parts += _tensors(group, limit)
-    alone = [group.name for group in report.groups if group.verdict == "alone"]
-    if alone:
-        parts.append(line(f"nothing to compare with, one file each: {names_text(alone, 6)}", "dim"))
-    if report.skipped:
-        parts.append(line(f"{report.skipped} files in the folders are no checkpoints and were skipped", "dim"))
     # The first of a group's notes says how its files were found; the others concern the answer.
     notes = list(dict.fromkeys(note for groups in runs.values() for note in groups[-1].notes[1:]))
     parts += lines(notes[:_MOST_NOTES], "dim")
     if len(notes) > _MOST_NOTES:
         parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare has them", "dim"))
-    if alone or report.skipped or notes:
+    if notes:
         parts.append(BLANK)
     for closure in report.closures:
         parts += [line(closure.sentence, "bold"), BLANK]
@@ -169,8 +164,10 @@ def _drift(report: Report) -> Grid:
 
 def _closing(report: Report) -> list[Part]:
     fixed = lines(words.fixed_lines(report.groups), "green")
+    omitted = lines(words.omission_lines(report), "dim")
     return [
         *([*fixed, BLANK] if fixed else []),
+        *([*omitted, BLANK] if omitted else []),
         line(words.verdict_line(report), STYLES[report.verdict]),
         line(words.counts_line(report)),
     ]

@@ -60,14 +60,23 @@ def _why_undecided(report: Report) -> str:
     if report.unreadable:
         return f"{len(report.unreadable)} of the files given could not be read"
     if len(report.groups) == 1 and report.groups[0].verdict == "alone":
+        if report.aliases:
+            return "all files given are one file, by links; compare copies"
         return (
             "one file has no replica to be compared with; save one on every rank, and give them all "
             "(syncheck show lists what is in one)"
         )
-    if all(group.verdict == "alone" for group in report.groups):
+    alone = [group for group in report.groups if group.verdict == "alone"]
+    if alone and len(alone) == len(report.groups):
         return (
             "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
             "--group-by REGEX which belong together (--group-by '' takes all files for one group)"
+        )
+    if alone:
+        paths = names_text([_short(group.replicas[0].path) for group in alone])
+        return (
+            f"{len(alone)} of the checkpoints given had no replica to be compared with: {paths}; leave them out, give "
+            "their replicas, or group files with --group-by REGEX"
         )
     untold = sum(diff.untold for group in report.groups for diff in group.tensors)
     if untold:
@@ -78,6 +87,24 @@ def _why_undecided(report: Report) -> str:
     if any(group.shards for group in report.groups):
         return "every rank holds its own shards, so no tensor was compared"
     return "no tensor was compared; options may leave all of them out"
+
+
+def omission_lines(report: Report) -> list[str]:
+    """Return a line for each reason why paths given were compared with nothing, and how many there are."""
+    lines = []
+    alone = [group for group in report.groups if group.verdict == "alone"]
+    if alone and len(report.groups) > 1:
+        many = f"{len(alone)} checkpoint{'s' * (len(alone) > 1)}"
+        paths = names_text([_short(group.replicas[0].path) for group in alone], 6)
+        lines.append(f"{many} without a replica, compared with nothing: {paths}")
+    if report.aliases:
+        count = len(report.aliases)
+        links = names_text([f"{_short(alias.path)} is {_short(alias.of)}" for alias in report.aliases], 6)
+        lines.append(f"{count} path{'s' * (count > 1)} not compared, for a link leads to a checkpoint given: {links}")
+    if report.skipped:
+        plural = "files in the folders are no checkpoints and were" if report.skipped > 1 else "file is no checkpoint and was"
+        lines.append(f"{report.skipped} {plural} skipped")
+    return lines
 
 
 def cut(text: str, most: int) -> str:

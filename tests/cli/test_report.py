@@ -101,10 +101,11 @@ def test_bystanders_are_counted(cli: Run, tmp_path: Path) -> None:
     (tmp_path / "ckpts" / "log.json").write_text("{}")
     (tmp_path / "ckpts" / ".hidden.pth").write_text("text")
     save_pth(tmp_path / "ckpts" / "best.pth", {"w": np.ones(2, np.float32)})
-    done = cli("report")
-    assert done.code == 0
-    assert "1 files in the folders are no checkpoints and were skipped" in done.out
-    assert "nothing to compare with, one file each: best" in done.out
+    for command in (("report",), ("compare", "ckpts"), ("compare", "ckpts", "--format", "github")):
+        done = cli(*command)
+        assert done.code == 2
+        assert "1 file is no checkpoint and was skipped" in done.out
+        assert "1 checkpoint without a replica, compared with nothing: ckpts/best.pth" in done.out
 
 
 def test_comparison_of_several_steps_names_the_report(cli: Run, tmp_path: Path) -> None:

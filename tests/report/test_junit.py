@@ -118,7 +118,7 @@ def test_an_unread_file_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others", [False, True])
 def test_one_file_alone(tmp_path: Path, others: bool) -> None:
-    """A file without a replica is skipped where other groups decide, and an error where nothing does."""
+    """A file without a replica is an error, also beside groups that are in sync: the exit code is 2."""
     save_pth(tmp_path / "alone" / "x.pth", network())
     if others:
         for rank in range(2):
@@ -127,7 +127,7 @@ def test_one_file_alone(tmp_path: Path, others: bool) -> None:
     root = parse(junit.render(report))
     agree(report, root)
     (how,) = (how for (_, case), how in ends(root).items() if case == "replicas")
-    assert how == ("skipped" if others else "error")
+    assert how == "error"
 
 
 def test_what_was_not_compared_does_not_pass(tmp_path: Path) -> None:

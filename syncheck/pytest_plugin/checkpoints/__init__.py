@@ -160,7 +160,8 @@ class CheckpointPlugin:
         how = in_force(self.judge.options)
         what = f"{files} checkpoint{'s' * (files != 1)}, {len(found.groups)} group{'s' * (len(found.groups) != 1)}"
         skipped = f", {found.skipped} other files skipped" if found.skipped else ""
-        return f"syncheck: {what}{skipped}{f'; options: {how}' if how else ''}"
+        links = f", {len(found.aliases)} links to others not compared" if found.aliases else ""
+        return f"syncheck: {what}{skipped}{links}{f'; options: {how}' if how else ''}"
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from syncheck.errors import CheckpointError, one_line
 from syncheck.pytest_plugin.checkpoints import text
 from syncheck.pytest_plugin.options import in_pytests_words
-from syncheck.records import Counts
+from syncheck.records import Counts, names_text
 from syncheck.report import words
 from syncheck.report.items import ALONE, NOTHING, VALUES, concerning, item_of
 
@@ -54,14 +54,15 @@ def outcome(planned: Planned, judge: Judge) -> Outcome:
 def _alone(planned: Planned, judge: Judge) -> Outcome:
     assert planned.group is not None
     replicas = judge.found.groups[planned.group]
-    reason = f"one file only, nothing to compare it with: {replicas.ranks[0][1].path} ({replicas.note})"
-    if any(len(other.ranks) > 1 for other in judge.found.groups):
-        return _skipped(reason, _told("alone"))
-    headline = "could not tell: no two of the files are replicas of one another"
+    path = replicas.ranks[0][1].path
+    headline = f"could not tell: one file only, nothing to compare it with: {path}"
+    links = [alias.path for alias in judge.found.aliases if alias.of == path]
+    found = f"{replicas.note}; the same file by a link: {names_text(links)}" if links else replicas.note
     advice = (
-        "Give the files of at least two ranks of one run, or say with --syncheck-group-by REGEX which belong together."
+        "Give the files of at least two ranks of one run, leave this one out, or say with --syncheck-group-by REGEX "
+        "which belong together."
     )
-    return _failed(headline, _told("undecided"), f"{headline}\n{text.bounded(reason)}\n{advice}")
+    return _failed(headline, _told("undecided"), f"{headline}\n{text.bounded(found)}\n{advice}")
 
 
 def _judged(planned: Planned, group: Group, judge: Judge) -> Outcome:
@@ -77,7 +78,8 @@ def _judged(planned: Planned, group: Group, judge: Judge) -> Outcome:
         body = text.failure(group, shown, counts, mine, values=planned.item == VALUES, width=judge.width)
         return _failed(text.headline(failing), measured, body)
     if reason:
-        return _skipped(reason, measured) if _told_elsewhere(judge) else _failed(f"could not tell: {reason}", measured)
+        decided = group.verdict != "undecided"
+        return _skipped(reason, measured) if decided else _failed(f"could not tell: {reason}", measured)
     return Outcome("passed", properties=measured)
 
 
@@ -96,13 +98,6 @@ def _nothing(planned: Planned, group: Group, counts: Counts) -> str:
     if group.verdict == "undecided":
         return "no tensor of a model was compared, and what else agrees says nothing of one"
     return ""
-
-
-def _told_elsewhere(judge: Judge) -> bool:
-    try:
-        return judge.decided()
-    except CheckpointError:
-        return False
 
 
 def _failed(headline: str, properties: tuple[tuple[str, str], ...], body: str = "") -> Outcome:

@@ -1,0 +1,97 @@
+"""Which of the paths given are compared with nothing: links to other replicas, and what only looks like a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import TYPE_CHECKING
+
+from syncheck.records import Alias, Unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from syncheck.layout.groups import Ranked
+    from syncheck.snapshots import Snapshot
+
+_DIGITS = re.compile(r"\d+")
+_SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
+# Files that go with checkpoints and are none.
+_NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
+
+
+def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
+    """Yield what is named like the checkpoints of a folder but for its numbers, and is none.
+
+    rank_1, empty, beside rank_0 and rank_2; rank_1.npz; a folder rank_1/ that holds no checkpoint. A file that goes
+    with a checkpoint, as rank_0.json with rank_0.pth, has its numbers.
+    taken: the checkpoints. others: files that are none, and folders, which end in a slash.
+    """
+    known: dict[str, dict[tuple[str, ...], str]] = {}
+
+    def learn(key: str, path: str) -> None:
+        known.setdefault(_DIGITS.sub("*", key), {}).setdefault(tuple(_DIGITS.findall(key)), path)
+
+    for path in taken:
+        stem = _SUFFIX.sub("", os.path.relpath(path, folder))
+        learn(stem, path)
+        learn(os.path.basename(stem), path)
+        parts = stem.split("/")
+        for depth in range(1, len(parts)):
+            learn("/".join(parts[:depth]) + "/", path)
+    for path in others:
+        relative = os.path.relpath(path, folder)
+        if path.endswith("/"):
+            keys = {f"{relative}/"}
+        elif relative.lower().endswith(_NOTES):
+            continue
+        else:
+            stem = _SUFFIX.sub("", relative)
+            name = os.path.basename(stem)
+            # A name of digits only may be anything in another folder.
+            keys = {stem, name} if re.search("[a-z]", name, re.IGNORECASE) else {stem}
+        for key in keys:
+            alike, numbers = known.get(_DIGITS.sub("*", key), {}), tuple(_DIGITS.findall(key))
+            if numbers and alike and numbers not in alike:
+                what = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
+                like = os.path.relpath(next(iter(alike.values())), folder)
+                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or leave it out")
+                break
+
+
+def without_aliases(ranks: Ranked) -> tuple[Ranked, list[Alias], list[Unreadable]]:
+    """Take out of a group of replicas all but one of those that are one file or folder, by links of any kind.
+
+    A replica that shares only some of its files with another stays, and is returned as unreadable too: its own
+    files can show that it differs, and nothing can show that it agrees.
+    """
+    if len(ranks) < 2:
+        return ranks, [], []
+    kept: list[tuple[int, Snapshot]] = []
+    aliases: list[Alias] = []
+    shared: list[Unreadable] = []
+    by_file: dict[tuple[int, int], str] = {}
+    # A link comes last, so that the file that it leads to stands for both.
+    for rank, snapshot in sorted(ranks, key=lambda pair: os.path.islink(pair[1].path)):
+        files = _identities(snapshot)
+        known = [by_file[file] for file in files if file in by_file]
+        if known and len(known) == len(files):
+            aliases.append(Alias(snapshot.path, known[0]))
+            continue
+        if known:
+            found = f"{len(known)} of its {len(files)} files are links to those of {known[0]}"
+            shared.append(Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead"))
+        by_file |= dict.fromkeys(files, snapshot.path)
+        kept.append((rank, snapshot))
+    return tuple(sorted(kept, key=lambda pair: pair[0])), aliases, shared
+
+
+def _identities(snapshot: Snapshot) -> set[tuple[int, int]]:
+    """Return device and inode of each file that the tensors lie in; of the checkpoint's path if they lie in none."""
+    found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
+    if not found:
+        with contextlib.suppress(OSError):
+            at = os.stat(snapshot.path)
+            found = {(at.st_dev, at.st_ino)}
+    return {(device, inode) for device, inode in found if inode}  # some file systems number no files
