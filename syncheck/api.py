@@ -16,7 +16,7 @@ from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.evidence.stale import with_stale
 from syncheck.layout.groups import last_steps
 from syncheck.names import normalize
-from syncheck.omissions import without_aliases
+from syncheck.omissions import shared_files, without_aliases
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
 from syncheck.verdicts import judged_group, overall
@@ -190,16 +190,12 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     if not paths:
         raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = files.open_all([str(path) for path in paths])
-    spelled = files.alike([s.path for s in opened.snapshots] + list(opened.roots.values()))
-    grouped = layout.group(opened.snapshots, options.group_by, opened.roots, spelled)
-    unreadable, aliases, groups = opened.unreadable, opened.aliases, []
-    for replicas in grouped:
-        ranks, same, shared = without_aliases(replicas.ranks)
-        aliases += same
-        unreadable += shared
-        groups.append(replace(replicas, ranks=ranks))
+    snapshots, linked = without_aliases(opened.snapshots)
+    spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
+    groups = layout.group(snapshots, options.group_by, opened.roots, spelled)
+    unreadable = (*opened.unreadable, *(found for replicas in groups for found in shared_files(replicas.ranks)))
     reference.check(options.reference, groups, unreadable)
-    return Found(tuple(groups), tuple(unreadable), opened.skipped, tuple(aliases), _idle(groups, options))
+    return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
 
 
 def kinds_in(replicas: Replicas, options: Options | None = None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which of the paths given are compared with nothing: links to other replicas, and what only looks like a checkpoint."""
+"""Paths that are compared with nothing: links to other replicas, and files that only look like checkpoints."""
 
 from __future__ import annotations
 
@@ -60,38 +60,42 @@ def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) ->
                 break
 
 
-def without_aliases(ranks: Ranked) -> tuple[Ranked, list[Alias], list[Unreadable]]:
-    """Take out of a group of replicas all but one of those that are one file or folder, by links of any kind.
-
-    A replica that shares only some of its files with another stays, and is returned as unreadable too: its own
-    files can show that it differs, and nothing can show that it agrees.
-    """
-    if len(ranks) < 2:
-        return ranks, [], []
-    kept: list[tuple[int, Snapshot]] = []
+def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
+    """Take out all but one of the checkpoints that are one file, or folders of the same files, by links of any kind."""
+    kept: dict[str, Snapshot] = {}
     aliases: list[Alias] = []
-    shared: list[Unreadable] = []
-    by_file: dict[tuple[int, int], str] = {}
+    by_files: dict[frozenset[tuple[int, int]], str] = {}
     # A link comes last, so that the file that it leads to stands for both.
-    for rank, snapshot in sorted(ranks, key=lambda pair: os.path.islink(pair[1].path)):
+    for snapshot in sorted(snapshots, key=lambda s: os.path.islink(s.path)):
         files = _identities(snapshot)
-        known = [by_file[file] for file in files if file in by_file]
-        if known and len(known) == len(files):
-            aliases.append(Alias(snapshot.path, known[0]))
-            continue
+        if files and files in by_files:
+            aliases.append(Alias(snapshot.path, by_files[files]))
+        else:
+            by_files[files] = snapshot.path
+            kept[snapshot.path] = snapshot
+    return [snapshot for snapshot in snapshots if snapshot.path in kept], aliases
+
+
+def shared_files(ranks: Ranked) -> Iterator[Unreadable]:
+    """Yield the replicas of a group that share some of their files with another, by links.
+
+    Their own files can show that they differ, and nothing can show that they agree.
+    """
+    taken: dict[tuple[int, int], str] = {}
+    for _, snapshot in ranks if len(ranks) > 1 else ():
+        files = _identities(snapshot)
+        known = [taken[file] for file in files if file in taken]
         if known:
             found = f"{len(known)} of its {len(files)} files are links to those of {known[0]}"
-            shared.append(Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead"))
-        by_file |= dict.fromkeys(files, snapshot.path)
-        kept.append((rank, snapshot))
-    return tuple(sorted(kept, key=lambda pair: pair[0])), aliases, shared
+            yield Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead")
+        taken |= dict.fromkeys(files, snapshot.path)
 
 
-def _identities(snapshot: Snapshot) -> set[tuple[int, int]]:
+def _identities(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
     """Return device and inode of each file that the tensors lie in; of the checkpoint's path if they lie in none."""
     found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
     if not found:
         with contextlib.suppress(OSError):
             at = os.stat(snapshot.path)
             found = {(at.st_dev, at.st_ino)}
-    return {(device, inode) for device, inode in found if inode}  # some file systems number no files
+    return frozenset((device, inode) for device, inode in found if inode)  # some file systems number no files

@@ -174,8 +174,8 @@ def _walk(folder: str) -> Iterator[str | Whole | Alias | Unreadable]:
     """Yield all files below a folder in a fixed order, folders with a slash, and each that cannot be entered.
 
     A folder that is one checkpoint comes in place of the files that belong to it. Hidden files and folders are left
-    alone. Links to folders come last, and each folder is entered once: a link to a folder that was entered is an alias of
-    it, and one to a folder above shows nothing new.
+    alone. Links to folders come last, and each folder is entered once: a link to a folder that was entered is an alias,
+    and one to a folder above shows nothing new.
     """
     entered: dict[tuple[int, int], str] = {}
     with contextlib.suppress(OSError):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata
 
 __all__ = [
-    "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Alias", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
+    "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Alias", "Closure", "Counts", "DriftPoint", "Evidence",
+    "Extent",
     "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
     "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "names_text",
     "ranks_text",

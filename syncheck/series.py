@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.kinds import BN_STATISTICS
@@ -29,6 +30,24 @@ def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
 def step_order(group: Group) -> int:
     """Return a key that sorts groups by their steps, those without one first."""
     return -1 if group.step is None else group.step
+
+
+def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return the steps of a run that a report shows: the last one, and any earlier one with something no later one has.
+
+    That is a finding, or that nothing could be compared. Of an earlier step only such findings are left.
+    """
+    shown: list[Group] = []
+    seen: set[str] = set()
+    for group in reversed(groups):
+        own = tuple(finding for finding in group.findings if finding.code not in seen)
+        news = {finding.code for finding in own if finding.severity != "info"} | (
+            {group.verdict} & {"undecided"} - seen
+        )
+        if not shown or news:
+            shown.append(replace(group, findings=own))
+            seen |= news | {finding.code for finding in own}
+    return tuple(reversed(shown))
 
 
 def drift_of(group: Group) -> DriftPoint | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from syncheck.layout.groups import Replicas
     from syncheck.snapshots import Snapshot, Tensor
 
-# The folder of one machine's files: node0/rank_1.pth.
-_HOST = re.compile(r"(?:^|/)((?:node|host|machine)[-_]?\d+)(?=/)", re.IGNORECASE)
 _DEALT_OUT = "of which each rank has its own"
 
 
@@ -221,8 +218,9 @@ def _kinds(
 def _replica(rank: int, snapshot: Snapshot) -> Replica:
     host, mesh = (None, {}) if snapshot.metadata is None else (snapshot.metadata.host, snapshot.metadata.mesh)
     mesh = mesh or told_place(snapshot)
-    host = host or next(iter(_HOST.findall(snapshot.path)[-1:]), None)
-    return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
+    return Replica(
+        snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host or snapshot.host, mesh
+    )
 
 
 def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:

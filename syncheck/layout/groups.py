@@ -59,6 +59,11 @@ def rank_of(snapshot: Snapshot) -> int | None:
     """Return the rank that a snapshot's metadata, or else its name, tells."""
     if snapshot.metadata is not None and snapshot.metadata.rank is not None:
         return snapshot.metadata.rank
+    return rank_by_name(snapshot)
+
+
+def rank_by_name(snapshot: Snapshot) -> int | None:
+    """Return the rank that a snapshot's path has."""
     parts = take_apart(snapshot.path)
     at = parts.find("rank")
     return None if at is None else parts.numbers[at]

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.layout.groups import classes, rank_of, template_of, title_of
+from syncheck.layout.groups import classes, rank_by_name, rank_of, template_of, title_of
 from syncheck.layout.names import take_apart
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def join_hosts(groups: list[Replicas]) -> list[Replicas]:
 
 def _key(group: Replicas, opened: int | None) -> Hashable | None:
     """Return the path template of a group with one folder left open, counted from the file's own."""
-    if not _has_known_ranks(group):
+    if _ranks([group]) is None:
         return None
     segments = template_of(group.ranks[0][1]).split("/")
     if opened is not None:
@@ -50,13 +50,19 @@ def _key(group: Replicas, opened: int | None) -> Hashable | None:
 
 def _fit(groups: Sequence[Replicas]) -> bool:
     """Whether groups may be one: several, of one run, no rank twice."""
-    ranks = [rank for group in groups for rank, _ in group.ranks]
     runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
-    return len(groups) > 1 and len(set(ranks)) == len(ranks) and len(runs) < 2
+    return len(groups) > 1 and len(runs) < 2 and _ranks(groups) is not None
 
 
-def _has_known_ranks(group: Replicas) -> bool:
-    return all(rank_of(snapshot) == rank for rank, snapshot in group.ranks)
+def _ranks(groups: Sequence[Replicas]) -> list[int] | None:
+    """Return the ranks of all members, if they do not repeat: as they are known, else by name, for a copied file."""
+    members = [pair for group in groups for pair in group.ranks]
+    known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
+    named = [rank for _, snapshot in members if (rank := rank_by_name(snapshot)) is not None]
+    for ranks in (known, named):
+        if len(ranks) == len(set(ranks)) == len(members):
+            return ranks
+    return None
 
 
 def _has_metadata(group: Replicas) -> bool:
@@ -67,7 +73,8 @@ def _joined(groups: Sequence[Replicas], opened: int | None = None) -> Replicas:
     """Join groups to one. opened: which folder, from the file's own upward, is the host."""
     first = next(filter(_has_metadata, groups), groups[0])
     members = []
-    for rank, snapshot in sorted((pair for group in groups for pair in group.ranks), key=lambda pair: pair[0]):
+    snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
+    for rank, snapshot in sorted(zip(_ranks(groups) or (), snapshots, strict=True), key=lambda pair: pair[0]):
         host = snapshot.host
         if host is None and opened is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - opened]
@@ -104,7 +111,7 @@ def _join_leftovers(groups: list[Replicas]) -> list[Replicas]:
 
 def _belong(group: Replicas, other: Replicas) -> bool:
     """Whether two groups have no rank in common and are of one run, by the metadata or for want of another name."""
-    if not (_has_known_ranks(group) and _has_known_ranks(other)) or not _fit([group, other]):
+    if not _fit([group, other]):
         return False
     fixed = [take_apart(g.ranks[0][1].path).fixed() for g in (group, other)]
     if _has_metadata(group) and _has_metadata(other):

@@ -16,7 +16,7 @@ from syncheck.report import histogram, tensor_table, when, words
 from syncheck.report.curves import curves
 from syncheck.report.heat import heat
 from syncheck.report.markup import table, text
-from syncheck.series import by_run
+from syncheck.series import by_run, shown_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,13 +38,20 @@ def render(report: Report, version: str) -> str:
         *(f"<p>{text(told)}</p>" for told in words.fixed_lines(report.groups)),
     ]
     if runs:
-        body += ["<h2>Runs</h2>", _matrix([groups[-1] for groups in runs.values()]), *_drift(report, charts=charts)]
+        body += [
+            "<h2>Runs</h2>",
+            _matrix([group for groups in runs.values() for group in shown_steps(groups)]),
+            *_drift(report, charts=charts),
+        ]
     if (report.drift or report.verdict == "out_of_sync") and not charts:
         body.append('<p class="note">No charts: matplotlib is not installed (pip install "syncheck[html]").</p>')
     # Of a run with a history, the last step has the findings; the drift chart and table tell of the others.
     drawn = set(_worth_drawing(runs)) if charts else set()
     for run, groups in runs.items():
-        body += _group(groups, charts=run in drawn, most_data=tensor_table.MOST_DATA // len(runs))
+        shown = shown_steps(groups)
+        for group in reversed(shown):
+            most = tensor_table.MOST_DATA // len(runs) // len(shown)
+            body += _group(group, charts=run in drawn and group is shown[-1], most_data=most)
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ["<h2>Not read</h2>", table(("file", "why"), rows)]
@@ -104,9 +111,8 @@ def _drift(report: Report, *, charts: bool) -> list[str]:
     return [*parts, table(columns, words.drift_rows(report), numbers=("step", columns[2]))]
 
 
-def _group(groups: Sequence[Group], *, charts: bool, most_data: int) -> list[str]:
-    """Draw the last step of a run, with the history of its findings. charts: whether to draw those that it has."""
-    group = groups[-1]
+def _group(group: Group, *, charts: bool, most_data: int) -> list[str]:
+    """Draw one step of a run, with the history of its findings. charts: whether to draw those that it has."""
     return [
         f"<h2>{text(words.group_title(group))}: {_span(group)}</h2>",
         f'<p class="note">{text("; ".join(group.notes))}</p>',

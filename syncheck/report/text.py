@@ -9,7 +9,7 @@ from syncheck.records import Counts
 from syncheck.report import when, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
 from syncheck.report.sparkline import Sparkline
-from syncheck.series import by_run
+from syncheck.series import by_run, shown_steps
 
 if TYPE_CHECKING:
     from syncheck.records import Finding, Group, History, Report
@@ -40,17 +40,18 @@ def overview(report: Report, limit: int) -> list[Part]:
     """Return runs by kinds, drift over steps, findings, and what SyncBatchNorm closed, then the verdict."""
     parts: list[Part] = []
     runs = by_run(report.groups)
+    shown = [group for groups in runs.values() for group in shown_steps(groups)]
     if runs:
-        parts += [_matrix([groups[-1] for groups in runs.values()]), BLANK]
+        parts += [_matrix(shown), BLANK]
     if report.drift and any(len(groups) > 1 for groups in runs.values()):
         parts += [_drift(report), BLANK]
-    for group in (groups[-1] for groups in runs.values()):
+    for group in shown:
         if group.findings:
             parts.append(_title(group))
             parts += [part for finding in group.findings for part in _finding(finding, curve=True)]
             parts += _tensors(group, limit)
     # The first of a group's notes says how its files were found; the others concern the answer.
-    notes = list(dict.fromkeys(note for groups in runs.values() for note in groups[-1].notes[1:]))
+    notes = list(dict.fromkeys(note for group in shown for note in group.notes[1:]))
     parts += lines(notes[:_MOST_NOTES], "dim")
     if len(notes) > _MOST_NOTES:
         parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare has them", "dim"))

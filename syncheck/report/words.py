@@ -102,7 +102,11 @@ def omission_lines(report: Report) -> list[str]:
         links = names_text([f"{_short(alias.path)} is {_short(alias.of)}" for alias in report.aliases], 6)
         lines.append(f"{count} path{'s' * (count > 1)} not compared, for a link leads to a checkpoint given: {links}")
     if report.skipped:
-        plural = "files in the folders are no checkpoints and were" if report.skipped > 1 else "file is no checkpoint and was"
+        plural = (
+            "files in the folders are no checkpoints and were"
+            if report.skipped > 1
+            else "file is no checkpoint and was"
+        )
         lines.append(f"{report.skipped} {plural} skipped")
     return lines
 

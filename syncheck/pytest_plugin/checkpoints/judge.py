@@ -84,10 +84,6 @@ class Judge:
         paths = {snapshot.path for _, snapshot in found.ranks}
         return report.groups[at], [file for file in report.unreadable if file.path in paths]
 
-    def decided(self) -> bool:
-        """Whether anything at all could be told. A group of which nothing was compared decides nothing."""
-        return any(group.verdict in ("in_sync", "out_of_sync") for group in self.report().groups)
-
     def here(self) -> contextlib.AbstractContextManager[None]:
         """Be in the folder in which pytest was started."""
         return folder(self._start)

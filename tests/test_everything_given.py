@@ -1,0 +1,312 @@
+"""Every path that is given ends in one place: compared, or counted with a reason."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import save_pth
+
+import syncheck
+from syncheck.report import github, junit, markdown, plain, text
+from syncheck.report.json_document import render as render_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def save(path: str, b: float = 0.0, **extra: object) -> Path:
+    """Save a model of two tensors. b: added to the second."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    tree = {"model": {"w": np.ones(3, np.float32), "b": np.zeros(2, np.float32) + np.float32(b)}, **extra}
+    return save_pth(Path(path), tree)
+
+
+def metadata(rank: int, step: int, world_size: int) -> dict[str, object]:
+    """Return a metadata block as `syncheck.metadata` writes it."""
+    return {"syncheck": {"run": "ddp", "rank": rank, "step": step, "world_size": world_size}}
+
+
+def by_dots() -> list[str]:
+    save("x_rank0"), save("x_rank1"), save("elsewhere/x_rank0", 1)
+    os.makedirs("elsewhere/deep")
+    os.symlink("elsewhere/deep", "link")
+    return ["x_rank0", "x_rank1", "link/../x_rank0"]
+
+
+def linked_file() -> list[str]:
+    save("rank0.pth")
+    os.symlink("rank0.pth", "rank1.pth")
+    return ["rank0.pth", "rank1.pth"]
+
+
+def hard_link() -> list[str]:
+    save("c/rank0.pth")
+    os.link("c/rank0.pth", "c/rank1.pth")
+    return ["c"]
+
+
+def linked_folder_given() -> list[str]:
+    save("rank0/model.pth")
+    os.symlink("rank0", "rank1")
+    return ["rank0", "rank1"]
+
+
+def linked_checkpoint_folder() -> list[str]:
+    for name in ("model.safetensors", "optimizer.pt"):
+        save(f"rank0/{name}")
+    Path("rank0/config.json").write_text("{}")
+    os.makedirs("rank1")
+    for name in os.listdir("rank0"):
+        os.link(f"rank0/{name}", f"rank1/{name}")
+    return ["rank0", "rank1"]
+
+
+def partly_linked_checkpoint_folder() -> list[str]:
+    linked_checkpoint_folder()
+    os.remove("rank1/optimizer.pt")
+    shutil.copy("rank0/optimizer.pt", "rank1/optimizer.pt")
+    return ["rank0", "rank1"]
+
+
+def beside(name: str, data: bytes, folder: str = "c") -> Callable[[], list[str]]:
+    def write() -> list[str]:
+        save("c/rank_0"), save("c/rank_2")
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, name).write_bytes(data)
+        return ["c"]
+
+    return write
+
+
+def empty_folder_of_a_rank() -> list[str]:
+    save("c/rank0/model.pth"), save("c/rank2/model.pth")
+    os.makedirs("c/rank1")
+    return ["c"]
+
+
+def archived() -> list[str]:
+    save("c/rank0.pt"), save("c/rank1.pt")
+    Path("c/rank2.pt.gz").write_bytes(gzip.compress(save("other/rank2.pt", 1).read_bytes()))
+    return ["c"]
+
+
+def other_host() -> list[str]:
+    save("a/rank0"), save("a/rank1"), save("b/rank2", 1)
+    return ["a/rank0", "a/rank1", "b/rank2"]
+
+
+def other_epoch() -> list[str]:
+    save("epoch10_rank0"), save("epoch10_rank1"), save("epoch9_rank2", 1)
+    return ["epoch10_rank0", "epoch10_rank1", "epoch9_rank2"]
+
+
+def other_word() -> list[str]:
+    save("master.pth", 1), save("rank1.pth"), save("rank2.pth")
+    return ["master.pth", "rank1.pth", "rank2.pth"]
+
+
+def other_step_by_metadata() -> list[str]:
+    for rank, step, folder in ((0, 5, "a"), (1, 5, "a"), (2, 4, "b")):
+        save(f"{folder}/x_rank{rank}.pth", float(folder == "b"), **metadata(rank, step, 3))
+    return ["a/x_rank0.pth", "a/x_rank1.pth", "b/x_rank2.pth"]
+
+
+def not_matched_by_the_expression() -> list[str]:
+    save("x0.pth"), save("x1.pth"), save("other.pth", 1)
+    return ["x0.pth", "x1.pth", "other.pth"]
+
+
+def hosts(by: str, blocks: bool) -> Callable[[], list[str]]:
+    def write() -> list[str]:
+        for rank in range(4):
+            block = metadata(rank, 5 + rank // 2, 4) if blocks else {}
+            save(f"prints/{by.split()[rank // 2]}/rank{rank}.pth", float(rank > 1), **block)
+        return ["prints"]
+
+    return write
+
+
+def ranks_of_nodes(pattern: str) -> Callable[[], list[str]]:
+    def write() -> list[str]:
+        for node in range(2):
+            for local in range(2):
+                save(pattern.format(node, local), float(node))
+        return ["."]
+
+    return write
+
+
+ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
+    "1 a folder above a link": (by_dots, {1}),
+    "2 a link to a file": (linked_file, {2}),
+    "2 a hard link": (hard_link, {2}),
+    "2 a link to a folder, given": (linked_folder_given, {2}),
+    "2 a folder of links": (linked_checkpoint_folder, {2}),
+    "2 a folder of some links": (partly_linked_checkpoint_folder, {2}),
+    "3 empty": (beside("rank_1", b""), {2}),
+    "3 zeros": (beside("rank_1", bytes(1000)), {2}),
+    "3 another ending": (beside("rank_1.npz", b"PK\x03\x04 no checkpoint"), {2}),
+    "3 a text": (beside("rank_1.th", b"text"), {2}),
+    "3 half written": (beside("rank_1.part", b"text"), {2}),
+    "3 in another folder": (beside("rank_1", b"", "c/copy"), {2}),
+    "3 an archive": (archived, {2}),
+    "3 a rank without a file": (empty_folder_of_a_rank, {2}),
+    "4 another host": (other_host, {1, 2}),
+    "4 another epoch": (other_epoch, {1, 2}),
+    "4 another word": (other_word, {1, 2}),
+    "4 another step and folder": (other_step_by_metadata, {1, 2}),
+    "4 another name": (not_matched_by_the_expression, {1, 2}),
+    "8 hosts": (hosts("alpha beta", blocks=False), {1}),
+    "8 hosts with metadata": (hosts("alpha beta", blocks=True), {1}),
+    "8 addresses": (hosts("10.0.1.5 10.0.2.7", blocks=False), {1}),
+    "8 addresses with metadata": (hosts("10.0.1.5 10.0.2.7", blocks=True), {1}),
+    "9 node_rank": (ranks_of_nodes("node_rank{}_local_rank{}.pth"), {1}),
+    "9 node and rank": (ranks_of_nodes("node{}/rank{}.pth"), {1}),
+    "9 group_rank": (ranks_of_nodes("group_rank_{}/local_rank_{}.pth"), {1}),
+    "9 gpu": (ranks_of_nodes("node{}_gpu{}.pth"), {1}),
+    "9 host and gpu": (ranks_of_nodes("host{}-gpu{}.pth"), {1}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_nothing_given_is_passed_over(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given and differs, is missing or was compared with nothing never ends as "in sync", and is named."""
+    monkeypatch.chdir(tmp_path)
+    write, codes = ROWS[row]
+    report = syncheck.compare(*write())
+    assert report.exit_code in codes
+    if report.exit_code == 1 and row[0] in "89":
+        assert [len(group.replicas) for group in report.groups] == [4]
+        code = "SYN106" if "metadata" in row else "SYN230"  # the steps differ too
+        assert code in {finding.code for finding in report.groups[0].findings}
+    if row[0] == "2":
+        told = [alias.path for alias in report.aliases] + [file.path for file in report.unreadable]
+        assert any("rank1" in path for path in told)
+        if report.aliases:  # what could not be read is printed apart from the report
+            assert all("rank1" in drawn for drawn in everywhere(report))
+
+
+def everywhere(report: syncheck.Report) -> list[str]:
+    """Draw a report in every format of text."""
+    drawn = [plain.render(of(report, 0)) for of in (text.comparison, text.overview)]
+    return [
+        *drawn,
+        github.render(report),
+        junit.render(report),
+        markdown.render(report),
+        render_json(report, "0"),
+    ]
+
+
+def test_links_beside_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link beside two replicas is named in every format, and the replicas are judged."""
+    monkeypatch.chdir(tmp_path)
+    save("c/rank0/model.pth"), save("c/rank2/model.pth")
+    os.symlink("rank0", "c/rank1")
+    for path, of in (("c/rank1", "c/rank0"),):
+        report = syncheck.compare("c")
+        assert (report.exit_code, [(alias.path, alias.of) for alias in report.aliases]) == (0, [(path, of)])
+        assert all(path in drawn for drawn in everywhere(report))
+    save("c/rank2/model.pth", 1)
+    assert syncheck.compare("c").exit_code == 1
+    report = syncheck.compare("c/rank0", "c/rank1", "c/rank2")
+    assert (report.exit_code, [alias.path for alias in report.aliases]) == (1, ["c/rank1/model.pth"])
+
+
+def test_files_that_go_with_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs, settings, samples and notes in a folder are counted, and keep no answer open."""
+    monkeypatch.chdir(tmp_path)
+    for step in (100, 200):
+        for rank in (0, 1):
+            save(f"c/step_{step}/rank_{rank}.pth")
+            Path(f"c/step_{step}/rank_{rank}.json").write_text("{}")
+    for name in ("logs/rank_0.log", "logs/rank_7.txt", "images/3.png", "README.md", "config.yaml", "metrics_12.json"):
+        (Path("c") / name).parent.mkdir(exist_ok=True)
+        (Path("c") / name).write_text("text")
+    report = syncheck.compare("c")
+    assert (report.exit_code, report.skipped, len(report.groups)) == (0, 10, 2)
+    assert all("10 files in the folders are no checkpoints" in drawn for drawn in everywhere(report)[:4])
+
+
+def test_an_earlier_step_that_differs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that differs at step 1 and agrees at step 2: every report has the finding, its tensor and its step."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        for rank in (0, 1):
+            save(f"c/step_{step}/rank_{rank}.pth", float(step == rank == 1))
+    report = syncheck.compare("c")
+    assert report.exit_code == 1
+    code = report.groups[0].findings[0].code
+    for drawn in everywhere(report):
+        assert code in drawn
+        assert "step 1" in drawn or '"step": 1' in drawn or 'value="1"' in drawn
+
+
+def random_folder(seed: int, root: Path) -> tuple[list[str], list[Path]]:
+    """Write replicas of a run over hosts, ranks and steps, with what may lie beside them.
+
+    Returns the arguments, and the checkpoints that are replicas.
+    """
+    rng = random.Random(seed)
+    per_host, hosts_n, steps = rng.randint(1, 3), rng.randint(1, 3), rng.sample(range(1, 500), rng.randint(1, 2))
+    host = rng.choice(["node{}", "10.0.0.{}", "gpu-{}.local", "host-{}", "h{}"])
+    name = rng.choice(
+        ["rank{}.pth", "ddp_rank_{}.pt", "m.rank-{}.ckpt", "rank_{}/model.pth", "rank{}-of-9.pt", "rank{}"]
+    )
+    step_first = rng.random() < 0.5
+    files = []
+    for step in steps:
+        for rank in range(max(2, per_host * hosts_n)):
+            of_host = host.format(rank // per_host) if hosts_n > 1 else ""
+            parts = [f"step_{step}", of_host] if step_first else [of_host, f"step_{step}"]
+            path = root.joinpath(*filter(None, parts), name.format(rank))
+            save(str(path), **(metadata(rank, step, 9) if seed % 2 else {}))
+            files.append(path)
+    for _ in range(rng.randint(0, 3)):
+        bystander = rng.choice(files).parent / rng.choice(
+            ["notes.txt", "config.json", ".hidden", "events.out.1234", "x.log"]
+        )
+        bystander.write_text("text")
+    if rng.random() < 0.3:
+        (root / "latest").symlink_to(os.path.relpath(files[-1].parent, root))
+    given = [str(root)] if rng.random() < 0.6 else [str(file) for file in files]
+    return given, files
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_folder(seed: int, tmp_path: Path) -> None:
+    """Replicas in sync are in sync, wherever they lie; one element, one damage or one file less is never overlooked."""
+    given, files = random_folder(seed, tmp_path / "c")
+    before = syncheck.compare(*given)
+    assert before.exit_code == 0, [(group.name, group.notes) for group in before.groups] + list(before.unreadable)
+    found = sorted(replica.path for group in before.groups for replica in group.replicas)
+    assert len(found) == len(files)
+    rng = random.Random(seed)
+    victim = rng.choice(files)
+    intact = victim.read_bytes()
+    # One element of one replica.
+    step = next(int(part[5:]) for part in victim.parts if part.startswith("step_"))
+    rank = next(replica.rank for g in before.groups for replica in g.replicas if replica.path == str(victim))
+    save(str(victim), 2.0**-20, **(metadata(rank, step, 9) if seed % 2 else {}))
+    assert syncheck.compare(*given).exit_code == 1
+    # A damage.
+    victim.write_bytes(rng.choice([b"", bytes(len(intact)), intact[: len(intact) // 2]]))
+    assert syncheck.compare(*given).exit_code == 2
+    # The bytes of another replica, by a link.
+    other = next(file for file in files if file != victim and f"step_{step}" in file.parts)
+    victim.unlink()
+    victim.symlink_to(other)
+    again = syncheck.compare(*given)
+    assert again.exit_code == 2 or str(victim) in {alias.path for alias in again.aliases}
+    # Another format that no reader knows.
+    victim.unlink()
+    np.savez(victim.with_suffix(".npz"), w=np.ones(3))
+    if len(given) == 1:
+        assert syncheck.compare(*given).exit_code == 2
