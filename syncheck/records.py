@@ -242,6 +242,7 @@ class Alias:
     """A path that leads to the bytes of another replica, by a link: not compared, for it would equal itself."""
 
     path: str
+    """As it was given or found."""
     of: str
     """The replica that was compared in its place."""
 
@@ -275,6 +276,7 @@ class Report:
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
     aliases: tuple[Alias, ...] = ()
+    """Paths that lead to a checkpoint given, by links, and were not compared again."""
     quick: bool = False
     """Whether stored checksums were compared in place of the bytes."""
     drift: tuple[DriftPoint, ...] = ()

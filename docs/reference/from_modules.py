@@ -15,7 +15,9 @@ SYNCHECK = {
     "What all parts speak of": (
         "errors dtypes snapshots clues records names kinds tensor_parallel tolerance metadata_block"
     ),
-    "From paths to groups of replicas": "paths readers layout layout.names layout.metadata layout.groups",
+    "From paths to groups of replicas": (
+        "paths omissions readers layout layout.names layout.metadata layout.joining layout.groups"
+    ),
     "Bytes": (
         "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
         "kernel.moments"

@@ -25,7 +25,7 @@ RECORDS = {
     "document": "Report", "counts": "Counts", "group": "Group", "replica": "Replica", "tensor": "TensorDiff",
     "finding": "Finding", "value": "ValueDiff", "shards": "Shards", "tie": "Tie", "evidence": "Evidence",
     "histogram": "Histogram", "history": "History", "points": "HistoryPoint", "free_running": "FreeRunning",
-    "unreadable": "Unreadable", "drift": "DriftPoint", "closures": "Closure",
+    "unreadable": "Unreadable", "aliases": "Alias", "drift": "DriftPoint", "closures": "Closure",
 }  # fmt: skip
 # What the records do not say, because in Python a name or a type says it.
 WORDS = {
