@@ -14,7 +14,9 @@ _Found = Role | Literal["short", "device"]  # before the other words of the path
 _NUMBER = re.compile(r"\d+")
 _START = r"(?:^|[^a-z])"
 # What stands right before a number that is a moment of the run: never a rank.
-_STEP = re.compile(_START + r"(?:global_?step|step|epoch|ep|iter|iteration|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE)
+_STEP = re.compile(
+    _START + r"(?:global_?step|step|epoch|ep|iter|iteration|batch|ba|update|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE
+)
 # rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0; Accelerate writes random_states_3.
 _RANK = re.compile(_START + r"(?:rank[-_=]?|random_states_)$", re.IGNORECASE)
 # _r3, -r3: a rank if the path has no longer word for it.
@@ -26,7 +28,9 @@ _LOCAL = re.compile(_START + r"local(?:[-_]rank)?[-_=]?$", re.IGNORECASE)
 _DEVICE = re.compile(_START + r"(?:gpu|cuda|npu|xpu|tpu|device|proc(?:ess)?)[-_:=]?$", re.IGNORECASE)
 # The machine: torchrun counts machines by GROUP_RANK, Accelerate by machine_rank.
 _NODE = re.compile(
-    r"(?:(?:node|host)(?:name|s)?|" + _START + r"(?:machine|server|worker|pod|instance|vm|group(?=[-_]rank)))"
+    r"(?:(?:node|host)(?:name|s)?|"
+    + _START
+    + r"(?:machine|server|worker|pod|instance|vm|compute|blade|dgx|cn|nid|group(?=[-_]rank)))"
     r"[-_]?(?:rank|id|idx|index)?[-_=]?$",
     re.IGNORECASE,
 )
