@@ -272,12 +272,12 @@ def test_the_summary_is_bounded(tmp_path: Path) -> None:
             state = {"w": np.full(2, rank if i == 29 else 0, np.float32)}
             save(tmp_path / f"run{chr(97 + i % 26)}{chr(97 + i // 26)}_rank{rank}.pth", state)
     (tmp_path / "lone.pth").write_bytes((tmp_path / "runaa_rank0.pth").read_bytes())
-    for ended in sessions((tmp_path, ["--syncheck", ".", "-rs"]), (tmp_path, ["--syncheck", ".", "-rs", "-n", "2"])):
+    for ended in sessions((tmp_path, ["--syncheck", ".", "-rf"]), (tmp_path, ["--syncheck", ".", "-rf", "-n", "2"])):
         section = re.split(r"^=+ syncheck =+$", ended.out, flags=re.MULTILINE)[1].split("\n===")[0]
         lines = section.strip().splitlines()
         assert lines[0] == "OUT OF SYNC  .::rundb: parameters 1/1 differ (SYN299)", section
         assert len(lines) == 22
-        assert lines[20] == "... and 11 more groups: 10 in sync, 1 alone"
+        assert lines[1].startswith("COULD NOT TELL  .::lone: ")
+        assert lines[20] == "... and 11 more groups: 11 in sync"
         assert lines[21].startswith("note on 30 of 31 groups: which tensors are parameters")
-        # A skip is where its file is, not on a line of ours.
-        assert "SKIPPED [1] .: one file only, nothing to compare it with: " in ended.out
+        assert "one file only, nothing to compare it with: lone.pth" in ended.out

@@ -30,15 +30,15 @@ _MOST_NOTES = 5
 # Options that leave nothing out and excuse nothing. All others change what "in sync" means.
 _NEUTRAL = ("buffers", "group_by", "reference", "jobs")
 # Of the items of a group, the one that says most of it.
-_ORDER = ("out_of_sync", "undecided", "in_sync", "alone")
-_SAID = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree", "alone": ""}
+_ORDER = ("out_of_sync", "undecided", "in_sync")
+_SAID = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree"}
 # Items that stand for a file or a group as a whole, and have one thing to say.
 _WHOLE = {
     READABLE: "cannot be read",
     ALONE: "one file, nothing to compare it with",
     NOTHING: "no tensor left to compare",
 }
-_COLORS = {"out_of_sync": "red", "undecided": "yellow", "in_sync": "green", "alone": "light"}
+_COLORS = {"out_of_sync": "red", "undecided": "yellow", "in_sync": "green"}
 
 
 def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
