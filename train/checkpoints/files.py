@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from train.checkpoints.formats import FORMATS
 from train.errors import UserError
@@ -49,7 +49,8 @@ def write_atomic(path: Path, payload: bytes) -> None:
         write_beside(path, payload)
         take_name(path)
     finally:
-        remove_beside(path)
+        with suppress(OSError):
+            beside(path).unlink()  # the folder stays: another rank may be about to write there
 
 
 def beside(path: Path) -> Path:
@@ -62,13 +63,22 @@ def write_beside(path: Path, payload: bytes) -> None:
     if path.is_dir():  # found now, before any rank's file takes its name
         raise UserError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside(path).open("wb") as file:
+        with _opened(beside(path)) as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file, in a new folder if need be. Another run may remove a folder of --out that is empty: try again."""
+    for _ in range(10):
+        with suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("wb")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
 
 
 def take_name(path: Path) -> None:
@@ -81,7 +91,10 @@ def take_name(path: Path) -> None:
 
 
 def remove_beside(path: Path) -> None:
-    """Remove the hidden file if it is there, and a folder that was made for it alone: they must not fill the disk."""
+    """Remove the hidden file if it is there, and a folder that was made for it alone: they must not fill the disk.
+
+    Only when no rank writes any more: one between `mkdir` and `open` would report a missing folder, not a full disk.
+    """
     with suppress(OSError):
         beside(path).unlink()
         path.parent.rmdir()  # fails where anything is in it
