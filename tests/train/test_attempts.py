@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from resumed import TINY, resume
 from scenarios import load
 
+from train.checkpoints.files import write_atomic
 from train.engine import train
 from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
@@ -84,6 +87,50 @@ def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, mon
     assert load(state_path(folder, 3, ctx.rank))["step"] == 3
     _, notes = resume(ctx, settings)
     assert notes.steps == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_reason_is_the_full_disk(
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that is slow to open its file reports the full disk, though the other has removed its own file already."""
+    disk, mkdir = Disk(os.fsync), Path.mkdir
+
+    def slow(path: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(path, *args, **kwargs)
+        if disk.full and ctx.rank == 0:
+            time.sleep(0.5)
+
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
+    monkeypatch.setattr(Path, "mkdir", slow)
+    settings = replace(TINY, save_every=1, max_steps=3, out=syncheck_rank.shared / "out")
+    result = train(settings, ctx, Fills(disk, 1, 2))
+    assert result.failed.startswith("2 of 6 saves on the way failed")
+    if ctx.rank == 0:
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.count("No space left on device") for line in lines] == [1, 1]
+    syncheck_rank.barrier()
+    assert sorted(path.name for path in (settings.out / ".resume" / "ddp").iterdir()) == ["step_1", "step_3"]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
+def test_a_folder_that_another_run_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """Another run of the same --out removes history/ between mkdir and open, or within mkdir: it is made again."""
+    path, mkdir, left = tmp_path / "history" / "ddp" / "rank_0.pth", Path.mkdir, [3]
+
+    def removed(folder: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(folder, *args, **kwargs)
+        left[0] -= 1
+        if left[0] >= 0:
+            folder.rmdir()
+            if error is FileExistsError:
+                raise error
+
+    monkeypatch.setattr(Path, "mkdir", removed)
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.syncheck(ranks=2)

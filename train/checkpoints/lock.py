@@ -57,7 +57,13 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Release the lock, on all ranks after the same moment if there is no error."""
+        self._release()
+        if error is None and self.token:
+            self.ctx.gather(None)
+
+    def _release(self) -> None:
         """Release the lock; the file stays if it names a state."""
         if self._descriptor is None:
             return

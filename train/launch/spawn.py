@@ -63,7 +63,7 @@ def take_over(environment: MutableMapping[str, str], args: argparse.Namespace, *
         args.spawn = ranks
         text = "torchrun started one process, and one rank has no replica"
         write_line(f"{text}: {args.spawn} are spawned; --spawn 1 keeps one")
-    args.local_rank = None
+    args.local_rank, args.under_torchrun = None, True
     torchrun.forget(environment)
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
 
@@ -130,8 +130,8 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
 def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
     """Be one rank: leave the ending in a file, for the parent to judge and to print."""
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
-    if os.getsid(0) == os.getppid():
-        os.setpgrp()  # torchrun signals the group of the first process, which passes the signal on: once is enough
+    if getattr(args, "under_torchrun", False):
+        os.setpgrp()  # torchrun signals the whole group of the process that passes its signals on: once is enough
     SIGNALS.listen(speaks=False)
     try:
         ending = work(options_of_rank(args, rank, folder))
