@@ -13,7 +13,6 @@ import pytest
 from resumed import TINY, resume
 from scenarios import load
 
-from train.checkpoints.files import write_atomic
 from train.engine import train
 from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
@@ -111,26 +110,6 @@ def test_the_reason_is_the_full_disk(
         assert [line.count("No space left on device") for line in lines] == [1, 1]
     syncheck_rank.barrier()
     assert sorted(path.name for path in (settings.out / ".resume" / "ddp").iterdir()) == ["step_1", "step_3"]
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
-def test_a_folder_that_another_run_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
-) -> None:
-    """Another run of the same --out removes history/ between mkdir and open, or within mkdir: it is made again."""
-    path, mkdir, left = tmp_path / "history" / "ddp" / "rank_0.pth", Path.mkdir, [3]
-
-    def removed(folder: Path, *args: Any, **kwargs: Any) -> None:
-        mkdir(folder, *args, **kwargs)
-        left[0] -= 1
-        if left[0] >= 0:
-            folder.rmdir()
-            if error is FileExistsError:
-                raise error
-
-    monkeypatch.setattr(Path, "mkdir", removed)
-    write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.syncheck(ranks=2)

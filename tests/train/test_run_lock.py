@@ -19,7 +19,7 @@ from resumed import TINY, Notes, resume
 from started import wait_for
 
 from train.checkpoints import lock as locks
-from train.checkpoints.lock import RunLock, machine
+from train.checkpoints.lock import MACHINE, RunLock
 from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
@@ -55,7 +55,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def leave_lock(out: Path, **changes: object) -> Path:
     """Write what a run of another process has left in its lock."""
     path = out / ".single.lock"
-    content = {"machine": machine(), "host": "node3", "pid": 4711, "since": "now", "token": "another", "state": None}
+    content = {"machine": MACHINE, "host": "node3", "pid": 4711, "since": "now", "token": "another", "state": None}
     path.write_text(json.dumps(content | changes))
     return path
 
@@ -112,7 +112,7 @@ def test_the_lock_of_another_machine(tmp_path: Path, *, alive: bool) -> None:
             else:
                 lock.take()
                 assert time.monotonic() - start > locks.WATCH
-                assert lock.owner()["machine"] == machine()
+                assert lock.owner()["machine"] == MACHINE
                 before = path.stat().st_mtime_ns
                 wait_for(lambda: path.stat().st_mtime_ns != before)
     finally:

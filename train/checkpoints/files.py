@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from train.checkpoints.formats import FORMATS
 from train.errors import UserError
@@ -63,22 +63,13 @@ def write_beside(path: Path, payload: bytes) -> None:
     if path.is_dir():  # found now, before any rank's file takes its name
         raise UserError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
     try:
-        with _opened(beside(path)) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside(path).open("wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Open a file, in a new folder if need be. Another run may remove a folder of --out that is empty: try again."""
-    for _ in range(10):
-        with suppress(FileNotFoundError, FileExistsError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("wb")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("wb")
 
 
 def take_name(path: Path) -> None:
@@ -135,7 +126,8 @@ def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
         history, best = out / "history" / run, out / "best" / run
-        for folder in (*history.glob("step_*"), history, history.parent, best, best.parent):
+        # Not history/ and best/: a run of another name may be between its `mkdir` and `open` there.
+        for folder in (*history.glob("step_*"), history, best):
             with suppress(OSError):  # not there, or something of the user's is in it
                 folder.rmdir()
     except OSError as error:

@@ -1,9 +1,8 @@
 """A lock on --out: two live runs of one name must not remove or replace each other's files.
 
-`<out>/.<run>.lock` holds one JSON object: which run writes, on which machine, since when, and the newest state that
---checkpoint-every has completed. On one machine flock decides, and the kernel drops it when a run is killed. A file
-system may keep flock to one machine (Lustre without -o flock, NFS with nolock), so the lock of another machine counts
-as long as its run moves the time of the file.
+`<out>/.<run>.lock` holds one JSON object: which run writes, on which machine, since when, and the newest complete state
+of --checkpoint-every. On one machine flock decides, and the kernel drops it when a run is killed. Some file systems
+keep flock to one machine, so the lock of another machine counts as long as its run moves the time of the file.
 """
 
 from __future__ import annotations
@@ -31,13 +30,8 @@ BEAT = 5.0  # seconds between two signs of life
 WATCH = 3 * BEAT  # seconds without one after which the run of another machine counts as dead
 PATIENCE = 5.0  # seconds that a run of this machine gets to end, as one that was just killed
 POLL = 0.25
-
-
-def machine() -> str:
-    """Identify this boot of this machine, the same in all of its containers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
+MACHINE = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
 
 
 class RunLock:
@@ -48,7 +42,7 @@ class RunLock:
         self.wanted = settings.save_per_rank or settings.checkpoint_every is not None
         self.path = settings.out / f".{settings.run}.lock"
         self.token = ""  # the same on all ranks; not the run's id, which --resume takes over
-        self.content: dict[str, Any] = {}
+        self.content: dict[str, Any] = {"machine": MACHINE, "host": socket.gethostname(), "pid": os.getpid()}
         self._descriptor: int | None = None
         self._seen = 0  # time of the file when another machine's lock was found in it
         self._released = threading.Event()
@@ -58,24 +52,19 @@ class RunLock:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Release the lock, on all ranks after the same moment if there is no error."""
-        self._release()
+        """Release the lock, for all ranks before any goes on if there is no error; the file stays if it has a state."""
+        if self._descriptor is not None:
+            self._released.set()
+            self._beat.join()
+            with suppress(OSError):
+                if self.owner().get("token") == self.token:
+                    self._write(token="")
+                    if self.content["state"] is None:
+                        self.path.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
         if error is None and self.token:
             self.ctx.gather(None)
-
-    def _release(self) -> None:
-        """Release the lock; the file stays if it names a state."""
-        if self._descriptor is None:
-            return
-        self._released.set()
-        self._beat.join()
-        with suppress(OSError):
-            if self.owner().get("token") == self.token:
-                self._write(token="")
-                if self.content["state"] is None:
-                    self.path.unlink()
-        os.close(self._descriptor)
-        self._descriptor = None
 
     def take(self) -> None:
         """Take the lock, on the first rank of each node; a collective. Raises UserError while another run holds it."""
@@ -87,29 +76,25 @@ class RunLock:
             check_writable(self.out)
         # Rank 0 first: in a folder that nodes share, its lock is that of all.
         for leads in (ctx.is_main, ctx.local_rank == 0):
-            start, held = time.monotonic(), False
-            while not held:
+            start = time.monotonic()
+            while True:
                 with ctx.together():  # in short turns, for no rank waits longer than --timeout
-                    mine = not leads or self._is_ours() or self._try(time.monotonic() - start)
-                held = all(ctx.gather(mine))
-                if not held:
-                    time.sleep(POLL)
-
-    def _is_ours(self) -> bool:
-        return self._descriptor is not None or self.owner().get("token") == self.token
+                    held = not leads or self.owner().get("token") == self.token or self._try(time.monotonic() - start)
+                if all(ctx.gather(held)):
+                    break
+                time.sleep(POLL)
 
     def check(self) -> None:
         """Raise UserError if another run has taken over, as after this one was suspended. No collective."""
-        if self.token and (owner := self.owner()).get("token", self.token) != self.token:
-            raise UserError(self._refusal(owner))
+        if self.token and self.owner().get("token", self.token) != self.token:
+            raise UserError(self._refusal())
 
     def owner(self) -> dict[str, Any]:
         """Read what the file says; empty where there is none."""
-        try:
+        with suppress(OSError, ValueError):
             content = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+            return content if isinstance(content, dict) else {}
+        return {}
 
     def completed(self, step: int | None) -> None:
         """Note the newest complete state; None before those of an earlier run are removed."""
@@ -123,21 +108,18 @@ class RunLock:
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                if not self._is_free(descriptor, waited):
-                    return False
-                state, since = self.owner().get("state"), time.strftime("%F %T %z")
-                me = {"machine": machine(), "host": socket.gethostname(), "pid": os.getpid()}
-                self.content = {**me, "since": since, "state": state}
-                self._descriptor = descriptor
-                self._write(token=self.token)
-                self._beat.start()
+                if self._is_free(descriptor, waited):
+                    self.content |= {"since": time.strftime("%F %T %z"), "state": self.owner().get("state")}
+                    self._descriptor = descriptor
+                    self._write(token=self.token)
+                    self._beat.start()
             finally:
-                if not self._beat.ident:
-                    self._descriptor = None
+                if not self._beat.is_alive():
                     os.close(descriptor)
+                    self._descriptor = None
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
-        return True
+        return self._descriptor is not None
 
     def _is_free(self, descriptor: int, waited: float) -> bool:
         """Find out whether no live run holds the lock, and take flock. Raises UserError where one does."""
@@ -147,19 +129,19 @@ class RunLock:
         except BlockingIOError:
             if waited < PATIENCE:
                 return False
-            raise UserError(self._refusal(self.owner())) from None
+            raise UserError(self._refusal()) from None
         except OSError:
             locks = False  # this file system has none
         file, owner = os.fstat(descriptor), self.owner()
         if file.st_nlink == 0:
             return False  # removed at the end of a run, after it was opened here
-        if not owner.get("token") or (locks and owner.get("machine") == machine()):
+        if not owner.get("token") or (locks and owner.get("machine") == MACHINE):
             return True
         if not self._seen:
-            tell(self.ctx, f"{self.path} is of {_who(owner)}: waiting {WATCH:g} s for a sign that this run is alive")
-        self._seen = self._seen or file.st_mtime_ns
+            self._seen = file.st_mtime_ns
+            tell(self.ctx, f"{self.path} is of {self._holder()}: waiting {WATCH:g} s for a sign of that run")
         if file.st_mtime_ns != self._seen:
-            raise UserError(self._refusal(owner))
+            raise UserError(self._refusal())
         return waited > WATCH
 
     def _write(self, token: str) -> None:
@@ -172,10 +154,10 @@ class RunLock:
             with suppress(OSError):
                 os.utime(self._descriptor or self.path)
 
-    def _refusal(self, owner: dict[str, Any]) -> str:
-        who = f"another run named {self.run} is writing there ({_who(owner)})"
+    def _holder(self) -> str:
+        owner = self.owner()
+        return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+
+    def _refusal(self) -> str:
+        who = f"another run named {self.run} is writing there ({self._holder()})"
         return f"--out {self.out}: {who}; wait until it has ended, or give another --out"
-
-
-def _who(owner: dict[str, Any]) -> str:
-    return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"

@@ -48,21 +48,22 @@ def take_over(environment: MutableMapping[str, str], args: argparse.Namespace, *
     a choice. Changes both arguments. saves: whether each rank shall write a file. Raises UserError for wrong --gpus.
     """
     options = LaunchOptions.of(args)
-    if not torchrun.started_one(environment) or options.typed("rank", "world_size", "init_method", "ip", "port"):
-        return
-    if slurm.recognizes(environment, options) and slurm.several(environment, options):
-        return
-    if args.local_rank not in (None, 0):  # torch.distributed.launch passes 0
+    by_srun = slurm.recognizes(environment, options) and slurm.several(environment, options)
+    if not torchrun.started_one(environment) or by_srun or args.local_rank not in (None, 0):
+        return  # torch.distributed.launch passes --local-rank 0
+    if options.typed("rank", "world_size", "init_method", "ip", "port"):
         return
     if args.spawn is None:
-        gpus = len(parse(args.gpus)) if args.gpus not in (None, "none") else count() * (args.gpus is None)
+        listed = args.gpus not in (None, "none")
+        gpus = len(parse(args.gpus)) if listed else count() * (args.gpus is None)
         # One GPU that was chosen, or NCCL on the only one, is for one rank.
-        ranks = gpus if args.gpus not in (None, "none") or args.backend == "nccl" else max(2, gpus)
+        ranks = gpus if listed or args.backend == "nccl" else max(2, gpus)
         if args.method is not None or not saves or ranks < 2:
             return
         args.spawn = ranks
-        text = "torchrun started one process, and one rank has no replica"
-        write_line(f"{text}: {args.spawn} are spawned; --spawn 1 keeps one")
+        write_line(
+            f"torchrun started one process, and one rank has no replica: {ranks} are spawned; --spawn 1 keeps one"
+        )
     args.local_rank, args.under_torchrun = None, True
     torchrun.forget(environment)
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()

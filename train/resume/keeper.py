@@ -10,7 +10,7 @@ from train.errors import UserError
 from train.launch import tell
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
-from train.resume.files import remove_states, state_path, states_folder, write
+from train.resume.files import remove_states, state_path, states_folder, visible, write
 from train.resume.generators import reseed, restore_generators
 from train.resume.search import Found, newest
 from train.resume.shards import joined
@@ -63,7 +63,8 @@ class Keeper:
             if found is not None:
                 self._resume(found, samples)
             with ctx.together():
-                if found is None and (step := saver.lock.owner().get("state")) is not None:
+                step = saver.lock.owner().get("state")
+                if found is None and step is not None and not visible(self.folder):
                     raise UserError(
                         f"--resume: {self.folder} holds no state, but one of step {step} was saved there; bring it "
                         "back, or start at step 0 without --resume"
