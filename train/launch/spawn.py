@@ -50,13 +50,13 @@ def take_over(environment: MutableMapping[str, str], args: argparse.Namespace, *
     options = LaunchOptions.of(args)
     by_srun = slurm.recognizes(environment, options) and slurm.several(environment, options)
     if not torchrun.started_one(environment) or by_srun or args.local_rank not in (None, 0):
-        return  # torch.distributed.launch passes --local-rank 0
+        return  # torch.distributed.launch adds --local-rank 0
     if options.typed("rank", "world_size", "init_method", "ip", "port"):
         return
     if args.spawn is None:
         listed = args.gpus not in (None, "none")
         gpus = len(parse(args.gpus)) if listed else count() * (args.gpus is None)
-        # One GPU that was chosen, or NCCL on the only one, is for one rank.
+        # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
         ranks = gpus if listed or args.backend == "nccl" else max(2, gpus)
         if args.method is not None or not saves or ranks < 2:
             return
@@ -70,7 +70,7 @@ def take_over(environment: MutableMapping[str, str], args: argparse.Namespace, *
 
 
 def _end_with_launcher(launcher: int) -> None:
-    """Stop as by SIGTERM when torchrun is gone, for it may have been killed."""
+    """Stop this run as SIGTERM does once torchrun is gone; it may have been killed."""
     while os.getppid() == launcher:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -132,7 +132,7 @@ def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
     """Be one rank: leave the ending in a file, for the parent to judge and to print."""
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     if getattr(args, "under_torchrun", False):
-        os.setpgrp()  # torchrun signals the whole group of the process that passes its signals on: once is enough
+        os.setpgrp()  # torchrun signals the whole group of the parent, which already passes signals on
     SIGNALS.listen(speaks=False)
     try:
         ending = work(options_of_rank(args, rank, folder))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from train.launch.options import LaunchOptions
 
-# What torchrun sets for a process, besides TORCHELASTIC_*.
+# Set by torchrun for a process, besides TORCHELASTIC_*.
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
@@ -30,12 +30,12 @@ def recognizes(environment: Mapping[str, str], options: LaunchOptions) -> bool: 
 
 
 def started_one(environment: Mapping[str, str]) -> bool:
-    """Tell whether torchrun itself started a single process on a single node; 1 is its default."""
+    """Return whether torchrun itself started a single process on a single node, as it does by default."""
     return "TORCHELASTIC_RUN_ID" in environment and environment.get("WORLD_SIZE") == "1"
 
 
 def forget(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables, so that they do not reach the rendezvous of other ranks."""
+    """Remove the variables, which must not reach the rendezvous of spawned ranks."""
     for name in [name for name in environment if name in VARIABLES or name.startswith("TORCHELASTIC_")]:
         del environment[name]
 
