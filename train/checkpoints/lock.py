@@ -91,8 +91,8 @@ class RunLock:
 
     def owner(self) -> dict[str, Any]:
         """Read the file; return an empty dict if it is missing or damaged."""
-        with suppress(OSError, ValueError):
-            content = json.loads(self.path.read_text())
+        with suppress(OSError, ValueError), self.path.open("rb") as file:
+            content = json.loads(file.read(4096))
             return content if isinstance(content, dict) else {}
         return {}
 

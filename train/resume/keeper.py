@@ -57,18 +57,18 @@ class Keeper:
         self.saved_at: int | None = None
         self.cleared = False  # of states of an earlier run
         if settings.resume:
+            with ctx.together():
+                step = saver.lock.owner().get("state")
+                if step is not None and not visible(self.folder):
+                    raise UserError(
+                        f"--resume: {self.folder} holds no state, but one of step {step} was saved there; bring it "
+                        "back, or start at step 0 without --resume"
+                    )
             facts = trainer.method.facts
             sharded = bool(facts.get("optimizer_sharded") or facts.get("mesh"))
             found = newest(self.folder, settings.run, ctx, sharded=sharded)
             if found is not None:
                 self._resume(found, samples)
-            with ctx.together():
-                step = saver.lock.owner().get("state")
-                if found is None and step is not None and not visible(self.folder):
-                    raise UserError(
-                        f"--resume: {self.folder} holds no state, but one of step {step} was saved there; bring it "
-                        "back, or start at step 0 without --resume"
-                    )
 
     def after_step(self, position: Position, *, now: bool = False) -> None:
         """Save if it is due after this step, or if it must be done `now`; a collective then.

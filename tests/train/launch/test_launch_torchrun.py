@@ -43,7 +43,7 @@ def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
 
 def test_typed_without_a_number(programs: Programs, tmp_path: Path) -> None:
     """`torchrun train/run.py --save-per-rank` alone trains two replicas, which differ by BatchNorm's statistics."""
-    run = programs.run(*TORCHRUN, RUN, *SHORT)
+    run = programs.run(*TORCHRUN, RUN, *SHORT, timeout=100)
     assert run.returncode == 0
     (line,) = errors([run])
     assert "--spawn 1" in line
