@@ -71,7 +71,7 @@ sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.std
 
 
 def summary(result: Result, method: str) -> str:
-    """Say in one line what was reached, in a second what was written, and in a third if it has no replica."""
+    """Say in one line what was reached, in a second what was written, and in a third if a group has one replica."""
     reached = f"{result.test.accuracy:.1%} test accuracy, {_count(result.epochs, 'epoch')}"
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
@@ -79,9 +79,8 @@ def summary(result: Result, method: str) -> str:
     where = f"{result.saved[0]} to {result.saved[-1]}" if len(result.saved) > 1 else f"{result.saved[0]}"
     replaced = f" (replaced {result.replaced} of an earlier run of this name)" if result.replaced else ""
     alone = ""
-    if result.replicas == 1:
-        start = "--spawn 2" if METHODS[method].grouped else "--method ddp --spawn 2"
-        alone = f"one rank has no replica to compare: start two with {start}, or torchrun --nproc-per-node 2\n"
+    if result.replicas == 1 and METHODS[method].grouped:
+        alone = "one rank has no replica to compare: start two with --spawn 2, or torchrun --nproc-per-node 2\n"
     return first + f"saved {_count(len(result.saved), 'file')}: {where}{replaced}\n" + alone
 
 
