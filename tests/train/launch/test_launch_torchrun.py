@@ -41,6 +41,7 @@ def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "ckpts").glob(f"{method}*")] == [f"{method}_rank0.pth"]
 
 
+@pytest.mark.slow
 def test_typed_without_a_number(programs: Programs, tmp_path: Path, free_port: int) -> None:
     """`torchrun train/run.py --save-per-rank` alone trains two replicas, which differ by BatchNorm's statistics."""
     run = programs.run(*TORCHRUN, "--master-port", free_port, RUN, *SHORT, timeout=100)
