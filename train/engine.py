@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from train.checkpoints.lock import RunLock
 from train.errors import Stopped, UserError
 from train.job import Job, prepare
 from train.recorders.logbook import Logbook
@@ -33,7 +34,7 @@ class Result:
     seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
     ranks. replaced: files of an earlier run of the same name that are gone. diverged: the epoch since which the loss is
     infinite or NaN; None where it is a number in the end. failed: which saves on the way have failed, as a sentence;
-    empty if none.
+    empty if none. replicas: of the model, over all ranks.
     """
 
     run: str
@@ -46,6 +47,7 @@ class Result:
     replaced: int
     diverged: int | None = None
     failed: str = ""
+    replicas: int = 1
 
 
 def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard | None = None) -> Result:
@@ -55,7 +57,13 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
     the same settings, number of ranks, libraries and machine. heard: the signals of this process, which then stop the
     run after a step; None for none. Raises UserError, Stopped, and what the checks raise, on all ranks alike.
     """
-    job = prepare(settings, ctx, recorder.console, heard)
+    with RunLock(settings, ctx) as lock:
+        return carry_out(prepare(settings, ctx, recorder.console, heard, lock), recorder)
+
+
+def carry_out(job: Job, recorder: Recorder) -> Result:
+    """Train until the plan ends. Raises as `train` does."""
+    settings, ctx = job.settings, job.ctx
     job.stopping.begin()
     position = job.keeper.position
     logbook = Logbook(job, recorder, position)
@@ -89,6 +97,7 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard
         replaced=job.saver.replaced,
         diverged=diverged,
         failed=job.saver.attempts.failed,
+        replicas=job.saver.replicas,
     )
 
 

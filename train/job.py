@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from train.checkpoints.lock import RunLock
 from train.checkpoints.saver import Saver
 from train.compiling import compiled
 from train.data import (
@@ -67,12 +68,19 @@ class Job:
     stopping: Stopping
 
 
-def prepare(settings: Settings, ctx: RankContext, console: Console | None = None, heard: Heard | None = None) -> Job:
+def prepare(
+    settings: Settings,
+    ctx: RankContext,
+    console: Console | None = None,
+    heard: Heard | None = None,
+    lock: RunLock | None = None,
+) -> Job:
     """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
 
     Raises UserError.
 
-    console: where the checks of --monitor print; None for stderr. heard: the signals of this process.
+    console: where the checks of --monitor print; None for stderr. heard: the signals of this process. lock: to take
+    on --out; None for none.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
@@ -96,7 +104,9 @@ def prepare(settings: Settings, ctx: RankContext, console: Console | None = None
     # From here on the ranks draw from random streams of their own.
     seed_rank(settings.seed, ctx)
     trainer = Step(settings, ctx, method, forward, optimizer, fault)
-    saver = Saver(trainer, plan)
+    if lock is not None:
+        lock.take()
+    saver = Saver(trainer, plan, lock or RunLock(settings, ctx))
     best = Best()
     keeper = Keeper(trainer, plan, saver, data.train, also={"best": best})
     return Job(

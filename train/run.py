@@ -1,6 +1,7 @@
 """Train a model under a parallel method and save one checkpoint per rank.
 
     torchrun --nproc-per-node 2 train/run.py --save-per-rank    # ddp
+    torchrun train/run.py --save-per-rank                       # the same, or one rank per GPU: see docs/methods.md
     python train/run.py --spawn 2 --save-per-rank               # the same without torchrun
     python train/run.py                                         # single
 
@@ -69,15 +70,18 @@ LONGEST = 604_800  # seconds: a week
 sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
-def summary(result: Result) -> str:
-    """Say in one line what was reached, and in a second what was written."""
+def summary(result: Result, method: str) -> str:
+    """Say in one line what was reached, in a second what was written, and in a third if a group has one replica."""
     reached = f"{result.test.accuracy:.1%} test accuracy, {_count(result.epochs, 'epoch')}"
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
         return first + "saved nothing; --save-per-rank writes one checkpoint per rank\n"
     where = f"{result.saved[0]} to {result.saved[-1]}" if len(result.saved) > 1 else f"{result.saved[0]}"
     replaced = f" (replaced {result.replaced} of an earlier run of this name)" if result.replaced else ""
-    return first + f"saved {_count(len(result.saved), 'file')}: {where}{replaced}\n"
+    alone = ""
+    if result.replicas == 1 and METHODS[method].grouped:
+        alone = "one rank has no replica to compare: start two with --spawn 2, or torchrun --nproc-per-node 2\n"
+    return first + f"saved {_count(len(result.saved), 'file')}: {where}{replaced}\n" + alone
 
 
 def _count(number: int, noun: str) -> str:
@@ -121,7 +125,7 @@ def work(args: argparse.Namespace) -> Ending:
         with process_group(ctx, args.timeout), recorder:
             result = train(settings, ctx, recorder, SIGNALS)
         if ctx.is_main:
-            output.write(summary(result))
+            output.write(summary(result, settings.method))
         if result.diverged is not None:
             since = f"the loss is not finite since epoch {result.diverged}"
             tell(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
@@ -148,10 +152,11 @@ def work(args: argparse.Namespace) -> Ending:
 
 def run(args: argparse.Namespace) -> Ending:
     """Be one rank, or with --spawn start all of them."""
-    options = LaunchOptions.of(args)
-    if not spawn.wanted(options):
-        return work(args)
     try:
+        spawn.take_over(os.environ, args, saves=settings_from(args).save_per_rank)
+        options = LaunchOptions.of(args)
+        if not spawn.wanted(options):
+            return work(args)
         spawn.check(os.environ, options)
         # What rank 0 would refuse is refused here, before any process is started.
         settings_and_rank(spawn.options_of_rank(args, 0, Path.cwd()))

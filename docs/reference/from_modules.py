@@ -43,7 +43,7 @@ TRAIN = {
     "How it is spread": "launch data_parallel sync_batchnorm comm_hooks compiling",
     "What is kept": (
         "checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.block checkpoints.attempts "
-        "resume"
+        "checkpoints.lock resume"
     ),
     "What goes wrong, and is noticed": "faults errors stopping watch",
     "What is measured and shown": "metrics scoring recorders evaluate bench listing",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from resumed import TINY, resume
@@ -84,6 +86,30 @@ def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, mon
     assert load(state_path(folder, 3, ctx.rank))["step"] == 3
     _, notes = resume(ctx, settings)
     assert notes.steps == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_the_reason_is_the_full_disk(
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that is slow to open its file reports the full disk, though the other has removed its own file already."""
+    disk, mkdir = Disk(os.fsync), Path.mkdir
+
+    def slow(path: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(path, *args, **kwargs)
+        if disk.full and ctx.rank == 0:
+            time.sleep(0.5)
+
+    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
+    monkeypatch.setattr(Path, "mkdir", slow)
+    settings = replace(TINY, save_every=1, max_steps=3, out=syncheck_rank.shared / "out")
+    result = train(settings, ctx, Fills(disk, 1, 2))
+    assert result.failed.startswith("2 of 6 saves on the way failed")
+    if ctx.rank == 0:
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.count("No space left on device") for line in lines] == [1, 1]
+    syncheck_rank.barrier()
+    assert sorted(path.name for path in (settings.out / ".resume" / "ddp").iterdir()) == ["step_1", "step_3"]
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -196,6 +196,8 @@ def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:
     remove_run(tmp_path, "ddp")
     assert files(tmp_path) == sorted(others)
     assert not (tmp_path / "history" / "ddp" / "step_5").exists()
+    remove_run(tmp_path, "ddp-syncbn")
+    assert (tmp_path / "history").is_dir()  # where a run of another name may be about to write
 
 
 def test_a_new_run_starts_by_removing_the_old_one(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def write_atomic(path: Path, payload: bytes) -> None:
         write_beside(path, payload)
         take_name(path)
     finally:
-        remove_beside(path)
+        with suppress(OSError):
+            beside(path).unlink()  # the folder stays: another rank may be about to write there
 
 
 def beside(path: Path) -> Path:
@@ -81,7 +82,10 @@ def take_name(path: Path) -> None:
 
 
 def remove_beside(path: Path) -> None:
-    """Remove the hidden file if it is there, and a folder that was made for it alone: they must not fill the disk."""
+    """Remove the hidden file if it is there, and a folder that was made for it alone: they must not fill the disk.
+
+    Only when no rank writes any more: one between `mkdir` and `open` would report a missing folder, not a full disk.
+    """
     with suppress(OSError):
         beside(path).unlink()
         path.parent.rmdir()  # fails where anything is in it
@@ -122,7 +126,8 @@ def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
         history, best = out / "history" / run, out / "best" / run
-        for folder in (*history.glob("step_*"), history, history.parent, best, best.parent):
+        # Not history/ and best/: a run of another name may be between its `mkdir` and `open` there.
+        for folder in (*history.glob("step_*"), history, best):
             with suppress(OSError):  # not there, or something of the user's is in it
                 folder.rmdir()
     except OSError as error:

@@ -10,7 +10,6 @@ from train.checkpoints.block import metadata_block
 from train.checkpoints.files import (
     beside,
     best_path,
-    check_writable,
     final_path,
     remove_beside,
     remove_run,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from train.checkpoints.lock import RunLock
     from train.methods.base import Replica
     from train.position import Plan
     from train.step import Step
@@ -32,26 +32,24 @@ if TYPE_CHECKING:
 class Saver:
     """Writes this rank's checkpoints, if the settings ask for any, and knows those of all ranks.
 
-    Building it is a collective: the ranks agree on the run's random id. The files of all ranks appear together or not
-    at all: each rank writes hidden files, and these take their names when all are whole. Between the two, files of an
-    earlier run of the same name are removed when this one saves first: a run that never comes so far costs nothing.
-    replaced: how many there were. attempts: saves on the way, which may fail. Raises UserError on all ranks when one of
-    them cannot write at the start or at the end.
+    Building it is a collective: the ranks agree on the run's random id. Each rank writes hidden files, and these take
+    their names when those of all ranks are whole: a rank that cannot write leaves no rank's file. A kill between two
+    renames can leave files of two saves, each of them whole. Between writing and renaming, files of an earlier run of
+    the same name are removed when this one saves first: a run that never comes so far costs nothing.
+    lock: of this run on --out. replaced: how many files of an earlier run there were. attempts: saves on the way, which
+    may fail. Raises UserError on all ranks when one of them cannot write at the end.
     """
 
-    def __init__(self, trainer: Step, plan: Plan) -> None:
-        self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
-        self.trainer, self.plan = trainer, plan
-        self.replicas = ctx.world_size * trainer.method.replicas  # over all ranks
+    def __init__(self, trainer: Step, plan: Plan, lock: RunLock) -> None:
+        self.settings, self.ctx = trainer.settings, trainer.ctx
+        self.trainer, self.plan, self.lock = trainer, plan, lock
+        self.replicas = self.ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
         self.cleared = False  # of files of an earlier run
         self.resumed = False
-        self.attempts = Attempts(ctx)
-        self.run_id = ctx.gather(secrets.token_hex(8))[0]
-        if settings.save_per_rank:
-            with ctx.together():
-                check_writable(settings.out)
+        self.attempts = Attempts(self.ctx)
+        self.run_id = self.ctx.gather(secrets.token_hex(8))[0]
 
     def after_step(self, step: int) -> list[Path]:
         """Save what is due after this optimizer step, counted from 1; a collective if anything is.
@@ -107,12 +105,14 @@ class Saver:
     def _save(self, paths: list[Path], step: int, *, final: bool) -> list[Path]:
         """Write this process's replicas to their `paths`; all ranks hear whether all of them could.
 
-        Returns the paths of this process. Raises UserError on all ranks; files that were there before stay then.
+        Returns the paths of this process. Raises UserError on all ranks; if the disk is full, files that were there
+        before stay.
         """
         written: list[Path] = []
         try:
             replicas = self.trainer.method.state(self.trainer.optimizer)
             with self.ctx.together():
+                self.lock.check()
                 for index, replica in zip(self._own, replicas, strict=True):
                     payload = self._encoded(replica, index, step, final=final)
                     if payload is not None:

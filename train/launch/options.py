@@ -42,7 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     launch = parser.add_argument_group(
         "processes", "without these: those that torchrun or srun started, else this one alone"
     )
-    launch.add_argument("--spawn", type=int, metavar="N", help="start N processes on this machine")
+    launch.add_argument(
+        "--spawn",
+        type=int,
+        metavar="N",
+        help="start N processes on this machine; implied (2, or one per GPU) by torchrun with one process "
+        "and --save-per-rank, without --method",
+    )
     launch.add_argument("--rank", type=int, metavar="R", help="by hand, in a shell per process: its number, from 0")
     launch.add_argument("--world-size", type=int, metavar="N", help="by hand: the number of processes")
     launch.add_argument(

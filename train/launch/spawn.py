@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -24,20 +25,55 @@ from torch.multiprocessing.spawn import spawn
 
 from train.errors import UserError
 from train.launch import slurm, torchrun
-from train.launch.leaving import Ending, end_with_parent, leave
+from train.launch.devices import count, parse
+from train.launch.leaving import Ending, end_with_parent, leave, write_line
+from train.launch.options import LaunchOptions
 from train.launch.signals import GRACE, REPEAT, SIGNALS, held_back, name, overdue, signals_as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from multiprocessing.process import BaseProcess
     from socket import socket
-
-    from train.launch.options import LaunchOptions
 
     Work = Callable[[argparse.Namespace], Ending]
 
 LINGER = 10.0  # seconds that the others get to end by themselves after one has failed
 KILL = 3.0  # seconds between asking a process to end and ending it
+
+
+def take_over(environment: MutableMapping[str, str], args: argparse.Namespace, *, saves: bool) -> None:
+    """Let --spawn work under a torchrun that started one process, and imply it for files that need a replica.
+
+    torchrun cannot tell its default of one process from --nproc-per-node 1, so only the trainer's own options count as
+    a choice. Changes both arguments. saves: whether each rank shall write a file. Raises UserError for wrong --gpus.
+    """
+    options = LaunchOptions.of(args)
+    by_srun = slurm.recognizes(environment, options) and slurm.several(environment, options)
+    if not torchrun.started_one(environment) or by_srun or args.local_rank not in (None, 0):
+        return  # torch.distributed.launch adds --local-rank 0
+    if options.typed("rank", "world_size", "init_method", "ip", "port"):
+        return
+    if args.spawn is None:
+        listed = args.gpus not in (None, "none")
+        gpus = len(parse(args.gpus)) if listed else count() * (args.gpus is None)
+        # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
+        ranks = gpus if listed or args.backend == "nccl" else max(2, gpus)
+        if args.method is not None or not saves or ranks < 2:
+            return
+        args.spawn = ranks
+        write_line(
+            f"torchrun started one process, and one rank has no replica: {ranks} are spawned; --spawn 1 keeps one"
+        )
+    args.local_rank, args.under_torchrun = None, True
+    torchrun.forget(environment)
+    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_launcher(launcher: int) -> None:
+    """Stop this run as SIGTERM does once torchrun is gone; it may have been killed."""
+    while os.getppid() == launcher:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def wanted(options: LaunchOptions) -> bool:
@@ -95,6 +131,8 @@ def start(work: Work, args: argparse.Namespace) -> Ending:
 def _run(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> None:
     """Be one rank: leave the ending in a file, for the parent to judge and to print."""
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if getattr(args, "under_torchrun", False):
+        os.setpgrp()  # torchrun signals the whole group of the parent, which already passes signals on
     SIGNALS.listen(speaks=False)
     try:
         ending = work(options_of_rank(args, rank, folder))

@@ -12,16 +12,32 @@ from train.errors import RankError, UserError
 from train.launch.place import TORCHRUN, Place, number, rank_of, tcp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping
 
     from train.launch.options import LaunchOptions
 
+# Set by torchrun for a process, besides TORCHELASTIC_*.
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+)
 ADVICE = f"start with '{TORCHRUN}'"
 
 
 def recognizes(environment: Mapping[str, str], options: LaunchOptions) -> bool:  # noqa: ARG001  # the shared shape
     """Tell whether the variables are set."""
     return "RANK" in environment or "WORLD_SIZE" in environment
+
+
+def started_one(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun itself started a single process on a single node, as it does by default."""
+    return "TORCHELASTIC_RUN_ID" in environment and environment.get("WORLD_SIZE") == "1"
+
+
+def forget(environment: MutableMapping[str, str]) -> None:
+    """Remove the variables, which must not reach the rendezvous of spawned ranks."""
+    for name in [name for name in environment if name in VARIABLES or name.startswith("TORCHELASTIC_")]:
+        del environment[name]
 
 
 def several(environment: Mapping[str, str], options: LaunchOptions) -> bool:  # noqa: ARG001  # the shared shape

@@ -37,7 +37,7 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         type=Path,
         default=DEFAULT.out,
         metavar="DIR",
-        help="(%(default)s); a run replaces one of the same method and modifiers",
+        help="(%(default)s); a run replaces an ended one of the same method and modifiers, and a live one keeps it out",
     )
     group.add_argument("--save-per-rank", action="store_true", help="at the end, write DIR/<run>_rank<r>")
     group.add_argument(
@@ -60,7 +60,7 @@ def add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest state that --checkpoint-every has left in DIR; at step 0 where there is none",
+        help="go on from the newest state that --checkpoint-every has left in DIR; at step 0 if there was none",
     )
     group.add_argument("--save-format", choices=FORMATS, default=DEFAULT.save_format, help="(%(default)s)")
 

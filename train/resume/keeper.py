@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from train.checkpoints.files import check_writable
 from train.errors import UserError
 from train.launch import tell
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
-from train.resume.files import remove_states, state_path, states_folder, write
+from train.resume.files import remove_states, state_path, states_folder, visible, write
 from train.resume.generators import reseed, restore_generators
 from train.resume.search import Found, newest
 from train.resume.shards import joined
@@ -57,10 +56,14 @@ class Keeper:
         self.complete: list[int] = []  # steps whose states are to stay
         self.saved_at: int | None = None
         self.cleared = False  # of states of an earlier run
-        if settings.checkpoint_every is not None:
-            with ctx.together():
-                check_writable(settings.out)
         if settings.resume:
+            with ctx.together():
+                step = saver.lock.owner().get("state")
+                if step is not None and not visible(self.folder):
+                    raise UserError(
+                        f"--resume: {self.folder} holds no state, but one of step {step} was saved there; bring it "
+                        "back, or start at step 0 without --resume"
+                    )
             facts = trainer.method.facts
             sharded = bool(facts.get("optimizer_sharded") or facts.get("mesh"))
             found = newest(self.folder, settings.run, ctx, sharded=sharded)
@@ -90,21 +93,25 @@ class Keeper:
         if not self.cleared:
             # What an earlier run of this name has left, or this one behind the step at which it was resumed. Before any
             # rank writes, so that no mixture of both can look complete.
+            self.saver.lock.completed(max(self.complete, default=None))
             self._remove()
             self.cleared = True
         try:
             with self.ctx.together():
+                self.saver.lock.check()
                 write(state_path(self.folder, position.step, self.ctx.rank), state)
         except UserError:
             self._remove()  # what other ranks have written of it
             raise
         self.saved_at = position.step
         self.complete = [*sorted(self.complete), position.step][-COMPLETE:]
+        self.saver.lock.completed(position.step)
         self._remove()
 
     def _remove(self) -> None:
         with self.ctx.together():
             if self.ctx.local_rank == 0:  # once on each node, for the folder may be local to it
+                self.saver.lock.check()
                 remove_states(self.folder, self.complete)
 
     def _resume(self, found: Found, samples: Images) -> None:

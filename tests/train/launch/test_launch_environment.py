@@ -18,6 +18,7 @@ from train.launch import (
     spawn,
     speaks,
 )
+from train.options import build_parser, settings_from
 
 TORCHRUN = {
     "RANK": "3",
@@ -314,3 +315,59 @@ def test_who_speaks_for_all(environment: dict[str, str], args: dict[str, Any], e
 def test_launchers_have_names(environment: dict[str, str], options: dict[str, Any], name: str) -> None:
     """What a log says of how the processes were started is what started them."""
     assert launcher_name(environment, LaunchOptions(**options)) == name
+
+
+ONE = change(TORCHRUN, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"})
+ELASTIC = {**ONE, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "0", "HOME": "/"}
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "gpus", "ranks"),
+    [
+        ("--save-per-rank", {}, 0, 2),
+        ("--save-every 5 --sync-bn --resume", {}, 0, 2),
+        ("--save-best", {}, 1, 2),
+        ("--save-per-rank", {}, 8, 8),
+        ("--save-per-rank --gpus none", {}, 8, 2),
+        ("--save-per-rank --gpus 0,2,3", {}, 8, 3),
+        ("--save-per-rank --backend nccl", {}, 4, 4),
+        ("--save-per-rank --local-rank 0", {}, 0, 2),
+        ("--save-per-rank", ONE_TASK, 0, 2),
+        ("--spawn 1 --save-per-rank", {}, 0, 1),
+        ("--spawn 3 --method zero", {}, 0, 3),
+        # One rank stays.
+        ("", {}, 0, None),
+        ("--checkpoint-every 1", {}, 8, None),
+        ("--save-per-rank --method ddp", {}, 8, None),
+        ("--save-per-rank --method single", {}, 0, None),
+        ("--save-per-rank --gpus 3", {}, 8, None),
+        ("--save-per-rank --backend nccl", {}, 1, None),
+        ("--save-per-rank --rank 0 --world-size 1", {}, 0, None),
+        ("--save-per-rank --local-rank 1", {}, 0, None),
+        ("--save-per-rank", {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}, 8, None),
+        ("--save-per-rank", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 8, None),
+        ("--save-per-rank", {"TORCHELASTIC_RUN_ID": None}, 8, None),
+        ("--save-per-rank", STEP, 8, None),
+    ],
+)
+def test_one_process_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    changes: dict[str, str | None],
+    gpus: int,
+    ranks: int | None,
+) -> None:
+    """Files of replicas need two ranks; the trainer's own options are a choice, torchrun's default of one is none."""
+    for module in ("spawn", "devices"):
+        monkeypatch.setattr(f"train.launch.{module}.count", lambda: gpus)
+    environment, args = change(ELASTIC, changes), build_parser().parse_args(line.split())
+    before = dict(environment)
+    spawn.take_over(environment, args, saves=settings_from(args).save_per_rank)
+    assert args.spawn == ranks
+    assert capsys.readouterr().err.count("\n") == (ranks is not None and "--spawn" not in line)
+    if ranks is None:
+        assert environment == before
+    else:
+        spawn.check(environment, LaunchOptions.of(args))
+        assert {name for name in environment if not name.startswith("SLURM_")} == {"HOME"}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN, SHORT, TRAIN, assert_trained, children, errors
-from started import alive
+from programs import RUN, SHORT, TRAIN, assert_trained, children, command, errors
+from started import alive, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,12 +32,46 @@ def test_standalone(programs: Programs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
-    """Under torchrun even one process trains ddp by default; a method without a group runs there too."""
+    """Under torchrun even one process trains ddp; a method without a group runs there too. Its last line warns."""
     launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", 1, RUN)
-    for method, arguments in (("ddp", ()), ("single", ("--method", "single"))):
-        run = programs.run(*launcher, *arguments, *SHORT)
+    for method in ("ddp", "single"):
+        run = programs.run(*launcher, "--method", method, *SHORT)
         assert (run.returncode, run.stderr) == (0, "")
-        assert (tmp_path / "ckpts" / f"{method}_rank0.pth").exists()
+        assert ("--spawn 2" in run.stdout.splitlines()[-1]) is (method == "ddp")
+        assert [path.name for path in (tmp_path / "ckpts").glob(f"{method}*")] == [f"{method}_rank0.pth"]
+
+
+@pytest.mark.slow
+def test_typed_without_a_number(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """`torchrun train/run.py --save-per-rank` alone trains two replicas, which differ by BatchNorm's statistics."""
+    run = programs.run(*TORCHRUN, "--master-port", free_port, RUN, *SHORT, timeout=100)
+    assert run.returncode == 0
+    (line,) = errors([run])
+    assert "--spawn 1" in line
+    assert_trained(tmp_path / "ckpts", 2)
+    assert "no replica" not in run.stdout
+    compared = programs.run(sys.executable, "-m", "syncheck", "compare", *sorted((tmp_path / "ckpts").glob("*.pth")))
+    assert (compared.returncode, "SYN201" in compared.stdout) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_torchrun(programs: Programs, tmp_path: Path, number: signal.Signals) -> None:
+    """However torchrun ends, the ranks that the trainer started for it save a state and leave."""
+    process = programs.start(
+        *(*TORCHRUN, "--standalone", RUN, "--save-per-rank", "--checkpoint-every", 100_000, "--width", 4),
+        *("--epochs", 10_000, "--progress", "plain", "--timeout", 60),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ddp: epoch")
+    (first,) = children(process.pid)
+    ranks = [pid for pid in children(first) if "spawn_main" in command(pid)]
+    assert len(ranks) == 2
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    wait_for(lambda: not any(command(pid) for pid in (first, *ranks)), timeout=30)
+    assert len(list((tmp_path / "ckpts" / ".resume" / "ddp").glob("step_*/rank_*.pth"))) == 2
+    assert not alive(process)
 
 
 @pytest.mark.slow

@@ -1,0 +1,196 @@
+"""Two live runs of one name in one --out, locks that killed runs leave, and states that are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import TRAIN
+from resumed import TINY, Notes, resume
+from started import wait_for
+
+from train.checkpoints import lock as locks
+from train.checkpoints.lock import MACHINE, RunLock
+from train.engine import train
+from train.errors import UserError
+from train.launch import RankContext
+from train.recorders.base import Recorder
+from train.resume import states_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from programs import Programs
+
+    from syncheck.testing import Rank
+
+ALONE = RankContext()
+SINGLE = replace(TINY, method="single", max_steps=3, epochs=1)
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for shorter than in earnest."""
+    for name, seconds in (("PATIENCE", 0.3), ("WATCH", 0.6), ("POLL", 0.05), ("BEAT", 0.1)):
+        monkeypatch.setattr(locks, name, seconds)
+
+
+def leave_lock(out: Path, **changes: object) -> Path:
+    """Write what a run of another process has left in its lock."""
+    path = out / ".single.lock"
+    content = {"machine": MACHINE, "host": "node3", "pid": 4711, "since": "now", "token": "another", "state": None}
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process of this machine that holds the lock."""
+    command = (sys.executable, "-c", HOLD, leave_lock(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_live_run_keeps_another_one_out(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    """A second run is refused before it writes anything; once the first is killed, its lock is free at once."""
+    (tmp_path / "single_rank0.pth").write_bytes(b"of the live run")
+    settings = replace(SINGLE, out=tmp_path)
+    with pytest.raises(UserError, match=r"process 4711 on node3.*--out"):
+        train(settings, ALONE, Recorder())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".single.lock", "single_rank0.pth"]
+    assert (tmp_path / "single_rank0.pth").read_bytes() == b"of the live run"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert train(settings, ALONE, Recorder()).replaced == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": ""}', b"\xff\x00"])
+def test_a_lock_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None:
+    """What a crash or a full disk has left of a lock keeps nobody out."""
+    (tmp_path / ".single.lock").write_bytes(content)
+    assert train(replace(SINGLE, checkpoint_every=None, out=tmp_path), ALONE, Recorder()).steps == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["single_rank0.pth"]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_lock_of_another_machine(tmp_path: Path, *, alive: bool) -> None:
+    """Where flock does not reach, a run is alive as long as it moves the time of its lock, and dead after a while."""
+    path, over = leave_lock(tmp_path, machine="another"), threading.Event()
+
+    def beat() -> None:
+        while alive and not over.wait(0.1):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    start = time.monotonic()
+    try:
+        with RunLock(replace(SINGLE, out=tmp_path), ALONE) as lock:
+            if alive:
+                with pytest.raises(UserError, match="node3"):
+                    lock.take()
+            else:
+                lock.take()
+                assert time.monotonic() - start > locks.WATCH
+                assert lock.owner()["machine"] == MACHINE
+                before = path.stat().st_mtime_ns
+                wait_for(lambda: path.stat().st_mtime_ns != before)
+    finally:
+        over.set()
+        thread.join()
+    assert path.exists() == alive
+
+
+class Suspended(Recorder):
+    """Lets another machine take the lock over after the second step, as if this run had been suspended."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def step(self, step: int, *_: object) -> None:
+        """Take it over, and save as the other run."""
+        if step == 2:
+            leave_lock(self.out, machine="another")
+            shutil.rmtree(self.out / ".resume" / "single" / "step_1")
+            (self.out / "single_rank0.pth").write_bytes(b"of the other run")
+
+
+def test_a_run_that_lost_its_lock_touches_nothing(tmp_path: Path) -> None:
+    """It neither saves nor removes from then on, and leaves the lock to the other run."""
+    with pytest.raises(UserError, match="node3"):
+        train(replace(SINGLE, out=tmp_path), ALONE, Suspended(tmp_path))
+    assert (tmp_path / "single_rank0.pth").read_bytes() == b"of the other run"
+    assert sorted(path.name for path in (tmp_path / ".resume" / "single").iterdir()) == ["step_2"]
+    assert json.loads((tmp_path / ".single.lock").read_text())["token"] == "another"
+
+
+@pytest.mark.parametrize("gone", [".resume", ".resume/single/step_*", ".resume/*"])
+def test_resume_where_states_had_been(tmp_path: Path, gone: str) -> None:
+    """--resume does not start at step 0 in a folder whose states have vanished; without it a run does."""
+    settings = replace(SINGLE, out=tmp_path)
+    train(settings, ALONE, Recorder())
+    for path in tmp_path.glob(gone):
+        shutil.rmtree(path)
+    before = (tmp_path / "single_rank0.pth").stat().st_mtime_ns
+    for checkpoint_every in (1, None):
+        with pytest.raises(UserError, match="step 3"):
+            resume(ALONE, replace(settings, checkpoint_every=checkpoint_every))
+    assert (tmp_path / "single_rank0.pth").stat().st_mtime_ns == before
+    notes = Notes()
+    train(settings, ALONE, notes)
+    assert notes.steps == [1, 2, 3]
+    assert resume(ALONE, settings)[1].steps == []  # there are states again
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_ranks_share_the_lock(syncheck_rank: Rank, ctx: RankContext) -> None:
+    """Ranks of two nodes in one folder hold one lock, and a second run is refused on both."""
+    ctx = replace(ctx, local_rank=0, node=ctx.rank)
+    settings = replace(TINY, out=syncheck_rank.shared)
+    with RunLock(settings, ctx) as lock:
+        lock.take()
+        lock.check()
+        with RunLock(settings, ctx) as second, pytest.raises(UserError, match="another run named ddp"):
+            second.take()
+        lock.completed(7)
+        syncheck_rank.barrier()
+        assert lock.owner()["state"] == 7
+        syncheck_rank.barrier()
+    syncheck_rank.barrier()
+    assert lock.owner()["token"] == ""
+
+
+@pytest.mark.slow
+def test_two_runs_at_once(programs: Programs, tmp_path: Path) -> None:
+    """The second of two live runs ends with 2 and costs no state; both gone, the same line goes on."""
+    states, line = states_folder(tmp_path / "ckpts", "ddp"), (*TRAIN, "--spawn", 2, "--width", 4, "--progress", "none")
+    first = programs.start(*line, "--epochs", 400, "--checkpoint-every", 1, "--resume")
+    wait_for(lambda: (states / "step_3").exists(), timeout=100)
+    second = programs.run(*line, "--epochs", 400, "--checkpoint-every", 1, timeout=100)
+    assert second.returncode == 2
+    assert "another run named ddp" in second.stderr
+    first.kill()
+    programs.finish(first)
+    again = programs.run(*line, "--max-steps", 1, "--checkpoint-every", 1, "--resume", timeout=100)
+    assert again.returncode == 2  # a state of a later step is there
+    assert "the run ends after 1" in again.stderr
