@@ -80,7 +80,8 @@ class Sharding:
     mesh: sizes of the mesh's dimensions; names: of these, empty where torch was given none. ranks: which rank stands
     where in the mesh, in C order. placements: one for each dimension of the mesh, as torch prints them: "R" for
     replicated, "S(0)" for sharded along the tensor's dimension 0, "P(sum)" for a part of a sum.
-    shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known.
+    shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known. beside:
+    where it stands along the other dimensions of the root mesh, if the mesh is a part of one and the file says it.
     """
 
     mesh: tuple[int, ...]
@@ -89,6 +90,7 @@ class Sharding:
     shape: tuple[int, ...]
     names: tuple[str, ...] = ()
     coordinate: tuple[int, ...] = ()
+    beside: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +186,5 @@ class Snapshot:
     """What a reader of the answer must know of this file or its format."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names of one tensor, where the tensors have no places that tell it: those of another process's file."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Where the rank stands by dimension of the mesh of ranks, if the name of its file says it."""

@@ -73,6 +73,11 @@ def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> Tensor
     return replace(_bare(name, kind, tensors), reason="rng", detail=f"{what} differ by design")
 
 
+def ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], why: str) -> TensorDiff:
+    """Count a tensor of which nothing in the files says which ranks must hold the same bytes."""
+    return replace(_bare(name, kind, tensors), reason="ambiguous", detail=why)
+
+
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the ranks outside the largest set; none where two sets are the largest. sets: largest first."""
     if len(sets) < 2 or len(sets[0]) == len(sets[1]):
