@@ -188,3 +188,7 @@ class Snapshot:
     """Names of one tensor, where the tensors have no places that tell it: those of another process's file."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Where the rank stands by dimension of the mesh of ranks, if the name of its file says it."""
+    unassigned: int = 0
+    """How many parameters the optimizer numbers, if nothing in the file says which parameters these are."""
+    shards: frozenset[str] = frozenset()
+    """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
 from syncheck.comparison.assembled import is_mixed, wholes
-from syncheck.comparison.optimizer_parts import lost_parts, own_parameters
+from syncheck.comparison.optimizer_parts import lost_parts, partitioned
 from syncheck.comparison.reference import described
 from syncheck.comparison.replica_groups import divide, mesh_of, positions_of
 from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
@@ -25,6 +25,7 @@ from syncheck.tolerance import Tolerances
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from syncheck.comparison.optimizer_parts import Parts
     from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import Replicas
     from syncheck.snapshots import Snapshot, Tensor
@@ -61,14 +62,14 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
 
     Raises CheckpointError when a file can no longer be read.
     """
-    snapshots = dict(replicas.ranks)
+    snapshots, parts = partitioned(dict(replicas.ranks))
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
     found = _align(snapshots, names)
     kinds, guessed = _kinds(found, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude)
     tally = _Tally()
     if len(snapshots) > 1:
-        _compare_all(found, kinds, snapshots, wanted, selection, tally)
+        _compare_all(found, kinds, snapshots, wanted, selection, tally, parts)
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
         kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
@@ -156,9 +157,10 @@ def _compare_all(
     wanted: Callable[[str, str], bool],
     selection: Selection,
     tally: _Tally,
+    parts: Parts,
 ) -> None:
     """Compare every tensor that is asked for, by name, and count how each ended."""
-    parts, ranks, places = own_parameters(snapshots), tuple(snapshots), positions_of(snapshots)
+    ranks, places = tuple(snapshots), positions_of(snapshots)
     whole = replicated(found) if places.plain else frozenset()
     with Files(jobs=selection.jobs) as files:
         for name, tensors in list(found.items()):
@@ -176,11 +178,14 @@ def _compare_all(
                 found[name] = tensors = complete
             # A rank that names the parameter among its own should hold its state: missing there, it is lost.
             parameter = name.rpartition(".")[0]
-            lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
-            apart = bool(parts) and kind in OPTIMIZER and not lost
+            lost = any(parameter in own for rank, own in parts.own.items() if rank not in tensors)
+            partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
+            apart = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
             division = divide(tensors, ranks, places, replicated=name in whole)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
+            if diff is not None and diff.out_of_sync and parts.unclear and partial:
+                diff = ambiguous(name, kind, tensors, parts.unclear)
             if diff is not None and selection.reference is not None:
                 diff = described(diff, selection.reference, tensors, files, tolerance)
             tally.add(name, kind, diff, division, apart=apart)
@@ -189,7 +194,7 @@ def _compare_all(
             from syncheck.evidence import histograms  # what nobody asked for is not imported
 
             tally.diffs = list(histograms.gather(tally.diffs, found, files))
-    for diff in lost_parts(parts, found):
+    for diff in lost_parts(parts.own, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
 

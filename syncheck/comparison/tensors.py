@@ -49,8 +49,10 @@ def compare_tensor(
     diff = _unlike(bare, tensors, division) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
     if not missing:
         return diff
+    if sharded and diff is None and len(tensors) > 1:
+        return None  # the ranks that hold it agree
     if sharded and (diff is None or diff.reason == "sharded"):
-        detail = f"on {ranks_text(tuple(tensors))} only: the metadata says that each rank holds its own part"
+        detail = f"on {ranks_text(tuple(tensors))} only: each rank holds its own part"
         return replace(bare, reason="sharded", detail=detail)
     diff = diff or bare
     here, gone = list(tensors), list(missing)

@@ -71,6 +71,7 @@ def read(path: str) -> Snapshot:
         flat.values,
         stubs,
         flat.metadata,
+        unassigned=flat.unassigned,
     )
 
 

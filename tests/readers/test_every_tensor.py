@@ -111,7 +111,7 @@ def test_a_tensor_in_an_odd_place_is_compared(tmp_path: Path, where: str, legacy
 def test_tensors_that_a_pickle_drops_are_named(tmp_path: Path) -> None:
     """Tensors that are rebuilt and referred to by nothing, in a metadata block or by a dropped argument, have names."""
     ignored = Call(Global("copyreg", "_reconstructor"), (None, None, np.ones(2, np.float32)))
-    block = {**syncheck.metadata(rank=0, world_size=2), "kept": np.ones(4, np.float32)}
+    block = {**syncheck.metadata(run="a", rank=0, world_size=2), "kept": np.ones(4, np.float32)}
     found = syncheck.read(
         str(save_pth(tmp_path / "a.pth", {"w": np.ones(3, np.float32), "x": ignored, "syncheck": block}))
     )

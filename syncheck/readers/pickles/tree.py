@@ -12,7 +12,7 @@ from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import bounds
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.optimizer_names import in_order, parameter_names
+from syncheck.readers.pickles.optimizer_names import ids_of, in_order, parameter_names
 from syncheck.readers.pickles.stand_ins import Compound, Storage, TensorPlace, attributes_of, refused_place
 
 if TYPE_CHECKING:
@@ -41,9 +41,13 @@ class Flat:
     """In the order of the containers, which is the order of the parameters."""
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
+    unassigned: int = 0
+    """Parameters of the only optimizer, if nothing says which these are."""
     nodes: int = 0
     letters: int = 0
     most: int = MAX_NODES
+    whole_names: bool = False
+    """Whether containers of models stay in names: without them, two tensors would get one name."""
     repeated: dict[str, int] = field(default_factory=dict)
     """Of a name that several have, the last number that was put behind it."""
 
@@ -58,7 +62,7 @@ class Flat:
             raise _endless(path, name, found, f"at most {self.most} parts")
 
     def free(self, name: str, taken: Mapping[str, Any]) -> str:
-        """Keep both of two that end at one name, as in {'model': sd, 'state_dict': sd}: the second is `name#2`."""
+        """Keep both of two that end at one name, as in {'a': {'b': t}, 'a.b': t}: the second is `name#2`."""
         name = name or "tensor"
         free, i = name, self.repeated.get(name, 1)
         while free in taken:
@@ -72,14 +76,18 @@ class Flat:
 def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorPlace] = ()) -> Flat:
     """Walk a checkpoint's object tree.
 
-    The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless that would
-    give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
-    `optimizer.<parameter>.<state>`, and what else it holds `optimizer.<key>`. size: bytes of the pickle. made: all
-    tensors that the pickle rebuilt; each ends under a name. Raises MalformedFile for trees that do not end.
+    The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless there are
+    two such keys, or two tensors would get one name: names do not depend on the order of keys. An optimizer's
+    state dict (`state` and `param_groups`) becomes `optimizer.<parameter>.<state>`, and what else it holds
+    `optimizer.<key>`. size: bytes of the pickle. made: all tensors that the pickle rebuilt; each ends under a name.
+    Raises MalformedFile for trees that do not end.
     """
     flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, bounds.MOST_ENTRIES))
     try:
         _flatten(tree, path, flat)
+        if not flat.repeated.keys().isdisjoint(flat.tensors):
+            flat = Flat(most=flat.most, whole_names=True)
+            _flatten(tree, path, flat)
         _add_lost(made, flat, path)
     except keys.Unending:
         raise _endless(path, "a key", "it has parts without end", "a text or a number") from None
@@ -104,6 +112,8 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
         names = parameter_names(state, models, flat.metadata, ordered)
+        if len(optimizers) == 1 and not names:
+            flat.unassigned = sum(type(key) is int for key in ids_of(state))
         _add_optimizer(state, prefix, names, flat, path)
 
 
@@ -199,18 +209,17 @@ def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None,
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
-            short = _without_container(name, node)
-            flat.count(path, short, len(parts))
+            flat.count(path, name, len(parts))
             below = (*above, id(node))
-            stack += [(f"{short}.{key}" if short else key, value, below) for key, value in reversed(parts)]
+            models = [] if flat.whole_names else [key for key, value in parts if _is_model(key, value)]
+            start = f"{name}." if name else ""
+            stack += [(name if [key] == models else f"{start}{key}", value, below) for key, value in reversed(parts)]
 
 
-def _without_container(name: str, node: Any) -> str:
-    """Drop a last key such as `model` in front of a state dict: {'model': {'fc.weight': ...}} gives fc.weight."""
-    head, _, last = name.rpartition(".")
-    if last in MODEL_CONTAINERS and isinstance(node, dict) and any(isinstance(v, TensorPlace) for v in node.values()):
-        return head
-    return name
+def _is_model(key: str, value: Any) -> bool:
+    """Whether a key such as `model` stands in front of a state dict: {'model': {'fc.weight': ...}} gives fc.weight."""
+    held = value.values() if key in MODEL_CONTAINERS and isinstance(value, dict) else ()
+    return any(isinstance(part, TensorPlace) for part in held)
 
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
