@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from syncheck.kinds import kinds_of
 from syncheck.names import normalize
-from syncheck.readers.pickles.optimizer_names import in_order
 from syncheck.records import TensorDiff
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot
 def _by_number(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
     """Decide by the shapes whether the numbers of the ranks' parameters are those of parts of one model."""
     model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
-    parameters = [(name, model[name]) for name in in_order(model, None) if not name.startswith("optimizer.")]
+    parameters = [(name, model[name]) for name, kind in kinds_of(model, None)[0].items() if kind == "parameter"]
     counts = {rank: s.unassigned for rank, s in snapshots.items() if s.unassigned}
     held = {rank: _shapes(snapshots[rank]) for rank in counts}
     total, several = sum(counts.values()), Counter(shape for of in held.values() for shape in of.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.records import Report
+    from syncheck.testing import Rank
 
+needs_fsdp2 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of this torch does not run on CPU"
+)
 W = torch.arange(32.0).reshape(8, 4)
 HALVES = W.chunk(2)
 
@@ -137,3 +142,48 @@ def test_what_cannot_be_put_together_is_never_in_sync(tmp_path: Path, placement:
         save_pth(tmp_path / f"m_rank{rank + 2}.pth", {"w": rows, "mean": rows[0]})
     report = syncheck.compare(tmp_path)
     assert (report.exit_code, [diff.reason for diff in report.groups[0].tensors]) == (2, ["ambiguous"])
+
+
+class Block(torch.nn.Module):
+    """A norm in front of two layers that tensor parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+@needs_fsdp2
+@pytest.mark.syncheck(ranks=4)
+def test_files_of_fsdp2_and_tensor_parallel_ranks(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """Real ranks under FSDP2 x TP: the norm's shards are compared along tp, and one that differs there is found."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Block()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.arange(16.0).reshape(2, 8)).sum().backward()
+    optimizer.step()
+    shared = [str(tmp_path)]
+    dist.broadcast_object_list(shared, src=0)
+    rank = dist.get_rank()
+    for odd in (False, True):
+        if odd and rank == 3:
+            with torch.no_grad():
+                model.norm.weight.to_local().add_(1)
+        folder = f"{shared[0]}/{odd}"
+        os.makedirs(folder, exist_ok=True)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/m_rank{rank}.pth")
+        dist.barrier()
+        report = syncheck.compare(folder)
+        different = {diff.name: diff.replica_groups for diff in report.groups[0].tensors if diff.status == "different"}
+        assert report.exit_code == int(odd)
+        assert different == ({"norm.weight": ((0, 1), (2, 3))} if odd else {})
+        dist.barrier()

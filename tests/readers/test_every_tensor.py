@@ -169,3 +169,16 @@ def test_protocols_of_pickle(tmp_path: Path) -> None:
         torch.save(tree, tmp_path / "a.pth", pickle_protocol=protocol)
         names.append(list(syncheck.read(str(tmp_path / "a.pth")).tensors))
     assert names == [["m.a", "m.extra", "n", "p", "p.s"]] * len(names)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_records_and_times_of_numpy_are_compared_by_their_bytes(tmp_path: Path, protocol: int) -> None:
+    """A structured array or one of times has no dtype of torch's: its bytes are compared, the array is counted."""
+    for rank in range(3):
+        rows = np.array([(1, 2.0 + (rank == 2))], dtype=[("a", "i4"), ("b", "f4")])
+        times = np.array(["2026-01-01", f"2026-01-0{2 + (rank == 2)}"], dtype="datetime64[D]")
+        torch.save({"w": W, "rows": rows, "times": times}, tmp_path / f"m_rank{rank}.pth", pickle_protocol=protocol)
+    assert syncheck.compare(tmp_path / "m_rank0.pth", tmp_path / "m_rank1.pth").exit_code == 0
+    (group,) = syncheck.compare(tmp_path).groups
+    different = {diff.name: diff.minority for diff in group.tensors if diff.status == "different"}
+    assert different == {"rows.bytes": (2,), "times.bytes": (2,)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
-from syncheck.readers.pickles.stand_ins import Compound, StandIn, TypeName, sizes
+from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, TypeName, sizes
 
 # numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
 _CODES = {
@@ -78,6 +78,9 @@ class _NumpyArray(Compound):
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
             inner = {"elements": data} if isinstance(data, list) else {}  # objects, among them tensors perhaps
+            if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times: equal, or not
+                inner["bytes"] = raw = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,))
+                raw._fill(data=data)  # noqa: SLF001 - of its own class
             self._fill(shape=shape, refused=f"a numpy array of dtype {code:.40}", inner=inner)
             return
         if len(data) != math.prod(shape) * dtype.size:

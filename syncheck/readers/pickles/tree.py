@@ -191,9 +191,9 @@ def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None,
         if isinstance(node, TensorPlace):
             flat.tensors[flat.free(name, flat.tensors)] = node
             if isinstance(node, Compound) and node.inner:
-                parts = children(node.inner) or []
-                flat.count(path, name, len(parts))
-                stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(parts)]
+                inside = children(node.inner) or []
+                flat.count(path, name, len(inside))
+                stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
         elif isinstance(node, Inert) and node.name.endswith(".ShardedTensor"):
             place = refused_place("sharded: a ShardedTensor holds this rank's shards only")
             flat.tensors[flat.free(name, flat.tensors)] = Compound.around(place, None, node)
