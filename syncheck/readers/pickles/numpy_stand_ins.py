@@ -77,7 +77,9 @@ class _NumpyArray(Compound):
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
-            inner = {"elements": data} if isinstance(data, list) else {}  # objects, among them tensors perhaps
+            inner: dict[str, Any] = (
+                {"elements": data} if isinstance(data, list) else {}
+            )  # objects, among them tensors perhaps
             if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times: equal, or not
                 inner["bytes"] = raw = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,))
                 raw._fill(data=data)  # noqa: SLF001 - of its own class

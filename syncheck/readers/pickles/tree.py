@@ -211,15 +211,15 @@ def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None,
                 continue
             flat.count(path, name, len(parts))
             below = (*above, id(node))
-            models = [] if flat.whole_names else [key for key, value in parts if _is_model(key, value)]
+            models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
+            only = models[0] if len(models) == 1 and not flat.whole_names else None
             start = f"{name}." if name else ""
-            stack += [(name if [key] == models else f"{start}{key}", value, below) for key, value in reversed(parts)]
+            stack += [(name if key == only else start + key, value, below) for key, value in reversed(parts)]
 
 
-def _is_model(key: str, value: Any) -> bool:
-    """Whether a key such as `model` stands in front of a state dict: {'model': {'fc.weight': ...}} gives fc.weight."""
-    held = value.values() if key in MODEL_CONTAINERS and isinstance(value, dict) else ()
-    return any(isinstance(part, TensorPlace) for part in held)
+def _is_model(value: Any) -> bool:
+    """Whether a value is a state dict, for which a key such as `model` is no part of the names."""
+    return isinstance(value, dict) and any(isinstance(part, TensorPlace) for part in value.values())
 
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
