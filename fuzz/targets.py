@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fuzz import mutations
 from fuzz.held import hold
@@ -56,8 +56,9 @@ def _read_pickle(path: str) -> Snapshot:
     with open(path, "rb") as file:
         data = file.read()
         opened = os.fstat(file.fileno())
-    tree, stubs = unpickle(data, path, "data.pkl")
-    flat = flatten(tree, path, len(data))
+    made: list[Any] = []
+    tree, stubs = unpickle(data, path, "data.pkl", made=made)
+    flat = flatten(tree, path, len(data), made)
     tensors = {
         name: tensor_at(name, place, path, lambda storage: _record(storage, len(data)), opened=opened)
         for name, place in flat.tensors.items()

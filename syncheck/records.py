@@ -77,7 +77,7 @@ class TensorDiff:
     shape: tuple[int, ...]
     status: Status
     reason: str | None = None
-    """Why not (fully) compared: missing, shape, dtype, refused, sharded, rng, digest, checksum.
+    """Why not (fully) compared: missing, shape, dtype, refused, sharded, ambiguous, rng, digest, checksum.
 
     Of what differs by digest or checksum, that; for `close` the tolerance that applied.
     """
@@ -117,8 +117,8 @@ class TensorDiff:
 
     @property
     def untold(self) -> bool:
-        """Whether stored checksums, by which `--quick` goes, do not tell of it, and a comparison of its bytes would."""
-        return self.status == "not_compared" and self.reason == "checksum"
+        """Whether it may differ: its checksums do not show it (`--quick`), or nothing says who holds the same part."""
+        return self.status == "not_compared" and self.reason in ("checksum", "ambiguous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +220,8 @@ class Group:
     """Of a run's last step whose running statistics differ: what its steps tell of their synchronization."""
     label: str = ""
     """What a baseline calls the run; empty: the same as `run`."""
+    uncompared: tuple[int, ...] = ()
+    """Ranks of which no tensor was compared with another rank's, where other ranks' tensors were."""
     fixed: tuple[Fixed, ...] = ()
     """What the baseline has of the run and no step of it shows any more; in the group of the last step."""
 

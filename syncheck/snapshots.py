@@ -80,7 +80,8 @@ class Sharding:
     mesh: sizes of the mesh's dimensions; names: of these, empty where torch was given none. ranks: which rank stands
     where in the mesh, in C order. placements: one for each dimension of the mesh, as torch prints them: "R" for
     replicated, "S(0)" for sharded along the tensor's dimension 0, "P(sum)" for a part of a sum.
-    shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known.
+    shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known. beside:
+    where it stands along the other dimensions of the root mesh, if the mesh is a part of one and the file says it.
     """
 
     mesh: tuple[int, ...]
@@ -89,6 +90,7 @@ class Sharding:
     shape: tuple[int, ...]
     names: tuple[str, ...] = ()
     coordinate: tuple[int, ...] = ()
+    beside: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +190,7 @@ class Snapshot:
     """The rank's coordinate by dimension of the mesh, if the file's name has it."""
     host: str | None = None
     """The machine, if the path names it."""
+    unassigned: int = 0
+    """How many parameters the optimizer numbers, if nothing in the file says which parameters these are."""
+    shards: frozenset[str] = frozenset()
+    """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""

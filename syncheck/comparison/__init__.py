@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
-from syncheck.comparison.optimizer_parts import lost_parts, own_parameters
+from syncheck.comparison.assembled import is_mixed, wholes
+from syncheck.comparison.optimizer_parts import lost_parts, partitioned
 from syncheck.comparison.reference import described
-from syncheck.comparison.replica_groups import coordinates, divide, mesh_ranks, told_place
-from syncheck.comparison.tensors import compare_tensor, not_asked_for
+from syncheck.comparison.replica_groups import divide, mesh_of, positions_of
+from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, lacking, stores_progress
 from syncheck.kernel.blocks import Files
@@ -23,6 +24,7 @@ from syncheck.tolerance import Tolerances
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from syncheck.comparison.optimizer_parts import Parts
     from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import Replicas
     from syncheck.snapshots import Snapshot, Tensor
@@ -57,14 +59,15 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
 
     Raises CheckpointError when a file can no longer be read.
     """
-    snapshots = dict(replicas.ranks)
+    snapshots, parts = partitioned(dict(replicas.ranks))
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
     found = _align(snapshots, names)
     kinds, guessed = _kinds(found, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude)
     tally = _Tally()
     if len(snapshots) > 1:
-        _compare_all(found, kinds, snapshots, wanted, selection, tally)
+        _compare_all(found, kinds, snapshots, wanted, selection, tally, parts)
+    alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
         kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
         for kind in KINDS
@@ -75,6 +78,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
         label=replicas.label,
+        uncompared=alone if tally.compared else (),
         step=replicas.step,
         verdict="alone" if len(snapshots) == 1 else "undecided",
         replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
@@ -111,6 +115,8 @@ class _Tally:
     diffs: list[TensorDiff] = field(default_factory=list)
     left_out: int = 0
     names: dict[str, str] = field(default_factory=dict)
+    compared: set[int] = field(default_factory=set)
+    """Ranks that were compared with another one, in a tensor that is no counter of an optimizer's steps."""
     laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -122,6 +128,9 @@ class _Tally:
         """Count a tensor. apart: whether it is a part of an optimizer's state that only some ranks have."""
         self.by_kind[kind][diff.status if diff else "identical"] += 1
         self.names[name] = kind
+        looked_at = diff is None or diff.status != "not_compared" or diff.reason == "missing"
+        if looked_at and division is not None and kind != "optimizer_step":
+            self.compared.update(*division.comparable)
         if diff is not None:
             self.diffs.append(diff)
         sharded = diff is not None and diff.reason == "sharded"
@@ -139,19 +148,19 @@ class _Tally:
 
 
 def _compare_all(
-    found: Mapping[str, dict[int, Tensor]],
+    found: dict[str, dict[int, Tensor]],
     kinds: Mapping[str, str],
     snapshots: Mapping[int, Snapshot],
     wanted: Callable[[str, str], bool],
     selection: Selection,
     tally: _Tally,
+    parts: Parts,
 ) -> None:
     """Compare every tensor that is asked for, by name, and count how each ended."""
-    parts, ranks, places = own_parameters(snapshots), tuple(snapshots), coordinates(snapshots)
-    standing = mesh_ranks(snapshots)
-    whole = replicated(found) if places else frozenset()
+    ranks, places = tuple(snapshots), positions_of(snapshots)
+    whole = replicated(found) if places.plain else frozenset()
     with Files(jobs=selection.jobs) as files:
-        for name, tensors in found.items():
+        for name, tensors in list(found.items()):
             kind = kinds[name]
             if not wanted(name, kind):
                 tally.left_out += 1
@@ -159,13 +168,21 @@ def _compare_all(
             if kind == "rng" and not (selection.only or selection.rng):
                 tally.add(name, kind, not_asked_for(name, kind, tensors))
                 continue
+            if places.stages and is_mixed(tensors):
+                if not (complete := wholes(tensors)):
+                    tally.add(name, kind, ambiguous(name, kind, tensors, divide(tensors, ranks, places).layout))
+                    continue
+                found[name] = tensors = complete
             # A rank that names the parameter among its own should hold its state: missing there, it is lost.
             parameter = name.rpartition(".")[0]
-            lost = any(parameter in own for rank, own in parts.items() if rank not in tensors)
-            apart = bool(parts) and kind in OPTIMIZER and not lost
+            lost = any(parameter in own for rank, own in parts.own.items() if rank not in tensors)
+            partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
+            apart = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = divide(tensors, ranks, places, standing, replicated=name in whole)
+            division = divide(tensors, ranks, places, replicated=name in whole)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
+            if diff is not None and diff.out_of_sync and parts.unclear and partial:
+                diff = ambiguous(name, kind, tensors, parts.unclear)
             if diff is not None and selection.reference is not None:
                 diff = described(diff, selection.reference, tensors, files, tolerance)
             tally.add(name, kind, diff, division, apart=apart)
@@ -174,7 +191,7 @@ def _compare_all(
             from syncheck.evidence import histograms  # what nobody asked for is not imported
 
             tally.diffs = list(histograms.gather(tally.diffs, found, files))
-    for diff in lost_parts(parts, found):
+    for diff in lost_parts(parts.own, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
 
@@ -216,11 +233,9 @@ def _kinds(
 
 
 def _replica(rank: int, snapshot: Snapshot) -> Replica:
-    host, mesh = (None, {}) if snapshot.metadata is None else (snapshot.metadata.host, snapshot.metadata.mesh)
-    mesh = mesh or told_place(snapshot)
-    return Replica(
-        snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host or snapshot.host, mesh
-    )
+    host = None if snapshot.metadata is None else snapshot.metadata.host
+    host, mesh = host or snapshot.host, mesh_of(snapshot)
+    return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
 
 
 def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
@@ -239,6 +254,9 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally,
     by_kind = tally.by_kind.items()
     if tally.laid_out and all(of.total() == of["not_compared"] for kind, of in by_kind if kind != "optimizer_step"):
         notes.append("no tensor compared: every rank holds its own shards")
+    alone = [rank for rank in snapshots if rank not in tally.compared]
+    if alone and tally.compared:
+        notes.append(f"no tensor of {ranks_text(alone)} was compared: no other rank holds the same part")
     worlds = {s.metadata.world_size for s in snapshots.values() if s.metadata is not None and s.metadata.world_size}
     if len(worlds) == 1:
         absent = sorted(set(range(worlds.pop())) - set(snapshots))

@@ -1,31 +1,150 @@
-"""Optimizer state that is dealt out to the ranks, as ZeRO does: whose part is which, and who has lost its own."""
+"""Optimizer state that is partitioned over the ranks, as ZeRO does: whose part is which, and who has lost its own.
+
+The metadata says so, or the files do:
+- Each rank numbers its own parameters from 0 (ZeroRedundancyOptimizer, FairScale's OSS): under one number the ranks
+  hold states of unequal shapes, and all together no more than the model's parameters.
+- DeepSpeed's folders of several nodes hold the partitions of their own ranks, under labels.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
+from syncheck.kinds import kinds_of
 from syncheck.names import normalize
 from syncheck.records import TensorDiff
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from syncheck.snapshots import Snapshot, Tensor
 
     Own = Mapping[int, frozenset[str]]
+    Shapes = Mapping[int, Mapping[int, tuple[int, ...]]]
+
+_STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
+_UNCLEAR = "nothing in the files says whether each rank holds its own part of the optimizer's state"
 
 
-def own_parameters(snapshots: Mapping[int, Snapshot]) -> Own:
-    """Name the parameters whose optimizer state each rank says is its own; empty unless all ranks hold parts."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How optimizer state is partitioned.
+
+    own: the parameters of each rank. labels: of parts that one replica alone holds. unclear: why states that differ
+    may be parts, or may be out of sync.
+    """
+
+    own: Own = field(default_factory=dict)
+    labels: frozenset[str] = frozenset()
+    unclear: str = ""
+
+    def holds(self, name: str, *, of_optimizer: bool) -> bool:
+        """Whether a tensor is, or may be, a part that not every rank has."""
+        if self.labels:
+            return not self.labels.isdisjoint(name.split(".")[:2])
+        return of_optimizer and bool(self.own or self.unclear)
+
+
+def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
+    """Find out how optimizer state is partitioned; parameters that each rank numbers itself get names of their own."""
     blocks = {
         rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
     }
-    if len(blocks) < len(snapshots):
-        return {}
-    return {
-        rank: frozenset(normalize(f"optimizer.{name}" for name in block.optimizer_parameters).values())
-        for rank, block in blocks.items()
-    }
+    if len(blocks) == len(snapshots):
+        return snapshots, Parts({rank: _full(block.optimizer_parameters) for rank, block in blocks.items()})
+    if any(snapshot.shards for snapshot in snapshots.values()):
+        return snapshots, _by_label([snapshot.shards for snapshot in snapshots.values()], snapshots)
+    if len(snapshots) > 1 and any(snapshot.unassigned for snapshot in snapshots.values()):
+        return _by_number(snapshots)
+    return snapshots, Parts()
+
+
+def _full(parameters: Sequence[str]) -> frozenset[str]:
+    return frozenset(normalize(f"optimizer.{name}" for name in parameters).values())
+
+
+def _by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot]) -> Parts:
+    """Folders that have no part in common, and together all parts, are those of several nodes."""
+    if any(one & other for one, other in combinations(labels, 2)):
+        return Parts()
+    together = frozenset[str]().union(*labels)
+    worlds = {tuple(s.values.get(f"{name}_world_size") for name in ("dp", "mp")) for s in snapshots.values()}
+    sizes = [size for size in worlds.pop() if isinstance(size, int)] if len(worlds) == 1 else []
+    known = len(sizes) == 2 and len(together) == math.prod(sizes)
+    return Parts(labels=together, unclear="" if known else "the parts of the optimizer's state are not all there")
+
+
+def _by_number(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
+    """Decide by the shapes whether the numbers of the ranks' parameters are those of parts of one model."""
+    model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
+    parameters = [(name, model[name]) for name, kind in kinds_of(model, None)[0].items() if kind == "parameter"]
+    counts = {rank: s.unassigned for rank, s in snapshots.items() if s.unassigned}
+    held = {rank: _shapes(snapshots[rank]) for rank in counts}
+    total, several = sum(counts.values()), Counter(shape for of in held.values() for shape in of.values())
+    if total > len(parameters) or several - Counter(shape for _, shape in parameters):
+        return snapshots, Parts()
+    conflict = any(
+        one[i] != other[i] for one, other in combinations(held.values(), 2) for i in one.keys() & other.keys()
+    )
+    # A rank without parameters of its own has the state of all, or none.
+    whole = [rank for rank, s in snapshots.items() if rank not in counts and any(map(_is_state, s.tensors))]
+    names = _predicted(parameters, counts, held, tuple(snapshots)) if conflict or whole else {}
+    if not names and not conflict:
+        unclear = total == len(parameters) and len(counts) == len(snapshots) and all(held.values())
+        return snapshots, Parts(unclear=_UNCLEAR if unclear else "")
+    names = names or {rank: [f"(rank {rank}).{i}" for i in range(count)] for rank, count in counts.items()}
+    made = {rank: _renamed(s, names[rank]) if rank in counts else s for rank, s in snapshots.items()}
+    return made, Parts({rank: _full(names.get(rank, ())) for rank in snapshots})
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith("optimizer.")
+
+
+def _shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
+    """Return the shape of each numbered parameter; its states have it, besides counters."""
+    found: dict[int, tuple[int, ...]] = {}
+    for name, tensor in snapshot.tensors.items():
+        if (match := _STATE.fullmatch(name)) and (tensor.shape or match[2] != "step"):
+            found[int(match[1])] = max(found.get(int(match[1]), ()), tensor.shape, key=math.prod)
+    return found
+
+
+def _predicted(
+    parameters: Sequence[tuple[str, tuple[int, ...]]], counts: Mapping[int, int], held: Shapes, ranks: tuple[int, ...]
+) -> dict[int, list[str]]:
+    """Partition the parameters as ZeroRedundancyOptimizer and as OSS do; empty if what the ranks hold fits neither.
+
+    Each parameter goes to the rank with the fewest elements; torch begins with the largest parameter.
+    """
+    for ordered in (sorted(parameters, key=lambda one: -math.prod(one[1])), parameters):
+        sizes = dict.fromkeys(ranks, 0)
+        lists: dict[int, list[tuple[str, tuple[int, ...]]]] = {rank: [] for rank in ranks}
+        for name, shape in ordered:
+            rank = min(sizes, key=lambda rank: (sizes[rank], rank))
+            lists[rank].append((name, shape))
+            sizes[rank] += math.prod(shape)
+        if all(
+            len(lists[rank]) == count
+            and all(lists[rank][i][1] == shape for i, shape in held[rank].items() if i < count)
+            for rank, count in counts.items()
+        ):
+            return {rank: [name for name, _ in of] for rank, of in lists.items()}
+    return {}
+
+
+def _renamed(snapshot: Snapshot, names: Sequence[str]) -> Snapshot:
+    tensors = {}
+    for name, tensor in snapshot.tensors.items():
+        match = _STATE.fullmatch(name)
+        full = f"optimizer.{names[int(match[1])]}.{match[2]}" if match and int(match[1]) < len(names) else name
+        tensors[full] = tensor if full == name else replace(tensor, name=full)
+    return replace(snapshot, tensors=tensors)
 
 
 def lost_parts(own: Own, found: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:

@@ -5,12 +5,14 @@ stand at one place of it. Within such a mesh a plain tensor may be replicated or
 those whose name and shape say that tensor parallelism does not divide them are compared along that dimension too.
 A DTensor: the ranks of its mesh with the same coordinate on every dimension along which it is divided, whether into
 shards or into parts of a sum. So HSDP is compared along the replicate dimension, and FSDP's shards with nothing.
+A mesh may cover some of the ranks only (tensor parallel ranks inside DDP). Ranks with equal coordinates in sibling
+meshes are replicas, unless they stand in different pipeline stages.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
@@ -31,7 +33,24 @@ MODEL_PARALLEL = frozenset(
     "tp tensor tensor_parallel model model_parallel mp pp pipe pipeline pipeline_parallel stage ep expert "
     "expert_parallel etp".split()
 )
+# Along these, ranks whose DTensors are of one mesh hold other parameters; along tp and ep torch makes DTensors of them.
+PIPELINE = frozenset("pp pipe pipeline pipeline_parallel stage".split())
 Sets = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the ranks of a group stand.
+
+    plain, sharded: along the dimensions that divide plain tensors, and that divide DTensors besides their own mesh;
+    empty if no rank has one. standing: which rank of a mesh each rank is: a file may be renamed, or given by position.
+    stages: a number for each rank that has DTensors; ranks of one number have most names in common.
+    """
+
+    plain: Coordinates = field(default_factory=dict)
+    sharded: Coordinates = field(default_factory=dict)
+    standing: Mapping[int, int] = field(default_factory=dict)
+    stages: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,52 +72,63 @@ class Division:
         return tuple(found for found in self.sets if len(found) > 1)
 
 
-def coordinates(snapshots: Mapping[int, Snapshot]) -> Coordinates:
-    """Return where each rank stands in its tensor, pipeline and expert parallel dimensions, by the metadata.
-
-    Empty where no rank has such a dimension.
-    """
-    found = {}
+def positions_of(snapshots: Mapping[int, Snapshot]) -> Positions:
+    """Locate each rank by the mesh in its file's name, else in its metadata, else in its DTensors."""
+    plain, sharded, standing, native = {}, {}, {}, False
     for rank, snapshot in snapshots.items():
-        mesh = snapshot.metadata.mesh if snapshot.metadata is not None else {}
-        found[rank] = tuple(sorted((name, at) for name, at in mesh.items() if name.lower() in MODEL_PARALLEL))
-    return found if any(found.values()) else {}
+        shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
+        at = next((found for found in shardings.values() if found.coordinate), None)
+        standing[rank] = rank if at is None else _rank_at(at)
+        native = native or any(TENSOR_PARALLEL & set(map(str.lower, found.names)) for found in shardings.values())
+        mesh = dict(snapshot.mesh or (snapshot.metadata.mesh if snapshot.metadata is not None else {}))
+        dividing = MODEL_PARALLEL if mesh else PIPELINE
+        plain[rank] = tuple(sorted(at for at in (mesh or mesh_of(snapshot)).items() if at[0].lower() in dividing))
+        sharded[rank] = plain[rank]
+    if native:
+        sharded = {r: tuple(at for at in place if at[0].lower() not in TENSOR_PARALLEL) for r, place in plain.items()}
+    return Positions(
+        plain if any(plain.values()) else {}, sharded if any(sharded.values()) else {}, standing, _stages(snapshots)
+    )
 
 
-def mesh_ranks(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
-    """Return which rank of a mesh each rank is, by its own DTensors: a file may be renamed, or given by position."""
-    found = {}
-    for rank, snapshot in snapshots.items():
-        told = (t.sharding for t in snapshot.tensors.values() if t.sharding is not None and t.sharding.coordinate)
-        sharding = next(told, None)
-        found[rank] = rank if sharding is None else _rank_at(sharding)
-    return found
+def _stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Number the ranks by the names of their DTensors: ranks with most names in common hold the same parameters."""
+    names = {
+        rank: frozenset(name for name, tensor in snapshot.tensors.items() if tensor.sharding is not None)
+        for rank, snapshot in snapshots.items()
+    }
+    numbers: dict[frozenset[str], int] = {}
+    for own in sorted(set(names.values()), key=len, reverse=True):
+        alike = (number for known, number in numbers.items() if 2 * len(own & known) > len(own))
+        numbers[own] = next(alike, len(numbers))
+    return {rank: numbers[own] for rank, own in names.items() if own}
 
 
-def told_place(snapshot: Snapshot) -> dict[str, int]:
-    """Return where a rank stands by dimension of the mesh, by its DTensors; empty where these do not name one."""
-    shardings = (tensor.sharding for tensor in snapshot.tensors.values() if tensor.sharding is not None)
-    told = [found for found in shardings if found.names and len(found.names) == len(found.coordinate)]
-    most = max(told, key=lambda found: len(found.names), default=None)
-    return {} if most is None else dict(zip(most.names, most.coordinate, strict=True))
+def mesh_of(snapshot: Snapshot) -> dict[str, int]:
+    """Return where a rank stands by dimension of the mesh: by its file's name, else its metadata, else its DTensors."""
+    if snapshot.mesh or (snapshot.metadata is not None and snapshot.metadata.mesh):
+        return dict(snapshot.mesh or snapshot.metadata.mesh)  # type: ignore[union-attr]  # one of them is there
+    shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
+    told = [
+        {**dict(found.beside), **dict(zip(found.names, found.coordinate, strict=True))}
+        for found in shardings.values()
+        if found.names and len(found.names) == len(found.coordinate)
+    ]
+    return max(told, key=len, default={})
 
 
 def divide(
-    tensors: Mapping[int, Tensor],
-    ranks: tuple[int, ...],
-    places: Coordinates,
-    standing: Mapping[int, int] | None = None,
-    *,
-    replicated: bool = False,
+    tensors: Mapping[int, Tensor], ranks: tuple[int, ...], at: Positions, *, replicated: bool = False
 ) -> Division:
     """Sort the ranks that have a tensor into replica groups.
 
-    ranks: all; places: of `coordinates`; standing: of `mesh_ranks`, for where the ranks are not those of the mesh.
-    replicated: whether its name says that every tensor-parallel rank has the whole; unequal shapes say otherwise.
+    ranks: all; at: where they stand. replicated: whether the tensor's name says that every tensor-parallel rank has the
+    whole; unequal shapes say otherwise.
     """
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
-        return _by_mesh(parts, tuple(tensors), ranks, standing or {})
+        return _by_mesh(parts, tuple(tensors), ranks, at)
+    places = at.plain
     if not places:
         return Division((tuple(tensors),), ranks)
     present = {places[rank] for rank in tensors}
@@ -143,28 +173,33 @@ def _placement_text(placement: str, size: int, name: str) -> str:
     return f"divided in {size}{along} (dimension {dimension}{striped})"
 
 
-def _by_mesh(
-    parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...], standing: Mapping[int, int]
-) -> Division:
+def _by_mesh(parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...], at: Positions) -> Division:
     keys: dict[int, Hashable] = {}
     # A thousand ranks share a layout or two, each of a thousand ranks: these are looked at once.
     different = {id(sharding): sharding for sharding in parts.values()}
     layouts: dict[Hashable, int] = {}
-    # Ranks of another mesh may be replicas, as where DDP wraps tensor parallel parts, or parts of another whole.
     numbers = {
-        key: layouts.setdefault((found.ranks, found.mesh, found.placements, found.shape), len(layouts))
+        key: layouts.setdefault((found.mesh, found.names, found.placements, found.shape), len(layouts))
         for key, found in different.items()
     }
     for rank in having:
         sharding = parts.get(rank)
-        place = None if sharding is None else _coordinate(rank, sharding)
+        place = None if sharding is None else coordinate(rank, sharding)
         if sharding is None or place is None:  # of its own: nothing tells whose replica it is
             keys[rank] = rank
             continue
-        divided = zip(sharding.placements, place, strict=True)
-        keys[rank] = numbers[id(sharding)], tuple(i for placement, i in divided if placement != "R")
+        divided = tuple(i for placement, i in zip(sharding.placements, place, strict=True) if placement != "R")
+        beside = tuple(one for one in at.sharded.get(rank, ()) if one[0] not in sharding.names)
+        keys[rank] = numbers[id(sharding)], divided, beside
     members = {rank for sharding in different.values() for rank in sharding.ranks}
-    expected = tuple(rank for rank in ranks if standing.get(rank, rank) in members or rank in having)
+    stages = {(at.stages.get(rank), at.sharded.get(rank)) for rank in having}
+    expected = tuple(
+        rank
+        for rank in ranks
+        if at.standing.get(rank, rank) in members
+        or rank in having
+        or (rank in at.stages and (at.stages[rank], at.sharded.get(rank)) in stages)
+    )
     texts = dict.fromkeys(layout_text(sharding) for sharding in different.values())
     layout = next(iter(texts)) if len(texts) == 1 else "laid out in unlike ways"
     whole = [rank for rank in having if rank not in parts]
@@ -173,7 +208,7 @@ def _by_mesh(
     return Division(_classes(keys), expected, "DTensor", layout)
 
 
-def _coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
+def coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
     """Say where in the mesh a rank stands: by what its file says, else by its rank; None where neither tells."""
     if sharding.coordinate:
         return sharding.coordinate

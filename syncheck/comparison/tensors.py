@@ -49,8 +49,10 @@ def compare_tensor(
     diff = _unlike(bare, tensors, division) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
     if not missing:
         return diff
+    if sharded and diff is None and len(tensors) > 1:
+        return None  # the ranks that hold it agree
     if sharded and (diff is None or diff.reason == "sharded"):
-        detail = f"on {ranks_text(tuple(tensors))} only: the metadata says that each rank holds its own part"
+        detail = f"on {ranks_text(tuple(tensors))} only: each rank holds its own part"
         return replace(bare, reason="sharded", detail=detail)
     diff = diff or bare
     here, gone = list(tensors), list(missing)
@@ -71,6 +73,11 @@ def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> Tensor
     """Count a random number state, or PowerSGD's error, which differ between ranks by design, as not compared."""
     what = "PowerSGD's errors" if ".error_dict." in f".{name}" else "random number states"
     return replace(_bare(name, kind, tensors), reason="rng", detail=f"{what} differ by design")
+
+
+def ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], why: str) -> TensorDiff:
+    """Count a tensor of which nothing in the files says which ranks must hold the same bytes."""
+    return replace(_bare(name, kind, tensors), reason="ambiguous", detail=why)
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:

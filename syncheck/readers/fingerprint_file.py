@@ -171,7 +171,13 @@ def _sharding(path: str, place: str, entry: Any) -> Sharding:
         return tuple(found)
 
     mesh, ranks = naturals("mesh"), naturals("ranks", _MOST_RANKS)
-    made = Sharding(mesh, ranks, words("placements"), naturals("shape"), words("names"), naturals("coordinate"))
+    beside = entry.get("beside", [])
+    if not isinstance(beside, list) or not all(isinstance(at, list) and len(at) == 2 for at in beside):
+        raise wrong
+    if not all(_is_text(name) for name, _ in beside) or _naturals([at for _, at in beside], MOST_DIMENSIONS) is None:
+        raise wrong
+    placed = tuple((name, at) for name, at in beside)
+    made = Sharding(mesh, ranks, words("placements"), naturals("shape"), words("names"), naturals("coordinate"), placed)
     lengths = len(made.placements) == len(mesh) and {len(made.names), len(made.coordinate)} <= {0, len(mesh)}
     inside = all(at < size for at, size in zip(made.coordinate, mesh, strict=False))
     if not lengths or not inside or math.prod(mesh) != len(ranks):

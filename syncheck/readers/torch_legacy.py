@@ -22,7 +22,7 @@ from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.pickles.stand_ins import Storage
+    from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
 
 FORMAT = "torch-legacy"
 # torch/serialization.py: MAGIC_NUMBER in pickle protocol 2, and PROTOCOL_VERSION.
@@ -55,8 +55,9 @@ def read(path: str) -> Snapshot:
         unpickle(stream, path, "facts of the machine")
         start = file.tell()
         storages: dict[str, Storage] = {}
-        tree, stubs = unpickle(stream, path, "object", storages)
-        flat = flatten(tree, path, file.tell() - start)
+        made: list[TensorPlace] = []
+        tree, stubs = unpickle(stream, path, "object", storages, made=made)
+        flat = flatten(tree, path, file.tell() - start, made)
         keys, _ = unpickle(stream, path, "keys of the storages")
         records = _records(file, keys, storages, path)
     return Snapshot(
@@ -70,6 +71,7 @@ def read(path: str) -> Snapshot:
         flat.values,
         stubs,
         flat.metadata,
+        unassigned=flat.unassigned,
     )
 
 

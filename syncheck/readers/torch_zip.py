@@ -55,12 +55,13 @@ def read(path: str) -> Snapshot:
     with regular(path) as file:
         archive = Archive(file, path)
         pickled = archive.bytes_of("data.pkl")
-        tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl")
-        flat = flatten(tree, path, len(pickled))
+        made: list[TensorPlace] = []
+        tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl", made=made)
+        flat = flatten(tree, path, len(pickled), made)
         big = archive.big_endian()
         tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
         archive.check_overlaps()
-    return Snapshot(path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata)
+    return Snapshot(path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata, unassigned=flat.unassigned)
 
 
 class _Bounded:

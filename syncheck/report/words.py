@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
 from syncheck.evidence.suspects import sets_within
-from syncheck.records import names_text
+from syncheck.records import names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,12 +78,17 @@ def _why_undecided(report: Report) -> str:
             f"{len(alone)} of the checkpoints given had no replica to be compared with: {paths}; leave them out, give "
             "their replicas, or group files with --group-by REGEX"
         )
-    untold = sum(diff.untold for group in report.groups for diff in group.tensors)
+    untold = [diff for group in report.groups for diff in group.tensors if diff.untold]
+    if untold and (unclear := [diff for diff in untold if diff.reason == "ambiguous"]):
+        many = f" and {len(unclear) - 1} more tensors" if len(unclear) > 1 else ""
+        return f"{unclear[0].name:.80}{many}: {unclear[0].detail}"
     if untold:
         return (
-            f"the stored checksums do not tell of {untold} of {report.counts.tensors} tensors (torch.save stores one "
-            "for each record, other formats none); without --quick every byte is read"
+            f"the stored checksums do not tell of {len(untold)} of {report.counts.tensors} tensors (torch.save stores "
+            "one for each record, other formats none); without --quick every byte is read"
         )
+    if lonely := [group.uncompared for group in report.groups if group.uncompared]:
+        return f"no tensor of {ranks_text(lonely[0])} was compared: no other rank holds the same part"
     if any(group.shards for group in report.groups):
         return "every rank holds its own shards, so no tensor was compared"
     return "no tensor was compared; options may leave all of them out"

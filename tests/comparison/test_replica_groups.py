@@ -160,11 +160,16 @@ def test_parts_of_a_sum_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_partner_are_not_compared(tmp_path: Path) -> None:
-    """Of ranks 0 and 1 of a 2 x 2 mesh neither is the other's replica; with rank 2 beside them, 0 and 2 are."""
-    files = save_ranks(tmp_path, {rank: hsdp(rank) for rank in range(4)}, ["R", "S(0)"], (2, 2))
+    """Ranks 0 and 1 of a 2 x 2 mesh hold other shards. With rank 2, a replica of 0, rank 1 still has no replica: 2."""
+    parts = {rank: hsdp(rank) for rank in range(4)}
+    files = save_ranks(tmp_path / "shards", parts, ["R", "S(0)"], (2, 2))
     assert syncheck.compare(*files[:2]).exit_code == 2
     report = syncheck.compare(*files[:3])
-    assert (report.exit_code, report.counts.identical) == (0, 1)
+    (group,) = report.groups
+    assert (report.exit_code, report.counts.identical, group.uncompared) == (2, 1, (1,))
+    assert any("rank 1" in note for note in group.notes)
+    files = save_ranks(tmp_path / "both", parts, ["R", "S(0)"], (2, 2), mean=BN)
+    assert syncheck.compare(*files[:3]).exit_code == 0  # the buffer of rank 1 was compared
 
 
 def test_a_shard_that_a_rank_lacks_is_missing(tmp_path: Path) -> None:
@@ -233,6 +238,17 @@ def test_a_tensor_that_one_of_a_stage_lacks_is_missing(tmp_path: Path) -> None:
     (finding,) = (finding for finding in group.findings if finding.fails)
     assert (finding.code, finding.evidence) == ("SYN101", "1 tensor not on rank 1: layers.0.weight")
     assert set(finding.ranks) <= {0, 1}
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["parameters", "and a step counter"])
+def test_a_stage_of_which_one_file_is_left_is_not_in_sync(tmp_path: Path, step: bool) -> None:
+    """One file of two replicas of two stages is missing: the other rank of that stage has no replica, exit code 2."""
+    content: dict[int, dict[str, Any]] = {rank: {f"layers.{rank // 2}.weight": ROWS} for rank in range(3)}
+    for rank in content:
+        if step:  # a counter that all ranks have says nothing of rank 2's parameters
+            content[rank]["optimizer.layers.step"] = np.float32(3).reshape(())
+    report = model_parallel(tmp_path, content, PIPELINE)
+    assert (report.exit_code, report.groups[0].uncompared) == (2, (2,))
 
 
 @pytest.mark.parametrize(("name", "code"), [("tp", 0), ("expert", 0), ("cp", 1), ("dp", 1), ("shard", 1)])

@@ -45,9 +45,9 @@ def test_parts_are_not_missing(tmp_path: Path) -> None:
     assert {diff.name: (diff.reason, diff.detail) for diff in group.tensors} == {
         "optimizer.fc.weight.exp_avg": (
             "sharded",
-            "on rank 0 only: the metadata says that each rank holds its own part",
+            "on rank 0 only: each rank holds its own part",
         ),
-        "optimizer.fc.bias.exp_avg": ("sharded", "on rank 1 only: the metadata says that each rank holds its own part"),
+        "optimizer.fc.bias.exp_avg": ("sharded", "on rank 1 only: each rank holds its own part"),
     }
     assert group.counts.not_compared == 2
 

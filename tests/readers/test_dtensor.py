@@ -49,9 +49,10 @@ def test_what_this_torch_writes_is_understood(tmp_path: Path) -> None:
     cube = (2, 2, 2), tuple(range(8)), ("R", "S(0)", "S(1)"), (4, 6), ("replicate", "shard", "tp"), (1, 0, 1)
     assert read["hsdp"].sharding == read["p"].sharding == Sharding(*cube)
     assert read["part"].sharding == Sharding(
-        (2, 2), (1, 3, 5, 7), ("R", "S(0)"), (4, 3), ("replicate", "shard"), (1, 0)
+        (2, 2), (1, 3, 5, 7), ("R", "S(0)"), (4, 3), ("replicate", "shard"), (1, 0), (("tp", 1),)
     )
-    assert read["sum"].sharding == Sharding((2,), (4, 5), ("P(sum)",), (2, 3), ("tp",), (1,))
+    beside = ("replicate", 1), ("shard", 0)
+    assert read["sum"].sharding == Sharding((2,), (4, 5), ("P(sum)",), (2, 3), ("tp",), (1,), beside)
     assert {(t.dtype, t.shape, t.refused) for t in read.values()} == {("float32", (2, 3), "")}
 
 

@@ -88,8 +88,10 @@ def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
         save_pth(tmp_path / "optimizer" / side / f"optimizer{number}.bin", adam())
     for kind in ("megatron", "tag", "zero", "model", "optimizer"):
         report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
-        assert (kind, report.exit_code) == (kind, 1)
-        assert {diff.reason for group in report.groups for diff in group.tensors} == {"missing"}
+        # Two nodes may each have saved their own partition, and nothing says how many there are.
+        expected = (2, "ambiguous") if kind == "zero" else (1, "missing")
+        reasons = {diff.reason for group in report.groups for diff in group.tensors}
+        assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})
 
 
 def test_random_states_of_any_rank_are_of_the_folder(tmp_path: Path) -> None:

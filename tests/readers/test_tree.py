@@ -30,11 +30,15 @@ def names(folder: Path, tree: Any) -> list[str]:
         ({"state_dict": {"model.fc.w": W}}, ["model.fc.w"]),
         ({"model": {"state_dict": {"fc.w": W}}}, ["model.fc.w"]),
         ({"generator": {"w": W}, "discriminator": {"w": W}}, ["generator.w", "discriminator.w"]),
-        ({"model": {"w": W}, "state_dict": {"w": W}}, ["w", "w#2"]),
+        ({"model": {"w": W}, "state_dict": {"w": W}}, ["model.w", "state_dict.w"]),
+        ({"model": {"w": W}, "net": {"v": W}}, ["model.w", "net.v"]),
+        ({"model": {"w": W}, "w": W}, ["model.w", "w"]),
+        ({"model": {"w": W, "module": {"v": W}}}, ["w", "v"]),
+        ({"model": {"w": W, "module": {"w": W}}}, ["model.w", "model.module.w"]),
         ([W, {"a": W}], ["0", "1.a"]),
         (W, ["tensor"]),
         ({1: W, (2, 3): W}, ["1", "(2, 3)"]),
-        ({"": W, "model": {"": W}}, ["tensor", "tensor#2"]),
+        ({"": W, "model": {"": W}}, ["tensor", "model."]),
         ({}, []),
     ],
     ids=repr,
@@ -42,6 +46,30 @@ def names(folder: Path, tree: Any) -> list[str]:
 def test_names(tmp_path: Path, tree: Any, expected: list[str]) -> None:
     """Containers of state dicts are left out of names, no tensor is lost, and none hides another."""
     assert names(tmp_path, tree) == expected
+
+
+A, B = {"w": W, "v": W}, {"w": W + 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        ({"model": A, "net": B}, {"net": B, "model": A}, 0),
+        ({"model": A, "net": B}, {"net": A, "model": B}, 1),
+        ({"model": A, "net": {"w": W + 1, "v": W}}, {"net": A, "model": {"w": W + 1, "v": W}}, 1),
+        ({"model": A}, {"state_dict": A}, 0),
+        ({"model": A}, {"net": B | {"v": W}}, 1),
+        ({"model": B, "w": W}, {"w": W, "model": B}, 0),
+        ({"model": B, "w": W}, {"w": W + 1, "model": {"w": W}}, 1),
+        ({"model": {"u": W}, "net": {"v": W + 1}}, {"model": {"v": W + 1}, "net": {"u": W}}, 1),
+        ({"model": A, "ema": {"model": B}}, {"ema": {"model": B}, "model": A}, 0),
+    ],
+)
+def test_names_do_not_depend_on_the_order_of_keys(tmp_path: Path, first: Any, second: Any, code: int) -> None:
+    """Containers in any order, and one container under another key, are the same model; exchanged contents are not."""
+    for rank, tree in enumerate((first, second)):
+        save_pth(tmp_path / f"m_rank{rank}.pth", tree)
+    assert syncheck.compare(tmp_path).exit_code == code
 
 
 def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, judge
 from syncheck.comparison import hyperparameters, kinds_by_name, reference
-from syncheck.comparison.replica_groups import coordinates, divide
+from syncheck.comparison.replica_groups import divide, positions_of
 from syncheck.errors import UsageError
 from syncheck.kinds import selector
 from syncheck.layout.groups import Replicas
@@ -180,8 +180,8 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
         for name, tensor in held.tensors.items():
             if held.short[name] in found:
                 found[held.short[name]][rank] = tensor
-    places = coordinates(holdings.snapshots())
-    whole = replicated(found) if places else frozenset()
+    places = positions_of(holdings.snapshots())
+    whole = replicated(found) if places.plain else frozenset()
     wanted: dict[str, dict[bytes, Wanted]] = {}
     for name, tensors in found.items():
         for members in divide(tensors, tuple(holdings.places), places, replicated=name in whole).comparable:

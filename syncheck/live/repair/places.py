@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from syncheck.comparison.replica_groups import divide, is_whole
+from syncheck.comparison.replica_groups import Positions, divide, is_whole
 from syncheck.errors import UsageError
 from syncheck.live.digest.parts import is_torch
 from syncheck.live.memory import snapshot
@@ -126,7 +126,7 @@ class Places:
         sharding = replace(sharding_of(parameter), coordinate=())
         part = Tensor(name, "", (), (), "", 0, sharding=sharding)
         whole = is_whole(sharding)
-        return () if whole else divide(dict.fromkeys(sharding.ranks, part), sharding.ranks, {}).sets
+        return () if whole else divide(dict.fromkeys(sharding.ranks, part), sharding.ranks, Positions()).sets
 
     def known(self, name: str) -> None:
         """Raise UsageError where this rank could not set a value of that name."""

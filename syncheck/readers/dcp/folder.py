@@ -20,9 +20,8 @@ from syncheck.readers.dcp.beside import CHUNKS, EXTRAS, unlisted, with_extras
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.dcp.tree import rebuild
 from syncheck.readers.opening import regular
-from syncheck.readers.pickles.keys import Unending
 from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
-from syncheck.readers.pickles.tree import children, flatten
+from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
 
@@ -66,8 +65,9 @@ def read(folder: str) -> Snapshot:
         found.close()
     leaves = {name: found.leaf(name, entry) for name, entry in entries.items()}
     tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
-    flat = flatten(tree, folder, size + found.pickled)
-    tensors = {name: replace(found.tensors[id(place)], name=name) for name, place in flat.tensors.items()}
+    flat = flatten(tree, folder, size + found.pickled, found.made)
+    unread = Tensor("", "unknown", (), (), folder, 0, refused="a storage in an object")
+    tensors = {name: replace(found.tensors.get(id(place), unread), name=name) for name, place in flat.tensors.items()}
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
         flat.metadata, (ONE_COPY, *found.notes(), *unlisted(folder, found.sizes)),
@@ -84,6 +84,8 @@ class _Found:
     """By the id of the place that stands for it in the tree."""
     parts: dict[str, list[Part]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    made: list[TensorPlace] = field(default_factory=list)
+    """Every tensor that is stored; each is to end under a name."""
     unknown: list[str] = field(default_factory=list)
     stubs: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -110,9 +112,14 @@ class _Found:
         try:
             archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file))
             data = archive.bytes_of("data.pkl")
-            tree, stubs = unpickle(data, archive.path, f"{archive.stem}data.pkl")
+            made: list[TensorPlace] = []
+            tree, stubs = unpickle(data, archive.path, f"{archive.stem}data.pkl", made=made)
             if entry.shape is None:
-                self._add_object(name, tree, archive, chunk, len(data))
+                big = archive.big_endian()
+                self.tensors |= {id(place): _moved(archive.tensor(name, place, big), chunk) for place in made}
+                self.made += made
+                self.objects[name] = tree
+                self.pickled += len(data)
                 self.stubs |= set(stubs)
             else:
                 self._add_part(name, tree, archive, chunk, entry)
@@ -134,7 +141,7 @@ class _Found:
             return self.objects[name]
         place = TensorPlace(None, entry.dtype, 0, entry.shape, in_c_order(entry.shape))
         self.tensors[id(place)] = self._whole(name, entry)
-        self.objects[name] = place  # an id is one thing's own only as long as that lives
+        self.made.append(place)  # an id is one thing's own only as long as that lives
         return place
 
     def notes(self) -> Iterator[str]:
@@ -173,13 +180,6 @@ class _Found:
         place = refused_place("an object that torch.save did not write")
         self.tensors[id(place)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=place.refused)
         self.objects[name] = place
-
-    def _add_object(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, size: int) -> None:
-        big = archive.big_endian()
-        for place in _tensors_in(tree):
-            self.tensors[id(place)] = _moved(archive.tensor(name, place, big), chunk)
-        self.objects[name] = tree
-        self.pickled += size
 
     def _add_part(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
         if not isinstance(tree, TensorPlace):
@@ -255,20 +255,3 @@ def _moved(tensor: Tensor, chunk: Chunk) -> Tensor:
     if record is not None:
         record = (record[0], record[1] + chunk.offset, record[2])
     return replace(tensor, offset=tensor.offset + chunk.offset, record=record)
-
-
-def _tensors_in(tree: Any) -> Iterator[TensorPlace]:
-    """Yield each tensor of an object once, however often it is in there."""
-    waiting, seen = [tree], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, TensorPlace):
-            yield node
-        else:
-            try:
-                waiting += [part for _, part in children(node) or []]
-            except Unending:  # flatten() says where
-                continue

@@ -40,12 +40,17 @@ def holds(relative: str) -> bool:
     return any(pattern.fullmatch(relative) for pattern in (_MODEL, _OPTIMIZER))
 
 
+def _is_part(match: re.Match[str]) -> bool:
+    return match["label"].startswith("zero_pp_rank_")
+
+
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is broken."""
     names = names_in(folder)
     models, optimizers = numbered(_MODEL, names), numbered(_OPTIMIZER, names)
     parts = [
-        (os.path.join(folder, match.string), label(match, found), is_optimizer)
+        # The only part of a folder may be one of several nodes'.
+        (os.path.join(folder, match.string), match["label"] if _is_part(match) else label(match, found), is_optimizer)
         for found, is_optimizer in ((models, False), (optimizers, True))
         for match in found
     ]
@@ -53,6 +58,8 @@ def read(folder: str) -> Snapshot:
     for found, pattern, what in ((models, _MODEL_PART, "model-parallel parts"), (optimizers, _ZERO_PART, "ZeRO parts")):
         places = [tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"]))]
         snapshot = replace(snapshot, notes=(*snapshot.notes, *lacking(places, what)))
+    shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_part(match))
+    snapshot = replace(snapshot, shards=shards)
     if sum(match.string.startswith("zero_pp_rank_") for match in models) < 2:
         return snapshot
     note = "the ranks in a tag folder are not compared with each other; its *_model_states.pt as files are"

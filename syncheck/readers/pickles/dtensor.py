@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, refused_place
+from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, attributes_of, refused_place
 from syncheck.snapshots import Sharding, are_naturals
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _NOT_READ = "sharded: a DTensor holds this rank's shard only"
 # Ranks of a mesh. The largest runs that were published had some ten thousands.
 _MAX_RANKS = 1 << 20
 
-Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...]]  # sizes, ranks, coordinate, names
+# Sizes, ranks, coordinate, names, and where this rank stands along the other dimensions of the root mesh.
+Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...], tuple[tuple[str, int], ...]]
 
 
 class _Unknown(Exception):
@@ -30,19 +34,25 @@ class _Unknown(Exception):
 
 def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> Any:
     """Rebuild a tensor subclass: a DTensor is its local tensor, any other wraps one ordinary tensor or is not known."""
+    attributes = attributes_of(state)
     if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
+        own = {name: attributes.pop(name) for name in ("_local_tensor", "_spec") if name in attributes}
         try:
-            return _local(args, state)
+            place = _local(args, own)
         except _Unknown:
-            return refused_place(_NOT_READ)
+            place = refused_place(_NOT_READ)
+        return Compound.around(place, attributes, *own.values())
     if isinstance(call, StandIn) and isinstance(args, tuple):
-        return call(*args)
-    return refused_place(f"a tensor subclass that is not read: {brief(getattr(kind, 'name', kind), 80)}")
+        place = call(*args)
+        if not isinstance(place, TensorPlace):
+            return place
+        return Compound.around(place, state) if state else place
+    reason = f"a tensor subclass that is not read: {brief(getattr(kind, 'name', kind), 80)}"
+    return refused_place(reason, inner={"given": args, "state": state})
 
 
-def _local(args: Any, state: Any) -> TensorPlace:
+def _local(args: Any, parts: Mapping[str, Any]) -> TensorPlace:
     """Return the place of the local tensor, with its sharding. args: class, dtype, whole shape, ..."""
-    parts = _attributes(state)
     local, spec = parts.get("_local_tensor"), parts.get("_spec")
     if not isinstance(local, TensorPlace) or local.refused or not isinstance(args, tuple) or len(args) < 3:
         raise _Unknown
@@ -51,11 +61,11 @@ def _local(args: Any, state: Any) -> TensorPlace:
         raise _Unknown
     if mesh.known is None:  # all tensors of a file share their mesh
         mesh.known = _mesh(mesh)
-    sizes, ranks, coordinate, names = mesh.known
+    sizes, ranks, coordinate, names, beside = mesh.known
     placements = tuple(_placement(one) for one in placed)
     if len(placements) != len(sizes):
         raise _Unknown
-    return local.as_part(Sharding(sizes, ranks, placements, _numbers(args[2]), names, coordinate))
+    return local.as_part(Sharding(sizes, ranks, placements, _numbers(args[2]), names, coordinate, beside))
 
 
 def _placement(placement: Any) -> str:
@@ -73,19 +83,28 @@ def _placement(placement: Any) -> str:
 
 
 def _mesh(mesh: Inert) -> Mesh:
-    """Return sizes, ranks in C order, this rank's coordinate and the names of a mesh's dimensions."""
+    """Return what a DeviceMesh says of itself and of its root mesh."""
     tensor = _field(mesh, "mesh")
     if isinstance(tensor, TensorPlace):
         sizes, ranks = tensor.shape, _numbers(_field(mesh, "_flatten_mesh_list"))
     else:
         sizes, ranks = _by_layout(mesh)
     coordinate = _coordinate(mesh, sizes)
+    names = _names(mesh)
+    if math.prod(sizes) != len(ranks) or len(set(ranks)) < len(ranks) or len(names) not in (0, len(sizes)):
+        raise _Unknown
+    beside: tuple[tuple[str, int], ...] = ()
+    if isinstance(root := _field(mesh, "_root_mesh"), Inert):
+        at = _numbers(_field(root, "_coordinate_on_dim"))
+        beside = tuple(one for one in zip(_names(root), at, strict=False) if one[0] not in names)
+    return tuple(sizes), ranks, coordinate, names, beside
+
+
+def _names(mesh: Inert) -> tuple[str, ...]:
     names = _field(mesh, "mesh_dim_names", "_mesh_dim_names") or ()
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise _Unknown
-    if math.prod(sizes) != len(ranks) or len(set(ranks)) < len(ranks) or len(names) not in (0, len(sizes)):
-        raise _Unknown
-    return tuple(sizes), ranks, coordinate, tuple(names)
+    return tuple(names)
 
 
 def _by_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -147,17 +166,10 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _attributes(state: Any) -> dict[Any, Any]:
-    """Return the attributes of an object's state: a dictionary, or one beside a dictionary of its slots."""
-    if isinstance(state, tuple) and len(state) == 2:
-        return {name: value for part in state if isinstance(part, dict) for name, value in part.items()}
-    return state if isinstance(state, dict) else {}
-
-
 def _field(thing: Any, *names: str) -> Any:
     """Return the first of these attributes that an inert object was given, else None."""
     for given in thing.given if isinstance(thing, Inert) else ():
-        attributes = _attributes(given)
+        attributes = attributes_of(given)
         for name in names:
             if name in attributes:
                 return attributes[name]

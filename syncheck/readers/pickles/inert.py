@@ -59,17 +59,22 @@ class Inert:
 
 
 class Ordered(dict[Any, Any]):
-    """Stands in for OrderedDict, whose BUILD could set `items` and the like; torch puts `_metadata` there."""
+    """Stands in for OrderedDict, whose BUILD could set `items` and the like; torch puts `_metadata` there.
 
-    __slots__ = ()
+    attributes: what BUILD gave; tensors in there are compared.
+    """
+
+    __slots__ = ("attributes",)
+    attributes: Any
 
     def __init__(self, *pairs: Any) -> None:
         if pairs:  # torch's have none
             super().__init__(_checked(pairs[0], 1))
 
     def __setstate__(self, state: Any) -> None:
-        """Take no attribute: none is compared."""
+        """Keep attributes apart from the items."""
         light(state)
+        self.attributes = [*getattr(self, "attributes", ()), state]
 
 
 def _checked(given: Any, deep: int = 0) -> Any:

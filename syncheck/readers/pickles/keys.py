@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from syncheck.readers.pickles.stand_ins import TensorPlace
+
 # Parts that one key may have, and how deep they may lie in each other.
 _MOST_PARTS = 10_000
 _MOST_DEEP = 100
@@ -32,6 +34,8 @@ def text(key: Any) -> str:
 
 def ordering(part: Any) -> str:
     """Return what a part of a set is sorted by: sets have no order of their own; this is the same on every rank."""
+    if isinstance(part, TensorPlace):
+        return f"<{part.dtype and part.dtype.name} {part.shape}>"
     return _written(part, [_MOST_PARTS], 0)
 
 

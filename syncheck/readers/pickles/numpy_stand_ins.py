@@ -13,7 +13,7 @@ from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
-from syncheck.readers.pickles.stand_ins import StandIn, TensorPlace, TypeName, sizes
+from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, TypeName, sizes
 
 # numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
 _CODES = {
@@ -60,13 +60,14 @@ class _NumpyDType:
         return DTYPES.get(_CODES.get(self._code, ""))
 
 
-class _NumpyArray(TensorPlace):
+class _NumpyArray(Compound):
     """A numpy array: made empty by _reconstruct, then filled by BUILD with shape, dtype, order and bytes."""
 
     __slots__ = ()
 
     def __init__(self, *_: Any) -> None:
         super().__init__(None, None, 0, (), (), refused="a numpy array without content")
+        self._fill(inner={}, hidden=())
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
@@ -76,13 +77,28 @@ class _NumpyArray(TensorPlace):
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
-            self._fill(shape=shape, refused=f"a numpy array of dtype {code:.40}")
+            inner: dict[str, Any] = (
+                {"elements": data} if isinstance(data, list) else {}
+            )  # objects, among them tensors perhaps
+            if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times: equal, or not
+                inner["bytes"] = raw = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,))
+                raw._fill(data=data)  # noqa: SLF001 - of its own class
+            self._fill(shape=shape, refused=f"a numpy array of dtype {code:.40}", inner=inner)
             return
         if len(data) != math.prod(shape) * dtype.size:
             raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")
         dims = range(len(shape))
         strides = tuple(math.prod(shape[:i] if fortran else shape[i + 1 :]) for i in dims)
         self._fill(shape=shape, strides=strides, dtype=dtype, data=data, big_endian=kind.big_endian, refused="")
+
+
+def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> _NumpyArray:
+    """Stand in for numpy's _frombuffer, by which protocol 5 writes arrays."""
+    if not isinstance(buffer, (bytes, bytearray)) or order not in ("C", "F"):
+        raise pickle.UnpicklingError(f"a numpy array in the order {brief(order)}")
+    array = _NumpyArray()
+    array.__setstate__((1, shape, kind, order == "F", bytes(buffer)))
+    return array
 
 
 def _scalar(kind: Any, data: Any = None) -> Any:
@@ -99,6 +115,7 @@ NUMPY: dict[str, Any] = {
     "numpy.dtype": StandIn(_NumpyDType),
     "numpy.ndarray": StandIn(lambda *_: None),
     **{code: TypeName(code) for code in _CODES if code.startswith("ml_dtypes.")},
+    **{f"numpy.{core}.numeric._frombuffer": StandIn(_from_buffer) for core in ("_core", "core")},
     **{
         f"numpy.{core}.multiarray.{name}": StandIn(call)
         for core in ("_core", "core")

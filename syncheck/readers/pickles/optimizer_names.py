@@ -30,7 +30,7 @@ def parameter_names(
     Sources, best first: names used as keys already, `param_names` of newer torch, the metadata block, and the order of
     the parameters, provided that there are as many and every state has its parameter's shape.
     """
-    ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
+    ids = ids_of(state)
     if not ids or all(isinstance(key, str) for key in ids) or not all(isinstance(key, (int, str)) for key in ids):
         return {}
     stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
@@ -41,6 +41,11 @@ def parameter_names(
     by_id = dict(zip(ids, ordered, strict=False)) if len(ids) == len(ordered) else {}
     fits = all(_fits(state["state"].get(key), models[name]) for key, name in by_id.items())
     return by_id if fits else {}
+
+
+def ids_of(state: Mapping[str, Any]) -> list[Any]:
+    """List the ids of the parameters of an optimizer's state dict, group by group."""
+    return [key for group in state["param_groups"] for key in _listed(group, "params")]
 
 
 def in_order(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:

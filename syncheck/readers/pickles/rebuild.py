@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ
 from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
 from syncheck.readers.pickles.stand_ins import (
+    Compound,
     DTypeName,
     StandIn,
     Storage,
@@ -70,6 +71,15 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _rebuild_with_state(data: Any, _grad: Any = None, _hooks: Any = None, state: Any = None) -> Any:
+    return Compound.around(data, state) if state and isinstance(data, TensorPlace) else data
+
+
+def _default(_factory: Any = None, *items: Any) -> Ordered:
+    """Stand in for defaultdict."""
+    return Ordered(*items)
+
+
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """Stand in for _codecs.encode, by which protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
@@ -91,6 +101,7 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
 
 REBUILT: dict[str, Any] = {
     "collections.OrderedDict": Ordered,
+    "collections.defaultdict": StandIn(_default),
     "builtins.set": StandIn(set_of),
     "builtins.frozenset": StandIn(frozen_of),
     "builtins.complex": StandIn(Complex),
@@ -102,7 +113,7 @@ REBUILT: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v2": StandIn(_rebuild_tensor_v2),
     "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
     "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
-    "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_parameter),
+    "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_with_state),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_parameter),
     "torch.storage.UntypedStorage": StorageType(None),
     "torch.UntypedStorage": StorageType(None),

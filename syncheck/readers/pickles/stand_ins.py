@@ -123,6 +123,36 @@ class TensorPlace(_Frozen):
         return part
 
 
+class Compound(TensorPlace):
+    """A tensor with more in it than bytes.
+
+    inner: what torch.load restores beside the bytes, such as attributes, or what a tensor that is not read is made of.
+    hidden: what this place stands for, and what is not compared by itself.
+    """
+
+    __slots__ = ("hidden", "inner")
+    inner: dict[Any, Any]
+    hidden: tuple[Any, ...]
+
+    @classmethod
+    def around(cls, place: TensorPlace, inner: Any, *hidden: Any) -> Compound:
+        """Return the same place with something beside it. inner: the state of an object, or other parts by name."""
+        made = cls(place.storage, place.dtype, place.offset, place.shape, place.strides, place.lazy, place.refused)
+        before = place.inner if isinstance(place, Compound) else {}
+        made._fill(data=place.data, big_endian=place.big_endian, sharding=place.sharding)
+        made._fill(inner={**before, **attributes_of(inner)}, hidden=(place, *hidden))
+        return made
+
+
+def attributes_of(state: Any) -> dict[Any, Any]:
+    """Return the attributes of an object's state: a dictionary, or one beside a dictionary of its slots."""
+    if isinstance(state, dict):
+        return dict(state)
+    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, (dict, type(None))) for part in state):
+        return {name: value for part in state if part for name, value in part.items()}
+    return {"state": state} if state else {}
+
+
 class StandIn(_Frozen):
     """A callable of ours that a pickle may name."""
 
@@ -139,6 +169,25 @@ class StandIn(_Frozen):
         """Rebuild what the pickle asks for."""
         light(*args)
         return self._call(*args)
+
+
+class Counted(StandIn):
+    """A stand-in that lists each tensor it rebuilds, so that none is lost."""
+
+    __slots__ = ("_made",)
+    _made: list[TensorPlace]
+
+    def __init__(self, other: StandIn, made: list[TensorPlace]) -> None:
+        super().__init__(other._call)  # noqa: SLF001 - of its own class
+        _put(self, "_made", made)
+
+    def __call__(self, *args: Any) -> Any:
+        """Rebuild what the pickle asks for."""
+        light(*args)
+        made = self._call(*args)
+        if isinstance(made, TensorPlace):
+            self._made.append(made)
+        return made
 
 
 class StorageType(StandIn):
@@ -192,6 +241,10 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def refused_place(reason: str, shape: Any = (), dtype: Any = None) -> TensorPlace:
-    """Stand in for a tensor whose bytes are not read, so that it is counted. shape, dtype: where these are known."""
-    return TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, sizes(shape), (), refused=reason)
+def refused_place(reason: str, shape: Any = (), dtype: Any = None, inner: Any = None) -> TensorPlace:
+    """Stand in for a tensor whose bytes are not read, so that it is counted.
+
+    shape, dtype: if these are known. inner: what it is made of; tensors in it are compared.
+    """
+    place = TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, sizes(shape), (), refused=reason)
+    return Compound.around(place, inner) if inner else place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import bounds
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.optimizer_names import in_order, parameter_names
-from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
+from syncheck.readers.pickles.optimizer_names import ids_of, in_order, parameter_names
+from syncheck.readers.pickles.stand_ins import Compound, Storage, TensorPlace, attributes_of, refused_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from syncheck.snapshots import Metadata
 
@@ -26,6 +28,7 @@ NODES_PER_BYTE = 4
 # Characters of all names: a long key stands in the name of everything below it.
 MAX_LETTERS = 1 << 28
 MAX_DEPTH = 200
+LOST = "unnamed tensor"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
@@ -38,9 +41,13 @@ class Flat:
     """In the order of the containers, which is the order of the parameters."""
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
+    unassigned: int = 0
+    """Parameters of the only optimizer, if nothing says which these are."""
     nodes: int = 0
     letters: int = 0
     most: int = MAX_NODES
+    whole_names: bool = False
+    """Whether containers of models stay in names: without them, two tensors would get one name."""
     repeated: dict[str, int] = field(default_factory=dict)
     """Of a name that several have, the last number that was put behind it."""
 
@@ -55,7 +62,7 @@ class Flat:
             raise _endless(path, name, found, f"at most {self.most} parts")
 
     def free(self, name: str, taken: Mapping[str, Any]) -> str:
-        """Keep both of two that end at one name, as in {'model': sd, 'state_dict': sd}: the second is `name#2`."""
+        """Keep both of two that end at one name, as in {'a': {'b': t}, 'a.b': t}: the second is `name#2`."""
         name = name or "tensor"
         free, i = name, self.repeated.get(name, 1)
         while free in taken:
@@ -66,19 +73,25 @@ class Flat:
         return free
 
 
-def flatten(tree: Any, path: str, size: int = MAX_NODES) -> Flat:
+def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorPlace] = ()) -> Flat:
     """Walk a checkpoint's object tree.
 
-    The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless that would
-    give one name to two tensors. An optimizer's state dict (`state` and `param_groups`) becomes
-    `optimizer.<parameter>.<state>`, and what else it holds `optimizer.<key>`. size: bytes of the pickle. Raises
-    MalformedFile for trees that do not end.
+    The metadata block is taken out. A key that holds a model's state dict is left out of the names, unless there are
+    two such keys, or two tensors would get one name: names do not depend on the order of keys. An optimizer's
+    state dict (`state` and `param_groups`) becomes `optimizer.<parameter>.<state>`, and what else it holds
+    `optimizer.<key>`. size: bytes of the pickle. made: all tensors that the pickle rebuilt; each ends under a name.
+    Raises MalformedFile for trees that do not end.
     """
     flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, bounds.MOST_ENTRIES))
     try:
-        return _flatten(tree, path, flat)
+        _flatten(tree, path, flat)
+        if not flat.repeated.keys().isdisjoint(flat.tensors):
+            flat = Flat(most=flat.most, whole_names=True)
+            _flatten(tree, path, flat)
+        _add_lost(made, flat, path)
     except keys.Unending:
         raise _endless(path, "a key", "it has parts without end", "a text or a number") from None
+    return flat
 
 
 def _endless(path: str, place: str, found: str, needed: str) -> MalformedFile:
@@ -88,7 +101,7 @@ def _endless(path: str, place: str, found: str, needed: str) -> MalformedFile:
     )  # fmt: skip
 
 
-def _flatten(tree: Any, path: str, flat: Flat) -> Flat:
+def _flatten(tree: Any, path: str, flat: Flat) -> None:
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
@@ -99,8 +112,30 @@ def _flatten(tree: Any, path: str, flat: Flat) -> Flat:
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
         names = parameter_names(state, models, flat.metadata, ordered)
+        if len(optimizers) == 1 and not names:
+            flat.unassigned = sum(type(key) is int for key in ids_of(state))
         _add_optimizer(state, prefix, names, flat, path)
-    return flat
+
+
+def _add_lost(made: Sequence[TensorPlace], flat: Flat, path: str) -> None:
+    """Name the tensors that the walk did not reach: keys of dictionaries, and what nothing in the tree refers to."""
+    reached = set(map(id, flat.tensors.values()))
+    lost = [place for place in made if id(place) not in reached]
+    if not lost:
+        return
+    compounds = [place for place in (*flat.tensors.values(), *made) if isinstance(place, Compound)]
+    waiting = [part for place in compounds for part in place.hidden]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in reached:
+            reached.add(id(node))
+            below = [*node.hidden, node.inner] if isinstance(node, Compound) else None
+            waiting += below or [part for _, part in children(node) or []]
+    for place in lost:
+        if id(place) not in reached:
+            reached.add(id(place))
+            flat.count(path, LOST, 1)
+            _walk(place, flat, path, name=LOST)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -113,17 +148,32 @@ def is_optimizer(value: Any) -> bool:
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """Return the named parts of a container, or None for a leaf."""
     if isinstance(node, dict):
-        return [(keys.text(key), value) for key, value in node.items()]
+        parts = [(keys.text(key), value) for key, value in node.items()]
+        for state in getattr(node, "attributes", ()):
+            # torch writes the versions of modules there, which are no part of the model.
+            parts += [(key, value) for key, value in children(attributes_of(state)) or [] if key != "_metadata"]
+        return parts
     if isinstance(node, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(node)]
     if isinstance(node, (set, frozenset)):
-        return [(str(i), value) for i, value in enumerate(sorted(node, key=keys.ordering))]
+        return [(str(i), value) for i, value in enumerate(_in_order(node))]
     if isinstance(node, Inert):
-        parts: list[tuple[str, Any]] = [(keys.text(key), value) for key, value in node.items.items()]
+        parts = [(keys.text(key), value) for key, value in node.items.items()]
         for i, given in enumerate(node.given):
             parts += (children(given) or []) if isinstance(given, dict) else [(str(i), given)]
         return parts
     return None
+
+
+def _in_order(parts: AbstractSet[Any]) -> list[Any]:
+    """Sort a set. Of tensors of one dtype and shape nothing says which is which on another rank."""
+    found = sorted(parts, key=keys.ordering)
+    several = Counter(keys.ordering(part) for part in found if isinstance(part, TensorPlace))
+    for i, part in enumerate(found):
+        if several[keys.ordering(part)] > 1:
+            place = refused_place("one of several in a set, which has no order", part.shape, part.dtype)
+            found[i] = Compound.around(place, None, part)
+    return found
 
 
 def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None, name: str = "") -> None:
@@ -140,6 +190,13 @@ def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None,
             raise _endless(path, name, limit, f"at most {MAX_DEPTH} levels")
         if isinstance(node, TensorPlace):
             flat.tensors[flat.free(name, flat.tensors)] = node
+            if isinstance(node, Compound) and node.inner:
+                inside = children(node.inner) or []
+                flat.count(path, name, len(inside))
+                stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
+        elif isinstance(node, Inert) and node.name.endswith(".ShardedTensor"):
+            place = refused_place("sharded: a ShardedTensor holds this rank's shards only")
+            flat.tensors[flat.free(name, flat.tensors)] = Compound.around(place, None, node)
         elif isinstance(node, Storage):
             flat.tensors[flat.free(name, flat.tensors)] = node.as_tensor()
         elif optimizers is not None and is_optimizer(node):
@@ -152,18 +209,17 @@ def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None,
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
-            short = _without_container(name, node)
-            flat.count(path, short, len(parts))
+            flat.count(path, name, len(parts))
             below = (*above, id(node))
-            stack += [(f"{short}.{key}" if short else key, value, below) for key, value in reversed(parts)]
+            models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
+            only = models[0] if len(models) == 1 and not flat.whole_names else None
+            start = f"{name}." if name else ""
+            stack += [(name if key == only else start + key, value, below) for key, value in reversed(parts)]
 
 
-def _without_container(name: str, node: Any) -> str:
-    """Drop a last key such as `model` in front of a state dict: {'model': {'fc.weight': ...}} gives fc.weight."""
-    head, _, last = name.rpartition(".")
-    if last in MODEL_CONTAINERS and isinstance(node, dict) and any(isinstance(v, TensorPlace) for v in node.values()):
-        return head
-    return name
+def _is_model(value: Any) -> bool:
+    """Whether a value is a state dict, for which a key such as `model` is no part of the names."""
+    return isinstance(value, dict) and any(isinstance(part, TensorPlace) for part in value.values())
 
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
@@ -176,18 +232,20 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
             continue
         for entry, value in parts:
             full = f"{parameter}.{entry}"
-            if isinstance(value, TensorPlace):
+            if isinstance(value, TensorPlace) and not isinstance(value, Compound):
                 flat.tensors[flat.free(full, flat.tensors)] = value
             elif isinstance(value, _PLAIN):
                 flat.values[flat.free(full, flat.values)] = keys.plain(value)
             else:
                 _walk(value, flat, path, name=full)
     for i, group in enumerate(state["param_groups"]):
-        parts = children(group) or []
-        flat.count(path, prefix, 1 + len(parts))
-        for entry, value in parts:
+        parts = children(group)
+        flat.count(path, prefix, 1 + len(parts or []))
+        if parts is None:
+            _walk(group, flat, path, name=f"{prefix}.param_groups.{i}")
+        for entry, value in parts or []:
             # The ids and names of the parameters say nothing about the replica's state.
-            if entry in ("params", "param_names"):
+            if entry in ("params", "param_names") and all(isinstance(v, _PLAIN) for _, v in children(value) or []):
                 continue
             full = f"{prefix}.param_groups.{i}.{entry}"
             if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):

@@ -22,7 +22,7 @@ from syncheck.readers.pickles.hashing import MANY, Salted, SaltedSet, light
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
-from syncheck.readers.pickles.stand_ins import Storage, StorageType
+from syncheck.readers.pickles.stand_ins import Counted, StandIn, Storage, StorageType, TensorPlace
 from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
 from syncheck.snapshots import MOST_ELEMENTS
 
@@ -108,8 +108,11 @@ class _Bytes:
 class _Rules:
     """What an unpickler makes of names and storages."""
 
-    def __init__(self, source: Source, path: str, place: str, storages: dict[str, Storage] | None) -> None:
+    def __init__(
+        self, source: Source, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorPlace]
+    ) -> None:
         super().__init__(source)  # type: ignore[call-arg]  # of the unpickler that it stands before
+        self.made = made
         self.path, self.place, self.storages = path, place, storages
         self.views: dict[str, Storage] = {}
         self.stubs: dict[str, type[Inert]] = {}
@@ -118,7 +121,8 @@ class _Rules:
         module = ALIASES.get(module, module)
         full = f"{module}.{name}"
         if full in TABLE:
-            return TABLE[full]
+            known = TABLE[full]
+            return Counted(known, self.made) if type(known) is StandIn else known
         if len(full) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full)} characters")
         if is_refused(module, name):
@@ -198,11 +202,13 @@ def unpickle(
     place: str,
     storages: dict[str, Storage] | None = None,
     most: tuple[int, int] | None = None,
+    made: list[TensorPlace] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
     data: the pickle, or a source that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. most: texts and objects of bytes, where not those of `bounds`. Raises
+    of before torch 1.6 only, to be filled by key. most: texts and objects of bytes, where not those of `bounds`. made:
+    to be filled with every tensor that the pickle rebuilds, also if nothing in the tree refers to it. Raises
     RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
     """
     source = _Bytes(data, most) if isinstance(data, bytes) else data
@@ -212,7 +218,9 @@ def unpickle(
             path, place=place, found=f"the pickle would take all memory or time: {wrong}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(source, path, place, storages)
+    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(
+        source, path, place, storages, [] if made is None else made
+    )
     try:
         tree = unpickler.load()
     except (RefusedFile, MemoryError):  # what it asks for was held against the file before

@@ -15,7 +15,10 @@ from syncheck.readers.pickles.stand_ins import DTypeName, StandIn, TensorPlace, 
 
 
 def _refuse(reason: str) -> StandIn:
-    return StandIn(lambda *_: refused_place(reason))
+    def refuse(*given: Any) -> TensorPlace:
+        return refused_place(reason, inner={str(i): x for i, x in enumerate(given) if isinstance(x, TensorPlace)})
+
+    return StandIn(refuse)
 
 
 def _sparse(_layout: Any, parts: Any) -> TensorPlace:
@@ -23,11 +26,15 @@ def _sparse(_layout: Any, parts: Any) -> TensorPlace:
     listed = list(parts) if isinstance(parts, (tuple, list)) else []
     at = next((i for i, part in enumerate(listed) if not isinstance(part, TensorPlace)), 0)
     values = listed[at - 1] if at else None
-    return refused_place("a sparse tensor", listed[at] if at else (), getattr(values, "dtype", None))
+    names = ("indices", "values") if at == 2 else ("compressed_indices", "plain_indices", "values")
+    inner = dict(zip(names, listed[:at], strict=False))
+    return refused_place("a sparse tensor", listed[at] if at else (), getattr(values, "dtype", None), inner)
 
 
-def _quantized(_storage: Any, _offset: Any, shape: Any, *_: Any) -> TensorPlace:
-    return refused_place("a quantized tensor", shape)
+def _quantized(
+    storage: Any, _offset: Any, shape: Any, _strides: Any = None, scheme: Any = None, *_: Any
+) -> TensorPlace:
+    return refused_place("a quantized tensor", shape, inner={"storage": storage, "quantizer": scheme})
 
 
 def _meta(dtype: Any, shape: Any, *_: Any) -> TensorPlace:

@@ -1,0 +1,189 @@
+"""DTensors on meshes of some ranks, as torch writes them: siblings are replicas, pipeline stages are not."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import save_pth
+from dtensors import dtensor, mesh_of_2_6
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import syncheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from syncheck.records import Report
+    from syncheck.testing import Rank
+
+needs_fsdp2 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 of this torch does not run on CPU"
+)
+W = torch.arange(32.0).reshape(8, 4)
+HALVES = W.chunk(2)
+
+
+def compare(folder: Path, make: Callable[[int], dict[str, Any]], world: int = 4) -> Report:
+    """Compare files that torch saved for each rank of a world. make: returns what a rank saves."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            torch.save(make(rank), folder / f"m_rank{rank}.pth")
+        finally:
+            dist.destroy_process_group()
+    return syncheck.compare(folder)
+
+
+def local(tensor: Any, mesh: Any, *placements: Any) -> DTensor:
+    """Return a DTensor around a rank's own part."""
+    return DTensor.from_local(tensor.clone(), mesh, placements, run_check=False)
+
+
+def changed(tensor: Any, rank: int, odd: int | None) -> Any:
+    """Return the tensor, with one element changed if the rank is the odd one."""
+    made = tensor.clone()
+    made.view(-1)[0] += rank == odd
+    return made
+
+
+def tp_in_ddp(rank: int, odd: int | None, outer: str = "dp") -> dict[str, Any]:
+    """Return tensor parallel shards on a mesh of two ranks, of two such meshes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(outer, "tp"))
+    return {"up": local(changed(HALVES[rank % 2], rank, odd), mesh["tp"], Shard(0))}
+
+
+def fsdp_tp(rank: int, odd: int | None) -> dict[str, Any]:
+    """Return what FSDP2 x TP holds: weights on both dimensions, a norm on `dp` only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    norm = changed(W[rank // 2], rank, odd)
+    return {"up": local(W.chunk(4)[rank], mesh, Shard(0), Shard(0)), "norm": local(norm, mesh["dp"], Shard(0))}
+
+
+def explicit(rank: int, odd: int | None) -> dict[str, Any]:
+    """Return tensor parallel shards on meshes that were made one by one, without names."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    first = rank // 2 * 2
+    mesh = DeviceMesh("cpu", [first, first + 1], _init_backend=False)
+    return {"up": local(changed(HALVES[rank % 2], rank, odd), mesh, Shard(0))}
+
+
+@pytest.mark.parametrize("make", [tp_in_ddp, fsdp_tp, explicit])
+def test_ranks_of_sibling_meshes_are_replicas(tmp_path: Path, make: Any) -> None:
+    """Ranks with equal coordinates in sibling meshes are compared, and one element that is off on one rank is found."""
+    report = compare(tmp_path, lambda rank: make(rank, None))
+    assert (report.exit_code, report.groups[0].uncompared) == (0, ())
+    assert compare(tmp_path, lambda rank: make(rank, 3)).exit_code == 1
+
+
+def test_pipeline_stages_are_no_siblings(tmp_path: Path) -> None:
+    """Along `pp` of the root mesh ranks hold other layers, whatever their names: nothing is compared."""
+    report = compare(tmp_path, lambda rank: tp_in_ddp(rank, 2, "pp"))
+    assert (report.exit_code, report.counts.identical, report.counts.different) == (2, 0, 0)
+
+
+def test_a_tensor_that_a_sibling_mesh_lacks_is_missing(tmp_path: Path) -> None:
+    """A rank of a sibling mesh that holds all of the model's tensors but one has lost that one."""
+
+    def make(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        held = {name: local(HALVES[rank % 2], mesh, Shard(0)) for name in ("a", "b", "c")}
+        return held if rank < 2 else {name: held[name] for name in "ab"}
+
+    (group,) = compare(tmp_path, make).groups
+    assert [(f.code, f.tensors) for f in group.findings if f.fails] == [("SYN101", ("c",))]
+
+
+@pytest.mark.parametrize(("odd", "code"), [(None, 0), (1, 1), (3, 1)])
+def test_shards_beside_whole_tensors_are_put_together(tmp_path: Path, odd: int | None, code: int) -> None:
+    """Shards of ranks 0 and 1 together are compared with the whole tensors of ranks 2 and 3."""
+    rows = W.chunk(2)
+
+    def make(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))["fsdp"]
+        if rank < 2:
+            return {"w": local(changed(rows[rank], rank, odd), mesh, Shard(0)), "n": local(W[0], mesh, Replicate())}
+        return {"w": changed(W, rank, odd), "n": W[0].clone()}
+
+    report = compare(tmp_path, make)
+    assert (report.exit_code, report.counts.not_compared, report.groups[0].uncompared) == (code, 0, ())
+
+
+def test_uneven_shards_of_two_dimensions_beside_a_whole_tensor(tmp_path: Path) -> None:
+    """Seven rows over three ranks and four columns over two are put together where torch.chunk would cut them."""
+    whole = np.arange(28, dtype=np.float32).reshape(7, 4)
+    for rank in range(6):
+        row, column = divmod(rank, 2)
+        part = np.ascontiguousarray(whole[row * 3 : row * 3 + 3, column * 2 : column * 2 + 2])
+        place = mesh_of_2_6(np.arange(6).reshape(3, 2), (row, column))
+        save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(part, ["S(0)", "S(1)"], place, (7, 4))})
+    save_pth(tmp_path / "m_rank6.pth", {"w": whole})
+    assert syncheck.compare(tmp_path).exit_code == 0
+    whole[6, 3] += 1
+    save_pth(tmp_path / "m_rank6.pth", {"w": whole})
+    assert syncheck.compare(tmp_path).exit_code == 1
+
+
+@pytest.mark.parametrize("placement", ["_S(0, 2)", "P(sum)"])
+def test_what_cannot_be_put_together_is_never_in_sync(tmp_path: Path, placement: str) -> None:
+    """Strided shards and parts of a sum beside whole tensors are not compared: exit code 2, though a buffer agrees."""
+    rows = np.arange(32, dtype=np.float32).reshape(8, 4)
+    for rank in range(2):
+        part = dtensor(rows[:4], [placement], mesh_of_2_6([0, 1], [rank]), (8, 4))
+        save_pth(tmp_path / f"m_rank{rank}.pth", {"w": part, "mean": rows[0]})
+        save_pth(tmp_path / f"m_rank{rank + 2}.pth", {"w": rows, "mean": rows[0]})
+    report = syncheck.compare(tmp_path)
+    assert (report.exit_code, [diff.reason for diff in report.groups[0].tensors]) == (2, ["ambiguous"])
+
+
+class Block(torch.nn.Module):
+    """A norm in front of two layers that tensor parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+@needs_fsdp2
+@pytest.mark.syncheck(ranks=4)
+def test_files_of_fsdp2_and_tensor_parallel_ranks(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """Real ranks under FSDP2 x TP: the norm's shards are compared along tp, and one that differs there is found."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Block()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.arange(16.0).reshape(2, 8)).sum().backward()
+    optimizer.step()
+    shared = [str(tmp_path)]
+    dist.broadcast_object_list(shared, src=0)
+    rank = dist.get_rank()
+    for odd in (False, True):
+        if odd and rank == 3:
+            with torch.no_grad():
+                model.norm.weight.to_local().add_(1)
+        folder = f"{shared[0]}/{odd}"
+        os.makedirs(folder, exist_ok=True)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/m_rank{rank}.pth")
+        dist.barrier()
+        report = syncheck.compare(folder)
+        different = {diff.name: diff.replica_groups for diff in report.groups[0].tensors if diff.status == "different"}
+        assert report.exit_code == int(odd)
+        assert different == ({"norm.weight": ((0, 1), (2, 3))} if odd else {})
+        dist.barrier()
