@@ -272,7 +272,9 @@ def _compare(
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
             # What breaks may be one file of a folder that is one checkpoint.
             left = tuple(
-                (rank, s) for rank, s in replicas.ranks if not any(f"{e.path}/".startswith(f"{s.path}/") for e in errors)
+                (rank, s)
+                for rank, s in replicas.ranks
+                if not any(f"{e.path}/".startswith(f"{s.path}/") for e in errors)
             )
             if len(left) in (0, len(replicas.ranks)):
                 raise

@@ -146,7 +146,7 @@ def test_intact_files_are_read_again_once_however_many_break(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, most: int
 ) -> None:
     """Half of 20 files break after they were opened: all are listed, and no intact file is read ten times."""
-    read, bytes_read = Files._pread, Counter[str]()  # noqa: SLF001
+    read, bytes_read = Files._pread, Counter[str]()
     paths = [save(tmp_path / f"w_rank{rank:02}.pth", {"w": np.ones(1 << 17, np.float32)}) for rank in range(20)]
     broken = {str(path) for path in paths[::2]}
 
