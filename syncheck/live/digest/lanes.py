@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 class _Kernel:
-    """The fused kernel. broken: why it is not tried any more. fallback: why the eager form was last taken for it."""
+    """The fused kernel. broken: why it is not tried any more. fallback: why the eager form was last taken."""
 
     broken = fallback = ""
 
@@ -88,11 +88,6 @@ class _Kernel:
                 return
         self.fallback = self.fallback or self.broken
         add_eagerly(rows, sums)
-
-    def take_fallback(self) -> str:
-        """Return why the eager form was taken since the last call, empty if it was not."""
-        found, self.fallback = self.fallback, ""
-        return found
 
 
 KERNEL = _Kernel()

@@ -112,7 +112,7 @@ def compare_snapshots(
     holdings = exchange(channel, taken, options)
     slow = {rank: place.fallback for rank, place in holdings.places.items() if place.fallback}
     if slow:
-        note = f"{note}; digests without the fused kernel on {ranks_text(slow)}: {next(iter(slow.values()))}"
+        note = f"{note}; digests without the fused kernel on {ranks_text(list(slow))}: {next(iter(slow.values()))}"
     if holdings.are_equal and options.reference is None:  # which may be any of them
         return _in_sync(holdings, options, name, note)
     wanted = _differing(holdings, options)

@@ -138,7 +138,7 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
         mine = replace(mine, metadata=own)
     key = mine.digest(), root(found)
     asked = hashlib.sha256(repr(options).encode()).digest()[:16]
-    fallback = one_line(KERNEL.take_fallback())[:200]
+    fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
     sent = channel.gather(Place(key, asked, path, taken.bytes, host, mesh, fallback), "digests")
     places: dict[int, Place] = {rank: sent[rank] for rank in sorted(sent)}
     if len({place.options for place in places.values()}) > 1:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import lru_cache
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.memory.held import is_tensor
@@ -54,18 +53,10 @@ def has_module(thing: Any) -> bool:
 
 def attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes of an object by name: of its `__dict__` and of the `__slots__` of its classes."""
-    found: dict[str, Any] = {}
-    for name, member in _slots(type(thing)):
-        with suppress(AttributeError):  # it has no value
-            found[name] = member.__get__(thing)
+    names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy find them
+    found = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
     own = getattr(thing, "__dict__", None)
     return found | own if isinstance(own, dict) and not isinstance(thing, (type, ModuleType, FunctionType)) else found
-
-
-@lru_cache(maxsize=1024)
-def _slots(kind: type) -> list[tuple[str, Any]]:
-    own = [vars(base).items() for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
-    return [item for items in own for item in items if isinstance(item[1], MemberDescriptorType)]
 
 
 def has_tensor(inside: Iterable[Any], known: Container[int] = ()) -> bool:
