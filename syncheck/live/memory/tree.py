@@ -31,7 +31,7 @@ from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 
 # As deep as `readers.pickles.tree` goes.
 MAX_DEPTH = 200
-_EXACT = (bool, int, float, complex, str, bytes)
+_EXACT = (bool, int, float, complex, str, bytes, bytearray)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
