@@ -32,6 +32,7 @@ JOBS = (
 ROOT = Path(__file__).resolve().parent.parent
 # Of the report, which the first rank sends to all: bytes a rank, and a tensor beside its name.
 RANK, TENSOR = 94, 9
+READY = 118  # bytes a rank sends in the gather before ranks broadcast or answer questions
 MOST_BYTES = 64.0  # sent a tensor and rank, in sync: DESIGN.md, section 9
 MOST_MEMORY = 150.0  # MB of a comparison, up to 40,000 tensors and ranks; beyond, 200 bytes each
 UP_TO, MORE = 40_000, 200
@@ -77,8 +78,10 @@ def received(ranks: int, tensors: int, *, answers: int, letters: int, each: int)
     if answers == 1:
         return first
     # Few ranks broadcast their digests, of more than a quarter all take part in one gather.
-    digests = 16 * tensors * (answers if 4 * answers <= ranks else ranks - 1)
-    return first + digests + RANK * ranks + (TENSOR + letters) * tensors
+    few = 4 * answers <= ranks
+    digests = 16 * tensors * (answers if few else ranks - 1)
+    ready = READY * (2 if few else 1) * (ranks - 1)
+    return first + ready + digests + RANK * ranks + (TENSOR + letters) * tensors
 
 
 def played(ranks: int, tensors: int, case: str, rounds: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from syncheck.comparison import compare as compare_group
 from syncheck.comparison.values import holds_counted
 from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.evidence.stale import with_stale
+from syncheck.kernel.blocks import broken_files
 from syncheck.layout.groups import last_steps
 from syncheck.names import normalize
 from syncheck.omissions import shared_files, without_aliases
@@ -265,7 +266,7 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 def _compare(
     replicas: Replicas, options: Options, unreadable: list[Unreadable], *, histograms: bool
 ) -> tuple[Group, Replicas]:
-    """Compare a group; a file that breaks while it is read is taken out and the others are compared.
+    """Compare a group; files that break while they are read are taken out and the others are compared.
 
     Returns also what was compared.
     """
@@ -274,11 +275,16 @@ def _compare(
             rank = reference.rank_of(options.reference, replicas)
             return compare_group(replicas, replace(options.selection(rank), histograms=histograms)), replicas
         except CheckpointError as error:
+            errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
             # What breaks may be one file of a folder that is one checkpoint.
-            left = tuple((rank, s) for rank, s in replicas.ranks if not f"{error.path}/".startswith(f"{s.path}/"))
+            left = tuple(
+                (rank, s)
+                for rank, s in replicas.ranks
+                if not any(f"{e.path}/".startswith(f"{s.path}/") for e in errors)
+            )
             if len(left) in (0, len(replicas.ranks)):
                 raise
-            unreadable.append(Unreadable(error.path, error.reason))
+            unreadable += [Unreadable(broken.path, broken.reason) for broken in errors]
             replicas = replace(replicas, ranks=left)
 
 

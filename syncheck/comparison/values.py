@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
 
 
-# What is each rank's own by its name.
-_OWN = frozenset("rank local_rank global_rank node_rank host hostname device pid".split())
+# What is each rank's own by its name. LBFGS keeps the loss of the rank's own batch as prev_loss.
+_OWN = frozenset("rank local_rank global_rank node_rank host hostname device pid prev_loss".split())
 
 # Lines that tell of what some ranks lack; each of a thousand ranks may have something of its own.
 _MOST_NOTES = 3

@@ -11,12 +11,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncheck.dtypes import DTYPES
-from syncheck.errors import UnreadableFile
+from syncheck.errors import CheckpointError, UnreadableFile
 from syncheck.kernel import pieces
 from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, shrunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from syncheck.snapshots import Tensor
 
@@ -119,3 +119,27 @@ def ranges(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     step = block // size
     for start in range(0, first.numel, step):
         yield start, min(step, first.numel - start)
+
+
+def broken_files(replicas: Sequence[Iterable[Tensor]], first: CheckpointError) -> list[CheckpointError]:
+    """Return an error for each replica that broke like the first, but for the last replica if all of them did.
+
+    Files that were removed, cut or overwritten are found by their first elements. Where `first` is of an unchanged
+    file, its disk fails, and all bytes of all replicas are read.
+    """
+    found = {first.path: first}
+    for whole in (False, True):
+        again = False
+        for tensors in replicas:
+            try:
+                with Files(jobs=1) as files:
+                    for tensor in tensors:
+                        if not tensor.refused and tensor.data is None and tensor.digest is None:
+                            for start, count in ranges([tensor]) if whole else [(0, min(1, tensor.numel))]:
+                                files.read(tensor, start, count, 0)
+            except CheckpointError as error:
+                again |= error.path == first.path
+                found.setdefault(error.path, error)
+        if again:
+            break
+    return list(found.values())[: max(1, len(replicas) - 1)]

@@ -1,8 +1,9 @@
 """Messages among the ranks of a process group, on which nobody raises alone.
 
-Every message to all is one `all_gather_object`. A rank that failed sends its failure in place of the message that is
-due, whichever that is; the others find it there, and all raise the same error. So no rank waits for one that has left.
-Where one rank has work to do for all, the others answer its questions until it is done.
+Every phase begins with one `all_gather_object`, also one in which ranks then broadcast or answer questions. So a rank
+that failed between two phases knows which collective call its peers wait for: it sends its failure there, and all ranks
+raise the same error. Within a phase only this module runs code that may fail, and it sends the failure in place of the
+message that is due.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from syncheck.errors import RankFailed, SyncheckError, UsageError, one_line
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     A = TypeVar("A")
     T = TypeVar("T")
@@ -27,7 +28,7 @@ _LONGEST = 500  # characters of a failure's text
 MOST_TOLD = 8  # different answers that an error tells of
 # `share` lets few senders broadcast, one after another; where more than one rank in four sends, all gather at once.
 _FEW = 4
-_MARK = "syncheck"
+_MARK = b"syncheck:"
 _DONE = "done"
 
 
@@ -41,19 +42,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    kind: str
-    message: Any
+    """kind: of a question, the rank that is asked. message: pickled by itself, as a rank may fail to unpickle it."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    rank: int
-    what: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Failures:
-    by_rank: dict[int, Failure]
+    kind: str | int
+    message: bytes
 
 
 class _Unanswered(Exception):
@@ -116,19 +108,16 @@ class Channel:
         ended, or does not answer within the group's timeout.
         """
         # Pickled beforehand: what cannot be pickled has to fail before the others are waiting for this message.
-        data = pickle.dumps((_MARK, message if isinstance(message, Failure) else _Sent(kind, message)))
+        data = _framed(message if isinstance(message, Failure) else _Sent(kind, pickle.dumps(message)))
         received: list[Any] = [None] * len(self.ranks)
         with self._talking():
             self._dist.all_gather_object(received, data, group=self._group)
-            found = {rank: _unpacked(part) for rank, part in zip(self.ranks, received, strict=True)}
-            strangers = [rank for rank, sent in found.items() if sent is None]
-            # A failure stands in place of any message, so the kinds of the others are compared with each other.
-            if strangers or len({sent.kind for sent in found.values() if isinstance(sent, _Sent)}) > 1:
-                raise RankFailed(_mixed(ranks_text(strangers or self.ranks)))
-            failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
-            if failures:
-                raise self._ended(failures)
-        return {rank: sent.message for rank, sent in found.items()}
+        found = {rank: _unframed(part) for rank, part in zip(self.ranks, received, strict=True)}
+        strangers = [rank for rank, sent in found.items() if not isinstance(sent, (Failure, _Sent))]
+        # A failure stands in place of any message, so the kinds of the others are compared with each other.
+        if strangers or len({sent.kind for sent in found.values() if isinstance(sent, _Sent)}) > 1:
+            raise self._mixed(ranks_text(strangers or self.ranks))
+        return self._messages(found)
 
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
         """Let some ranks send what they make to all, and return that, by rank. Raises on all ranks if one failed.
@@ -137,6 +126,7 @@ class Channel:
         """
         if len(senders) * _FEW > len(self.ranks):
             return self.gather(make() if self.rank in senders else None, kind)
+        self.gather(None, f"{kind} are due")
         found: dict[int, Any] = {}
         for rank in senders:
             message: Any = None
@@ -146,10 +136,21 @@ class Channel:
                 except Exception as error:  # noqa: BLE001 - raised on all ranks below
                     message = _failure(error)
             found[rank] = self._broadcast(message, rank)
-        failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
-        if failures:
-            raise self._ended(failures)
-        return {rank: pickle.loads(sent.message) for rank, sent in found.items()}  # noqa: S301 - as in `_unpacked`
+        return self._messages({rank: self._expected(part) for rank, part in found.items()})
+
+    def carry(self, rows: Sequence[tuple[Any, int, Callable[[], None]]]) -> None:
+        """Broadcast tensors of bytes, each from its source; then do with each what is to be done when it is there."""
+        self.gather(None, "rows are due")  # whoever has no memory left says it here, where the others still listen
+        failed: list[Exception] = []
+        for row, source, arrived in rows:
+            with self._talking():
+                self._dist.broadcast(row, source, group=self._group)
+            try:
+                arrived()
+            except Exception as error:  # noqa: BLE001 - the others are waiting for the next row first
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def together(self, work: Callable[[], T]) -> T:
         """Run every rank's work, which may gather; where it fails on some rank, raise the same error on all."""
@@ -176,6 +177,7 @@ class Channel:
 
         Where it fails, or a rank that it asked, all raise the same error.
         """
+        self.gather(None, "questions are due")
         if not self.leads:
             return self._answering(answer)  # type: ignore[no-any-return]
         try:
@@ -185,43 +187,65 @@ class Channel:
             if self.over:
                 raise
             by_rank = error.by_rank if isinstance(error, _Unanswered) else {self.rank: _failure(error)}
-            self._broadcast(_Failures(by_rank))
+            self._broadcast(by_rank)
             raise self._ended(by_rank) from error
         return made
 
     def ask(self, rank: int, what: Any) -> Any:
         """Return what another rank answers; only within `led`, on the rank that works."""
-        self._broadcast(_Question(rank, what))  # all wait for the next question, whosever it is
+        self._broadcast(_Sent(rank, pickle.dumps(what)))  # all wait for the next question, whosever it is
         listed: list[Any] = [None]
         with self._talking():
             self._dist.recv_object_list(listed, src=rank, group=self._group)
-        if isinstance(listed[0], Failure):
-            raise _Unanswered(rank, listed[0])
-        return pickle.loads(listed[0])  # noqa: S301 - as in `_unpacked`
+        reply = self._expected(listed[0])
+        if isinstance(reply, Failure):
+            raise _Unanswered(rank, reply)
+        return _loaded(reply)
 
     def _answering(self, answer: Callable[[Any], Any]) -> Any:
         first = min(self.ranks)
         while True:
-            sent = self._broadcast(None)
-            if isinstance(sent, _Sent):
-                return pickle.loads(sent.message)  # noqa: S301 - of the first rank of the same program
-            if isinstance(sent, _Failures):
-                raise self._ended(sent.by_rank)
-            if sent.rank != self.rank:
+            sent = self._expected(self._broadcast(None))
+            if isinstance(sent, dict):
+                raise self._ended(sent)
+            if sent.kind == _DONE:
+                return _loaded(sent)
+            if sent.kind != self.rank:
                 continue
             try:
-                reply: Any = pickle.dumps(answer(sent.what))  # what cannot be pickled fails before it is due
+                # What cannot be pickled fails before it is due.
+                reply: Any = _Sent(_DONE, pickle.dumps(answer(_loaded(sent))))
             except Exception as error:  # noqa: BLE001 - the first rank raises it on all
                 reply = _failure(error)
             with self._talking():
-                self._dist.send_object_list([reply], dst=first, group=self._group)
+                self._dist.send_object_list([_framed(reply)], dst=first, group=self._group)
 
     def _broadcast(self, message: Any, source: int | None = None) -> Any:
-        """Send what one rank gives, by default the first, and return it."""
-        listed = [message]
+        """Send what one rank gives, by default the first, and return it as it came."""
+        listed = [_framed(message)]
         with self._talking():
             self._dist.broadcast_object_list(listed, min(self.ranks) if source is None else source, self._group)
         return listed[0]
+
+    def _messages(self, found: Mapping[int, Any]) -> dict[int, Any]:
+        failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
+        if failures:
+            raise self._ended(failures)
+        return {rank: _loaded(sent) for rank, sent in found.items()}
+
+    def _expected(self, part: Any) -> Any:
+        """Return what a rank sent. Raises RankFailed if it is not of this module."""
+        sent = _unframed(part)
+        if sent is None:
+            raise self._mixed("some rank")
+        return sent
+
+    def _mixed(self, who: str) -> RankFailed:
+        self.over = True
+        return RankFailed(
+            f"{who} sent something that is no part of this comparison; every rank has to make the same collective "
+            "calls, these included, in the same order"
+        )
 
     def _ended(self, failures: Mapping[int, Failure]) -> SyncheckError:
         """Return the one error that all ranks raise: it names the ranks unless all failed alike."""
@@ -238,14 +262,14 @@ class Channel:
         self.over = True  # until it has come through
         try:
             yield
-        except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:  # bytes that are no pickle of ours
-            raise RankFailed(_mixed("some rank")) from error
         except RuntimeError as error:  # torch.distributed's own are of this kind
             self.lost = True
             raise RankFailed(
                 f"rank {self.rank} got no message through: {_cause(error)}; a rank has ended, or did not make this "
                 "call within the group's timeout: see what the others printed last"
             ) from error
+        except Exception as error:  # torch unpickles what came; of this module come bytes only, and these cannot fail
+            raise self._mixed("some rank") from error
         self.over = False
 
 
@@ -260,18 +284,17 @@ def _failure(error: Exception) -> Failure:
     return Failure(f"{kind}{error}"[:_LONGEST], isinstance(error, UsageError))
 
 
-def _unpacked(part: Any) -> Any:
-    """Return what a rank sent; None for what is not of ours."""
-    try:
-        # As all_gather_object itself does: the ranks of a group run one program and trust each other.
-        mark, sent = pickle.loads(part)  # noqa: S301
-    except (pickle.UnpicklingError, EOFError, TypeError, ValueError, AttributeError, ImportError, IndexError):
+def _framed(sent: Any) -> bytes:
+    return _MARK + pickle.dumps(sent)
+
+
+def _unframed(part: Any) -> Any:
+    """Return what a rank sent; None for what is not of this module."""
+    if not (isinstance(part, bytes) and part.startswith(_MARK)):
         return None
-    return sent if mark == _MARK and isinstance(sent, (Failure, _Sent)) else None
+    # As all_gather_object itself does: the ranks of a group run one program and trust each other.
+    return pickle.loads(memoryview(part)[len(_MARK) :])  # noqa: S301
 
 
-def _mixed(who: str) -> str:
-    return (
-        f"{who} sent something that is no part of this comparison; every rank has to make the same collective calls, "
-        "these included, in the same order"
-    )
+def _loaded(sent: _Sent) -> Any:
+    return pickle.loads(sent.message)  # noqa: S301 - as in `_unframed`

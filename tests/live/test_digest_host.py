@@ -107,3 +107,41 @@ def test_without_xxhash() -> None:
     for call in (lambda: digest_all(sources, XXH3), lambda: Stream(XXH3)):
         with pytest.raises(UsageError, match="pip install xxhash"):
             call()
+
+
+@pytest.mark.parametrize("starting", [0, 1, 2])
+def test_a_thread_that_cannot_start_is_done_without(starting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no more threads, those that started are joined, and the digests are the same."""
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == starting:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    sources = some_tensors()
+    expected = digest_all(sources, threads=1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert digest_all(sources, threads=4) == expected
+    assert len(started) == starting
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_an_interrupt_leaves_no_thread_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the call, no thread goes on reading memory that the caller may free."""
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        digest_all(some_tensors(), threads=4)
+    assert len(started) == 2
+    assert not any(thread.is_alive() for thread in started)

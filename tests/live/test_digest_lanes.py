@@ -212,7 +212,31 @@ def test_without_a_kernel_the_eager_form_does_it(monkeypatch: pytest.MonkeyPatch
         assert [digest_lanes.start(some, kernel.add).read() for _ in range(3)] == [expected] * 3
         assert len(tried) == 1
         assert str(error) in kernel.broken
+        assert kernel.fallback == kernel.broken
     assert digest_lanes.KERNEL.broken == ""
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("Triton: out of memory")]
+)
+def test_memory_that_is_short_once_does_not_end_the_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One out-of-memory is answered by the eager form, and said; the next digest is the kernel's again."""
+    some = [torch.randn(100), torch.randn(7, 3).t()]
+    expected = lanes(some)
+    kernel, tried = type(digest_lanes.KERNEL)(), []
+
+    def add(rows: Any, sums: Any) -> None:
+        tried.append(1)
+        if len(tried) == 1:
+            raise error
+        digest_lanes.add_eagerly(rows, sums)
+
+    monkeypatch.setattr(digest_kernel, "add", add)
+    assert digest_lanes.start(some, kernel.add).read() == expected
+    assert type(error).__name__ in kernel.fallback
+    kernel.fallback = ""
+    assert digest_lanes.start(some, kernel.add).read() == expected
+    assert (kernel.fallback, kernel.broken, len(tried)) == ("", "", 2)
 
 
 def test_without_triton(tmp_path: Path) -> None:

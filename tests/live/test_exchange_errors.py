@@ -11,7 +11,10 @@ from agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed
-from syncheck.live import exchange
+from syncheck.live import check, exchange
+from syncheck.live.channel import Channel
+from syncheck.live.digest import digest_all, lanes
+from syncheck.live.exchange import holdings
 from syncheck.live.memory import held
 from syncheck.testing import assert_in_sync
 
@@ -110,6 +113,65 @@ def test_a_rank_in_another_collective_is_told_clearly(syncheck_rank: Any) -> Non
     else:
         dist.all_gather_object([None] * 2, {"loss": 1.0})
     assert syncheck_rank.gather(told)[0].startswith("rank 1 sent something that is no part of this comparison")
+
+
+class Unloadable:
+    """A message that one rank cannot unpickle."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return load, (self.error,)
+
+
+def load(error: type[Exception]) -> Any:
+    """Unpickle an `Unloadable`."""
+    if dist.get_rank() == 1:
+        raise error("no module named x")
+    return Unloadable(error)
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("error", [TypeError, ImportError, ValueError, EOFError, RuntimeError])
+def test_an_error_in_a_rank_s_own_code_is_told_as_what_it_is(error: type[Exception]) -> None:
+    """A message that rank 1 cannot unpickle is its failure, however it comes, and no mismatch of collective calls."""
+    wanted = f"rank 1: {error.__name__}: no module named x"
+
+    def asked(talk: Channel) -> Any:
+        return talk.led(lambda: talk.ask(1, Unloadable(error)), lambda what: what)
+
+    ways = [
+        lambda talk: talk.gather(Unloadable(error), "x"),
+        lambda talk: talk.share(lambda: Unloadable(error), [0, 1, 2], "x"),
+        lambda talk: talk.led(lambda: Unloadable(error), lambda what: what),
+        asked,
+    ]
+    for way in ways:
+        talk = Channel()
+        outcomes = each_rank(lambda talk=talk, way=way: talk.together(lambda: way(talk)))
+        assert all_raise(outcomes, "RankFailed").text == wanted
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_digests_without_the_fused_kernel_are_told_in_the_report(
+    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose kernel had no memory is named in a note of the report of all ranks, once."""
+
+    def short(sources: Any, algorithm: Any = None) -> Any:
+        if syncheck_rank.rank == 1 and algorithm is None:  # not where ranks agree on another algorithm
+            lanes.KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
+        return digest_all(sources, algorithm)
+
+    monkeypatch.setattr(holdings, "digest_all", short)
+    for value in (0.0, float(syncheck_rank.rank)):
+        report = each_rank(check, {"w": torch.full((2,), value)})[0].report
+        [note] = [note for note in report.groups[0].notes if "fused kernel" in note]
+        assert "rank 1: OutOfMemoryError: CUDA out of memory" in note
+    monkeypatch.undo()
+    report = each_rank(check, {"w": torch.ones(2)})[0].report
+    assert not [note for note in report.groups[0].notes if "fused kernel" in note]
 
 
 def two_of_a_kind() -> dict[str, tuple[Any, Any]]:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, trained
 from monitored import Watched, flip_at, printer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.errors import RankFailed, UsageError
 from syncheck.live import SyncMonitor
@@ -256,3 +258,29 @@ def test_it_may_be_called_in_compiled_code(syncheck_rank: Rank) -> None:
     assert [float(step(torch.zeros(1))) for _ in range(4)] == [1.0] * 4
     verdicts = [report and report.verdict for report in watched.returned.values()]
     assert verdicts == [None, "out_of_sync", None, "out_of_sync"]
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("fault", [False, True])
+def test_lbfgs_under_ddp_is_in_sync(syncheck_rank: Any, fault: bool) -> None:
+    """The loss that LBFGS keeps is each rank's own and no difference; a difference in its other state is one."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    torch.manual_seed(syncheck_rank.rank)
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        return loss
+
+    monitor = SyncMonitor(model, optimizer, every=1, on_desync="warn", console=False)
+    for step in range(3):
+        optimizer.step(closure)
+        if fault and step == 2 and syncheck_rank.rank == 1:
+            optimizer.state[next(iter(optimizer.state))]["H_diag"] += 1
+        report = monitor.step()
+        assert report is not None
+        assert (report.verdict == "out_of_sync") == (fault and step == 2)

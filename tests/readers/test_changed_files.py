@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from syncheck.readers.dcp import folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.snapshots import Snapshot
+    from syncheck.snapshots import Snapshot, Tensor
 
 
 def change(path: Path, how: str) -> None:
@@ -138,6 +139,38 @@ def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pyte
     found = api.find(*(save(tmp_path / f"w_rank{rank}.pth", {"w": large}) for rank in range(2)))
     monkeypatch.setattr(os, "preadv", broken)
     assert api.judge(found).unreadable[0].reason == "input/output error"
+
+
+@pytest.mark.parametrize(("how", "most"), [("replaced", 2), ("removed", 2), ("cut", 2), ("disk", 3)])
+def test_intact_files_are_read_again_once_however_many_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, most: int
+) -> None:
+    """Half of 20 files break after they were opened: all are listed, and no intact file is read ten times."""
+    read, bytes_read = Files._pread, Counter[str]()
+    paths = [save(tmp_path / f"w_rank{rank:02}.pth", {"w": np.ones(1 << 17, np.float32)}) for rank in range(20)]
+    broken = {str(path) for path in paths[::2]}
+
+    def counted(files: Files, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
+        bytes_read[tensor.path] += length
+        if how == "disk" and tensor.path in broken and offset > tensor.offset:
+            raise UnreadableFile.because(tensor.path, OSError(5, "Input/output error"))
+        return read(files, tensor, offset, length, slot)
+
+    found = api.find(*paths)
+    monkeypatch.setattr(Files, "_pread", counted)
+    for path in paths[::2]:
+        if how == "replaced":
+            change(path, how)
+        elif how == "removed":
+            path.unlink()
+        elif how == "cut":
+            os.truncate(path, 1000)
+    report = api.judge(found)
+    assert {file.path for file in report.unreadable} == broken
+    assert report.verdict == "undecided"
+    assert [replica.rank for replica in report.groups[0].replicas] == list(range(1, 20, 2))
+    assert report.counts.identical == 1
+    assert max(bytes_read[str(path)] for path in paths[1::2]) <= most * 4 << 17
 
 
 @pytest.mark.parametrize("name", ["w.pth", "."], ids=["file", "folder"])

@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 from collections import deque
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -210,10 +211,16 @@ def _in_threads(work: Callable[[], None], todo: deque[Any], threads: int) -> Non
             todo.clear()
 
     others = [Thread(target=guarded, daemon=True) for _ in range(min(threads, len(todo)) - 1)]
-    for thread in others:
-        thread.start()
-    guarded()
-    for thread in others:  # they read memory that the caller may free
-        thread.join()
+    try:
+        with suppress(RuntimeError):  # the system has no more threads: fewer do the same work
+            for thread in others:
+                thread.start()
+        guarded()
+    finally:
+        todo.clear()
+        # They read memory that the caller may free.
+        for thread in others:
+            if thread.ident is not None:  # it has started
+                thread.join()
     if errors:
         raise errors[0]

@@ -68,9 +68,9 @@ class Row(NamedTuple):
 
 
 class _Kernel:
-    """The fused kernel. Where it is not to be had, or fails once, `broken` says why, and the eager form is taken."""
+    """The fused kernel. broken: why it is not tried any more. fallback: why the eager form was last taken."""
 
-    broken = ""
+    broken = fallback = ""
 
     def add(self, rows: Sequence[Row], sums: Any) -> None:
         """Add the words of rows to the sums, by the kernel or without it: the sums are the same."""
@@ -80,9 +80,13 @@ class _Kernel:
 
                 digest_kernel.add(rows, sums)
             except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, a device that it does not know, ...
-                self.broken = f"{type(error).__name__}: {error}"
+                self.fallback = f"{type(error).__name__}: {error}"
+                # Memory may be free at the next check; the other reasons stay.
+                if not (isinstance(error, MemoryError) or "out of memory" in str(error).lower()):
+                    self.broken = self.fallback
             else:
                 return
+        self.fallback = self.fallback or self.broken
         add_eagerly(rows, sums)
 
 

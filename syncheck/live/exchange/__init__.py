@@ -29,6 +29,7 @@ from syncheck.live.exchange.fetching import Fetcher, Remote, Wanted, answer, siz
 from syncheck.live.exchange.holdings import exchange
 from syncheck.live.here import NOTHING
 from syncheck.live.memory import snapshot
+from syncheck.records import ranks_text
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import replicated
 
@@ -109,6 +110,9 @@ def compare_snapshots(
     name, note: of the group in the report. histograms: as in `api.judge`.
     """
     holdings = exchange(channel, taken, options)
+    slow = {rank: place.fallback for rank, place in holdings.places.items() if place.fallback}
+    if slow:
+        note = f"{note}; digests without the fused kernel on {ranks_text(list(slow))}: {next(iter(slow.values()))}"
     if holdings.are_equal and options.reference is None:  # which may be any of them
         return _in_sync(holdings, options, name, note)
     wanted = _differing(holdings, options)

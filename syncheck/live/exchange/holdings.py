@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError
+from syncheck.errors import UsageError, one_line
 from syncheck.live.digest import COMMON, WIDTH, digest_all, root
+from syncheck.live.digest.lanes import KERNEL
 from syncheck.live.exchange.catalogue import catalogue_of
 from syncheck.live.exchange.stored import Stored
 from syncheck.live.memory import FORMAT, agree_on_buffers
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 class Place:
     """What is known of one rank. key: equal on ranks that hold the same; mesh: where it stands, by dimension.
 
-    path, size: what reports call its replica, and its bytes. host: where it was trained.
+    path, size: what reports call its replica, and its bytes. host: where it was trained. fallback: why its digests were
+    computed without the fused kernel of a GPU, else empty.
     """
 
     key: Key
@@ -41,6 +43,7 @@ class Place:
     size: int
     host: str
     mesh: tuple[tuple[str, int], ...]
+    fallback: str = ""
 
 
 @dataclass
@@ -135,7 +138,8 @@ def exchange(channel: Channel, taken: Snapshot, options: Options) -> Holdings:
         mine = replace(mine, metadata=own)
     key = mine.digest(), root(found)
     asked = hashlib.sha256(repr(options).encode()).digest()[:16]
-    sent = channel.gather(Place(key, asked, path, taken.bytes, host, mesh), "digests")
+    fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
+    sent = channel.gather(Place(key, asked, path, taken.bytes, host, mesh, fallback), "digests")
     places: dict[int, Place] = {rank: sent[rank] for rank in sorted(sent)}
     if len({place.options for place in places.values()}) > 1:
         raise UsageError("the options are not the same on all ranks")

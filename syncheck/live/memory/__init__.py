@@ -45,10 +45,16 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     flat = flatten(tree.root, path)
     if _name_members(tree, flat):
         flat = flatten(tree.root, path)
+    for name, kind in tree.hidden:
+        place = HeldPlace(None, (), None, f"in an object of class {kind}, which is not read")
+        flat.tensors[flat.free(name, flat.tensors)] = place
     tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
     values, stubs = _with_members(flat.values), tuple(sorted(tree.stubs))
-    return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata))
+    notes = [f"not read in full, so tensors in them may not be compared: {', '.join(sorted(tree.unread))}"][
+        : len(tree.unread)
+    ]
+    return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata, tuple(notes)))
 
 
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:

@@ -1,11 +1,22 @@
-"""What a thing in memory is, told by what it offers: a module, an optimizer, a bundle of parts of one replica."""
+"""What a thing in memory is, told by what it offers, and what it holds: modules, optimizers, containers, objects."""
 
 from __future__ import annotations
 
+import copyreg
+import gc
+import weakref
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from syncheck.live.memory.held import is_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+# Objects that a search for tensors looks at: what holds more, such as a logger with all others, may hold a tensor too.
+_MOST_SEARCHED = 20_000
 
 
 def is_module(thing: Any) -> bool:
@@ -33,10 +44,49 @@ def has_module(thing: Any) -> bool:
         node = ahead.pop()
         if is_module(node):
             return True
-        if isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
+        if id(node) not in seen and not is_tensor(node) and not is_stateful(node):
             seen.add(id(node))
-            ahead += node.values() if isinstance(node, Mapping) else node
+            listed = node if isinstance(node, (list, tuple, deque)) else ()
+            ahead += node.values() if isinstance(node, Mapping) else listed or attributes(node).values()
     return False
+
+
+def attributes(thing: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name: of its `__dict__` and of the `__slots__` of its classes."""
+    names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy find them
+    found = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+    own = getattr(thing, "__dict__", None)
+    return found | own if isinstance(own, dict) and not isinstance(thing, (type, ModuleType, FunctionType)) else found
+
+
+def has_tensor(inside: Iterable[Any], known: Container[int] = ()) -> bool:
+    """Whether a tensor, or anything that has a state, is in some objects or in whatever these refer to.
+
+    Modules and classes are not looked into, nor the globals of functions. known: ids of objects that are left out.
+    """
+    ahead, seen = list(inside), set()
+    while ahead:
+        at = ahead.pop()
+        if id(at) in known or id(at) in seen or isinstance(at, (type, ModuleType)):
+            continue
+        if is_tensor(at) or type(at).__name__ == "UntypedStorage" or is_module(at) or is_stateful(at):
+            return True
+        seen.add(id(at))
+        if len(seen) > _MOST_SEARCHED:
+            return True
+        ahead += insides(at)
+    return False
+
+
+def insides(thing: Any) -> list[Any]:
+    """Return the objects that one refers to, as the garbage collector sees it, and what a weak reference points at."""
+    if isinstance(thing, FunctionType):
+        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
+    if isinstance(thing, weakref.ReferenceType):
+        return [thing()]
+    if isinstance(thing, dict) and "__builtins__" in thing:  # the globals of a module
+        return []
+    return gc.get_referents(thing)
 
 
 def is_readable(thing: Any) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -24,13 +25,13 @@ from syncheck.live.memory.modules import (
 )
 from syncheck.live.memory.optimizers import FLAT, own_part, with_names
 from syncheck.live.memory.saved import own_state
-from syncheck.live.memory.things import is_bundle, is_module, is_optimizer, is_stateful
+from syncheck.live.memory.things import attributes, has_tensor, insides, is_bundle, is_module, is_optimizer, is_stateful
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 
 # As deep as `readers.pickles.tree` goes.
 MAX_DEPTH = 200
-_EXACT = (bool, int, float, complex, str, bytes)
+_EXACT = (bool, int, float, complex, str, bytes, bytearray)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
@@ -40,9 +41,10 @@ class Tree:
     parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
     `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
-    `snapshots.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
-    mappings of the tree, as converted. names: of the modules' parameters, by their `id`. dealt_out: an optimizer keeps
-    the state of some parameters only, as ZeRO's does; kept: the names of this rank's.
+    `snapshots.Metadata`; None where no module says it. stubs: unknown classes, of which all tensors are compared.
+    unread: classes, and attributes of modules, of which they are not. hidden: the same by name, if there are tensors.
+    containers: all mappings of the tree, as converted. names: of the modules' parameters, by their `id`. dealt_out: an
+    optimizer keeps the state of some parameters only, as ZeRO's does; kept: the names of this rank's.
     Raises UsageError for what cannot be read.
     """
 
@@ -57,11 +59,14 @@ class Tree:
         self.bn: dict[str, float | None] = {}
         self.synced: set[bool | None] = set()
         self.stubs: set[str] = set()
+        self.unread: set[str] = set()
         self.containers: list[dict[Any, Any]] = []
         self.names: dict[int, str] = {}
         self._sharded: set[int] = set()
         self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
         self._seen: dict[int, Any] = {}
+        self._searched: list[tuple[str, Any, list[Any]]] = []
+        self._attributes: list[tuple[str, Any]] = []
         self._above: set[int] = set()
         self._alive: list[Any] = []
         self.root = self._convert(_merge(parts), "", 0)
@@ -73,6 +78,11 @@ class Tree:
             if not ("state" in made and "param_groups" in made):
                 into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
             into.update(made)
+        known = {*self._seen, *self.names, *map(id, self._alive)}
+        self.hidden = [(name, class_of(n)) for name, n, inside in self._searched if has_tensor(inside, known)]
+        self.unread.update(kind for _, kind in self.hidden)
+        self.unread.update(attribute for attribute, tensor in self._attributes if id(tensor) not in known)
+        self.stubs -= self.unread
 
     @property
     def buffers_synced(self) -> bool | None:
@@ -84,10 +94,19 @@ class Tree:
             raise UsageError(f"{name[:80]}: containers are nested deeper than {MAX_DEPTH} levels")
         if node is None or type(node) in _EXACT:
             return node
+        if type(node).__name__ == "UntypedStorage":
+            self._alive.append(node)
+            node = sys.modules["torch"].tensor([], dtype=sys.modules["torch"].uint8, device=node.device).set_(node)
         if is_tensor(node):
-            return place_of(node)
+            self._alive.append(node)
+            place = place_of(node)
+            if place.sharding is None and not place.refused and (own := attributes(node)):
+                self._searched.append((f"{name}.(attributes)", node, [own]))
+            return place
         exact = next((kind for kind in _EXACT if isinstance(node, kind)), None)
         if exact is not None:  # numpy.float64 is a float, an IntEnum is an int
+            self._alive.append(node)
+            self._searched.append((name, node, insides(node)))
             return exact.__str__(node) if exact is str else exact(node)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(node, numpy.generic):
@@ -98,6 +117,9 @@ class Tree:
         if id(node) in self._above:  # an object that refers to its owner: the way back is not followed
             return None
         self._above.add(id(node))
+        plain = type(node) in (list, tuple, deque) or (type(node) is dict and all(type(key) in _EXACT for key in node))
+        if not (plain or is_module(node) or is_stateful(node) or isinstance(node, (type, ModuleType))):
+            self._searched.append((name, node, insides(node)))
         made = self._container(node, name, depth)
         self._above.discard(id(node))
         self._seen[id(node)] = made
@@ -127,15 +149,18 @@ class Tree:
         if isinstance(node, (list, tuple, deque)):
             listed = [below(i, value) for i, value in enumerate(node)]
             return tuple(listed) if isinstance(node, tuple) else listed
-        if isinstance(node, (set, frozenset)):
-            return node
+        if isinstance(node, (set, frozenset)):  # of tensors, it has no order by which they could be compared
+            return None if has_tensor(node) else node
         if is_stateful(node):
             return self._convert(node.state_dict(), name, depth + 1)
         if isinstance(node, _CODE):
             return None
-        self.stubs.add(f"{type(node).__module__}.{type(node).__qualname__}"[:120])
-        fields = getattr(node, "__dict__", None)
-        return {key: below(key, value) for key, value in fields.items()} if isinstance(fields, dict) else None
+        fields = attributes(node)
+        if not hasattr(node, "__dict__") and not has_tensor(fields.values()):
+            fields = {}  # plain values in slots are mostly what a library keeps for itself, as pathlib does
+        # What the garbage collector does not see may hold tensors where Python cannot look.
+        (self.stubs if fields or gc.is_tracked(node) else self.unread).add(class_of(node))
+        return {key: below(key, value) for key, value in fields.items()}
 
     def _module(self, module: Any, name: str) -> dict[str, Any]:
         """Return parameters and buffers by name, in the order of a state dict."""
@@ -163,6 +188,10 @@ class Tree:
                 if not (self.persistent and f"{at}{key}" in transient):
                     made[f"{at}{key}"] = place_of(buffer)
                     self.buffers.append(f"{prefix}{at}{key}")
+            self._alive += [owner, *owner.buffers(recurse=False)]
+            for held in (owner, *owner.parameters(recurse=False)):
+                own = [(key, value) for key, value in vars(held).items() if hasattr(value, "dtype")]  # few: is fast
+                self._attributes += [(f"{class_of(held)}.{key}", value) for key, value in own if is_tensor(value)]
             if has_extra_state(owner):
                 made[f"{at}{EXTRA_STATE}"] = self._convert(owner.get_extra_state(), f"{prefix}{at}{EXTRA_STATE}", 1)
             if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
@@ -170,12 +199,17 @@ class Tree:
         # Asking sharded ones for what they save would gather their shards.
         whole = {at: m for at, m in modules.items() if not (flat and f"{at}.".startswith(flat)) and not is_sharded(m)}
         added, unasked = own_state(whole, made.keys() | transient)
-        self.stubs.update(unasked)
+        self.unread.update(unasked)
         for key, value in added.items():
             made[key] = self._convert(value, f"{prefix}{key}", 1)
             if is_tensor(value):
                 self.buffers.append(f"{prefix}{key}")
         return made
+
+
+def class_of(thing: Any) -> str:
+    """Name the class of an object, with its module."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"[:120]
 
 
 def prefix_of(name: str) -> str:

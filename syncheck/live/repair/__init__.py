@@ -152,9 +152,9 @@ class _Repair:
         def contents() -> dict[str, Content]:
             return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == rank}
 
-        sent = self.channel.share(contents, sorted({leaf.source for leaf in plan.leaves}), "values")
-        self.begun = True
         try:
+            sent = self.channel.share(contents, sorted({leaf.source for leaf in plan.leaves}), "values")
+            self.begun = True
             return self._carry_out(plan, places, sent)
         except Exception as error:
             if self.channel.over:  # another rank's error is told as it is

@@ -49,19 +49,8 @@ class Copier:
         sent = self._channel.gather(mine, "shapes")
         shapes = [sent[job.source][i] for i, job in enumerate(jobs)]
         for batch in _batches([shape.size for shape in shapes]):
-            rows = [self._row(jobs[i], shapes[i], live) for i in batch]
-            # Whoever has no memory left says it here, where the others still listen.
-            self._channel.gather(None, "ready")
-            failed: list[Exception] = []
-            for i, (row, arrived) in zip(batch, rows, strict=True):
-                if shapes[i].size:
-                    self._dist.broadcast(row, jobs[i].source, group=self._group)
-                    try:
-                        arrived()
-                    except Exception as error:  # noqa: BLE001 - the others are waiting for the next row first
-                        failed.append(error)
-            if failed:
-                raise failed[0]
+            rows = [(i, *self._row(jobs[i], shapes[i], live)) for i in batch]
+            self._channel.carry([(row, jobs[i].source, arrived) for i, row, arrived in rows if shapes[i].size])
         return tuple(shape.size for shape in shapes)
 
     def _shape(self, tensor: Any) -> Shape:

@@ -1,0 +1,147 @@
+"""A rank that fails anywhere between two messages of a call: all ranks raise its error at once, and can go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from agreement import on_all
+from torch import nn
+
+from syncheck.live import channel, check, exchange, repair, resync
+from syncheck.live.channel import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANKS = 3
+ERRORS = (RuntimeError, TypeError, ImportError, MemoryError)
+
+
+@dataclass
+class Plan:
+    """Where one rank fails: before or after its message of some number. points: how many it has passed."""
+
+    rank: int
+    at: int
+    points: int = 0
+
+
+PLAN = Plan(-1, 0)
+
+
+def point(rank: int) -> None:
+    """Pass a moment at which this rank's own code runs; fail if it is the one of the plan."""
+    if rank == PLAN.rank:
+        PLAN.points += 1
+        if PLAN.points == PLAN.at:
+            raise ERRORS[PLAN.at % len(ERRORS)](f"injected at {PLAN.at}")
+
+
+class Failing(Channel):
+    """A channel whose rank passes a point before and after each message, and in all work that is done within one."""
+
+    inside = False
+
+    def _own(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return work of the caller, which runs within a phase."""
+
+        def worked(*given: Any) -> Any:
+            self.inside = False
+            try:
+                point(self.rank)
+                made = work(*given)
+                point(self.rank)
+                return made
+            finally:
+                self.inside = True
+
+        return worked
+
+    def _phase(self, talk: Callable[[], Any]) -> Any:
+        """Let the channel talk: its own messages are part of this phase."""
+        if self.inside:
+            return talk()
+        point(self.rank)
+        self.inside = True
+        try:
+            made = talk()
+        finally:
+            self.inside = False
+        point(self.rank)
+        return made
+
+    def gather(self, message: Any, kind: str) -> Any:
+        if kind == "done" or isinstance(message, channel.Failure):
+            return super().gather(message, kind)
+        return self._phase(lambda: super(Failing, self).gather(message, kind))
+
+    def share(self, make: Any, senders: Any, kind: str) -> Any:
+        return self._phase(lambda: super(Failing, self).share(self._own(make), senders, kind))
+
+    def carry(self, rows: Any) -> None:
+        owned = [(row, source, self._own(arrived)) for row, source, arrived in rows]
+        self._phase(lambda: super(Failing, self).carry(owned))
+
+    def led(self, work: Any, answer: Any) -> Any:
+        return self._phase(lambda: super(Failing, self).led(self._own(work), self._own(answer)))
+
+    def ask(self, rank: int, what: Any) -> Any:
+        return self._phase(lambda: super(Failing, self).ask(rank, what))
+
+
+def differing(rank: int) -> tuple[Any, ...]:
+    """Return a model and an optimizer whose tensors and values differ on rank 1; the structure differs on rank 2."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if rank == 1 else 0.2)
+    if rank != 1:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def unlike(rank: int) -> tuple[Any, ...]:
+    return ({"w": torch.full((1 << 10,), float(rank)), **({"more": torch.ones(2)} if rank == 2 else {})},)
+
+
+def conversation(call: Callable[..., Any], make: Callable[[int], tuple[Any, ...]], rank: int) -> str:
+    """Make a call on this rank and return what it raised."""
+    try:
+        call(*make(rank))
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.syncheck(ranks=RANKS, timeout=100)
+@pytest.mark.parametrize(
+    "call, make, few",
+    [(check, unlike, 4), (check, unlike, 1), (resync, differing, 1)],
+    ids=["check by gathering", "check by broadcasting", "resync"],
+)
+def test_a_rank_that_fails_at_any_point_makes_all_raise(
+    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, call: Any, make: Any, few: int
+) -> None:
+    """Each rank fails in turn at each point of the call; all raise its error, and the next call works."""
+    monkeypatch.setattr(channel, "_FEW", few)
+    for module in (exchange, repair):
+        monkeypatch.setattr(module, "Channel", Failing)
+    for rank in range(RANKS):
+        for at in range(1, 100):
+            PLAN.rank, PLAN.at, PLAN.points = rank, at, 0
+            raised = on_all(conversation(call, make, syncheck_rank.rank))
+            if not on_all(PLAN.points >= at)[rank]:  # the call has no more points
+                assert raised == [""] * RANKS
+                assert at > 6
+                break
+            kind = ERRORS[at % len(ERRORS)].__name__
+            assert len(set(raised)) == 1, (rank, at, raised)
+            assert f"rank {rank}: " in raised[0], (rank, at, raised)
+            assert f"{kind}: injected at {at}" in raised[0], (rank, at, raised)
+            assert raised[0].startswith("RankFailed: ")
+        else:
+            pytest.fail("the call does not end")
+    PLAN.rank = -1
