@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import agreement_text, differ, gap_text
 from syncheck.kinds import BN_STATISTICS
+from syncheck.names import bn_sibling
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -28,6 +29,13 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     """
     found = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
     return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in found) else found
+
+
+def is_batchnorm(case: Case, name: str) -> bool:
+    """Whether a running statistic is BatchNorm's: normalizers of observations count no batches and have no weight."""
+    return name not in case.group.names or any(
+        bn_sibling(name, of) in case.group.names for of in ("num_batches_tracked", "weight")
+    )
 
 
 def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:

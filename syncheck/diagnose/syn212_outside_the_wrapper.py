@@ -26,7 +26,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, owner
 from syncheck.diagnose.gradients import (
     TOUCHED,
     cosines,
@@ -37,7 +37,6 @@ from syncheck.diagnose.gradients import (
     just_began,
     moments_apart,
     only_decay,
-    owner,
     parameters_apart,
     touched_less,
     trained,
@@ -77,7 +76,7 @@ def apply(case: Case) -> Match | None:
     named = set(moments) <= set(case.group.names)
     apart = set(parameters) | (set(moments) if named else set())
     where = _where(case, apart)
-    if not parameters or not where or not apart <= model or not in_step(case):
+    if not parameters or not where or not apart <= model or case.settings_differ or not in_step(case):
         return None
     if touched_less(parameters.values(), TOUCHED):
         return None
@@ -104,7 +103,8 @@ def apply(case: Case) -> Match | None:
         for diff in case.tensors
         if diff.name in parameters
         or (diff.kind == "optimizer" and (not named or owner(case, diff.name) in apart))
-        or diff.kind in (*BN_STATISTICS, "ema")
+        or diff.kind in (*BN_STATISTICS, "ema", "buffer")
+        or diff.name in case.untrained
     )
     text += since + followers_text(covered, "parameter", "optimizer")
     found = list(parameters.values())

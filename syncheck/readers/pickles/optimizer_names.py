@@ -115,7 +115,9 @@ def _earliest(
 
 
 def _by_module(
-    states: Sequence[AbstractSet[tuple[int, ...]]], modules: Sequence[Sequence[str]], models: Mapping[str, tuple[int, ...]]
+    states: Sequence[AbstractSet[tuple[int, ...]]],
+    modules: Sequence[Sequence[str]],
+    models: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
     """Give each state in turn one of the first names of a module; empty if no choice of names fits, or several do."""
     # After each module: how many states may have names.
