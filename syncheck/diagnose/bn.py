@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import agreement_text, differ, gap_text
 from syncheck.kinds import BN_STATISTICS
-from syncheck.names import bn_sibling
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -33,9 +32,9 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
 
 def is_batchnorm(case: Case, name: str) -> bool:
     """Whether a running statistic is BatchNorm's: normalizers of observations count no batches and have no weight."""
-    return name not in case.group.names or any(
-        bn_sibling(name, of) in case.group.names for of in ("num_batches_tracked", "weight")
-    )
+    module = name.removesuffix("running_mean").removesuffix("running_var")
+    siblings = {f"{module}num_batches_tracked", f"{module}weight"}
+    return name not in case.group.names or not case.group.names.keys().isdisjoint(siblings)
 
 
 def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:

@@ -48,6 +48,11 @@ def spots(case: Case) -> tuple[Spot, ...]:
     apart = [diff for diff in case.tensors if diff.kind not in _OF_BATCHES]
     if not apart and len(case.tensors) == 1 and one_bit(case.tensors[0]):
         apart = list(case.tensors)
+    # Buffers may follow each rank's data, and are another matter then too.
+    loose = case.loose
+    free = {diff.name: diff for diff in apart if diff.kind == "buffer" or diff.name in loose}
+    if len(free) < len(apart):
+        apart = [diff for diff in apart if diff.name not in free or _in_part(diff)]
     if not all(_in_part(diff) for diff in apart):
         return ()
     names = {diff.name for diff in apart}

@@ -78,7 +78,8 @@ def apply(case: Case) -> Match | None:
     where = _where(case, apart)
     if not parameters or not where or not apart <= model or case.settings_differ or not in_step(case):
         return None
-    if touched_less(parameters.values(), TOUCHED):
+    whole = not named and len(moments) == len(with_moment(case))
+    if whole or touched_less(parameters.values(), TOUCHED):
         return None
     trend, since = course(case, "parameter")
     if with_moment(case):
@@ -113,7 +114,7 @@ def apply(case: Case) -> Match | None:
 
 def _where(case: Case, apart: set[str]) -> list[str]:
     """Name the few modules, or marks, that hold all that differs and nothing that agrees; empty where none do."""
-    others = {name for name, kind in case.group.names.items() if kind == "parameter"} - apart
+    others = {name for name, kind in case.group.names.items() if kind == "parameter"} - apart - case.loose
     if not others:
         return []
     found = _modules(apart, others)

@@ -60,8 +60,8 @@ FIX = (
 )
 
 UNCOUNTED = (
-    "The averaged gradients are clipped or scaled by another factor on some ranks than on the others. Or a rank skipped "
-    "a step or lost its momentum: without step counters these look alike."
+    "The averaged gradients are clipped or scaled by another factor on some ranks than on the others. Or a rank "
+    "skipped a step or lost its momentum: without step counters these look alike."
 )
 
 # Shares of tensors: which differ at all; in which the same rank is the shorter; whose factor is near the median.
