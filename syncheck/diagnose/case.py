@@ -87,11 +87,11 @@ class Case:
 
     @property
     def loose(self) -> frozenset[str]:
-        """The untrained tensors that may be buffers: not frozen by the metadata, nor called weight or bias."""
+        """The untrained tensors that may be buffers, by the metadata and by their names."""
         metadata = self.group.metadata
         if metadata is not None and metadata.buffers is not None:
             return frozenset()
-        return frozenset(name for name in self.untrained - self.frozen if not name.endswith(("weight", "bias")))
+        return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
 
     @property
     def settings_differ(self) -> bool:
@@ -140,6 +140,11 @@ def owner(case: Case, name: str) -> str:
     parameter = parameter_of(name)
     head, _, rest = parameter.partition(".")
     return rest if head.isdigit() and rest in case.group.names else parameter
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor is called weight or bias, which buffers are not, except those that balance experts."""
+    return name.endswith(("weight", "bias")) and not name.endswith(("expert_bias", "correction_bias"))
 
 
 def parameter_of(name: str) -> str:

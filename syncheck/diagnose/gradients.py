@@ -6,7 +6,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, differ, owner
+from syncheck.diagnose.case import counted, differ, is_weight, owner
 from syncheck.diagnose.counters import is_counter
 from syncheck.evidence.history import gap_ratios, trend_of
 from syncheck.kinds import BN_STATISTICS
@@ -91,7 +91,7 @@ def trained(case: Case) -> frozenset[str]:
     if found := with_moment(case) & parameters:
         return found
     others = parameters - case.untrained
-    usual = frozenset(name for name in others if name.endswith(("weight", "bias")))
+    usual = frozenset(name for name in others if is_weight(name))
     known = case.optimized is not None or 2 * len(usual) <= len(others)
     return others if known else usual | (others & parameters_apart(case).keys())
 

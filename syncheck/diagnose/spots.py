@@ -50,9 +50,7 @@ def spots(case: Case) -> tuple[Spot, ...]:
         apart = list(case.tensors)
     # Buffers may follow each rank's data, and are another matter then too.
     loose = case.loose
-    free = {diff.name: diff for diff in apart if diff.kind == "buffer" or diff.name in loose}
-    if len(free) < len(apart):
-        apart = [diff for diff in apart if diff.name not in free or _in_part(diff)]
+    apart = [diff for diff in apart if diff.kind != "buffer" and diff.name not in loose] or apart
     if not all(_in_part(diff) for diff in apart):
         return ()
     names = {diff.name for diff in apart}

@@ -22,18 +22,19 @@ leggedrobotics/rsl_rl#226 (observations), pytorch/pytorch#85627 (observers).
 
 from __future__ import annotations
 
-import re
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import is_batchnorm
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
-from syncheck.diagnose.gradients import course
+from syncheck.diagnose.bn import is_batchnorm, running_statistics
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, is_weight
+from syncheck.diagnose.gradients import course, steps_of
+from syncheck.evidence.history import trend_of
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import names_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
     from syncheck.diagnose.case import Case
     from syncheck.records import Severity, TensorDiff
@@ -52,13 +53,6 @@ FIX = (
 
 # Cosine from which floating-point values have one origin.
 ONE_ORIGIN = 0.5
-# Last parts of names of running statistics.
-_STATISTIC = re.compile(
-    r"_*(?:(?:\w+_)?(?:mean|var|std|counts?|min|max|min_val|max_val|usage|queue|ptr|centers?|centroids?|per_expert)|m2|n"
-    r"|num_\w+|cluster_\w+|embed_avg|ema_\w+|zero_point|\w+_enabled|(?:weight_)?[uv]|s?[uv]\d+|\w*expert_bias"
-    r"|e_score_correction_bias)",
-    re.IGNORECASE,
-)
 
 
 def apply(case: Case) -> Match | None:
@@ -68,7 +62,7 @@ def apply(case: Case) -> Match | None:
     if not apart or any(diff.name not in names for diff in case.of_kind("parameter", "optimizer", "optimizer_step")):
         return None
     trend, since = course(case, names={diff.name for diff in apart})
-    if trend in (None, "constant"):
+    if not _moves(case, {diff.name for diff in apart}):
         apart = _updated(case, apart, steady=trend is not None)
     if not apart:
         return None
@@ -86,7 +80,7 @@ def _candidates(case: Case) -> list[TensorDiff]:
     found = []
     described = case.group.metadata is not None and case.group.metadata.buffers is not None
     untrained = case.untrained - case.frozen
-    statistics = {diff.name for diff in _statistics(case, case.tensors)} if case.optimized is None else set()
+    statistics = {diff.name for diff in running_statistics(case, case.tensors)} if case.optimized is None else set()
     for diff in case.tensors:
         buffer = diff.kind == "buffer" or (diff.kind in BN_STATISTICS and not is_batchnorm(case, diff.name))
         if diff.kind == "parameter" and not described:
@@ -96,39 +90,28 @@ def _candidates(case: Case) -> list[TensorDiff]:
     return found
 
 
+def _moves(case: Case, names: Collection[str]) -> bool:
+    """Whether the gaps of these tensors change from any step to the next."""
+    steps = [[diff for diff in group.tensors if diff.out_of_sync and diff.name in names] for group in steps_of(case)]
+    return any(trend_of(pair) not in (None, "constant") for pair in pairwise(steps))
+
+
 def _updated(case: Case, apart: list[TensorDiff], *, steady: bool) -> list[TensorDiff]:
     """Return the tensors that are updated, by what they are and hold. steady: whether their gap stays as it is."""
-    found = _statistics(case, apart)
+    found = running_statistics(case, apart)
     modules = {diff.name.rpartition(".")[0] for diff in found}
     for diff in apart:
-        of_one_origin = not steady and not _is_weight(diff) and _is_of_one_origin(diff)
-        if of_one_origin or (diff.name.rpartition(".")[0] in modules and not _is_weight(diff)):
+        of_one_origin = not steady and not is_weight(diff.name) and _is_of_one_origin(diff)
+        if of_one_origin or (diff.name.rpartition(".")[0] in modules and not is_weight(diff.name)):
             found.append(diff)
     names = {diff.name for diff in found}
     return [diff for diff in apart if diff.name in names]
-
-
-def _statistics(case: Case, apart: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """Return the tensors that are running statistics, by their dtype, or the names in their module."""
-    named = (name.rpartition(".") for name in case.group.names)
-    modules = {module for module, _, last in named if _STATISTIC.fullmatch(last)}
-    return [
-        diff
-        for diff in apart
-        if diff.dtype.startswith(("int", "uint", "bool"))
-        or (diff.name.rpartition(".")[0] in modules and not _is_weight(diff))
-        or _STATISTIC.fullmatch(diff.name.rpartition(".")[2])
-    ]
 
 
 def _is_of_one_origin(diff: TensorDiff) -> bool:
     """Whether the values of a tensor are no independent starts; single numbers are hardly ever drawn at random."""
     cosine = None if diff.evidence is None else diff.evidence.cosine
     return diff.numel == 1 or (cosine is not None and cosine >= ONE_ORIGIN)
-
-
-def _is_weight(diff: TensorDiff) -> bool:
-    return diff.name.endswith(("weight", "bias"))
 
 
 def _trained_text(case: Case, buffers: bool) -> str:

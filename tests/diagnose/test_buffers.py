@@ -145,3 +145,10 @@ def test_213_without_counters_is_hedged() -> None:
     fitted = only(group(*moments, *(apart(name, cosine=0.99) for name in MODEL), optimizer=SGD))
     assert fitted.code == "SYN213"
     assert "lost its momentum" in fitted.cause
+
+
+@pytest.mark.parametrize(("ranks", "odd", "code"), [(2, None, "SYN205"), (4, (), "SYN205"), (4, (3,), "SYN221")])
+def test_rows_of_a_queue(ranks: int, odd: tuple[int, ...] | None, code: str) -> None:
+    """Rows that differ on every rank are filled by each; on one rank of four they are damage."""
+    diff = apart("queue", "buffer", ranks, odd=odd, mismatched=2, extent="contiguous")
+    assert only(group(diff, more={"queue": "buffer"}, ranks=ranks)).code == code

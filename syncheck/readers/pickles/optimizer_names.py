@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Metadata
 
+    _Shape = tuple[int, ...]
+    _Shapes = AbstractSet[_Shape]
+
 # Where Lightning keeps what callbacks and users give it: a tensor in there is no parameter.
 _BESIDE = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
-# Choices of names to keep track of; a model with more stays without names.
-_MOST_CHOICES = 200_000
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 
@@ -86,9 +87,7 @@ def _shapes(entries: Any) -> set[tuple[int, ...]]:
     return {value.shape for value in values if isinstance(value, TensorPlace)}
 
 
-def _aligned(
-    states: Sequence[AbstractSet[tuple[int, ...]]], ordered: Sequence[str], models: Mapping[str, tuple[int, ...]]
-) -> list[str]:
+def _aligned(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:
     """Name the parameter of each state, by shapes and order; empty if no choice of names fits, or several do.
 
     states: shapes of the tensors in each parameter's state; 0-d counters fit any parameter. ordered: names that may be
@@ -97,65 +96,36 @@ def _aligned(
     """
     if len(states) == len(ordered):
         return list(ordered) if all(map(_fits, states, (models[name] for name in ordered))) else []
-    first = _earliest(states, ordered, models)
-    if first == _earliest(states[::-1], ordered[::-1], models)[::-1]:
-        return first  # the earliest names that fit are the latest ones too, or none fit
-    return _by_module(states, [list(of) for _, of in groupby(ordered, lambda name: name.rpartition(".")[0])], models)
+    modules = [list(names) for _, names in groupby(ordered, lambda name: name.rpartition(".")[0])]
+    for runs in ([[name] for name in ordered], modules):
+        both = (_first_choice(states, runs, models), _last_choice(states, runs, models))
+        found = [names for names in both if len(names) == len(states)]
+        if found and found[0] == found[-1]:
+            return found[0]
+    return []
 
 
-def _earliest(
-    states: Sequence[AbstractSet[tuple[int, ...]]], ordered: Sequence[str], models: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """Give each state in turn the next name that fits; empty if a state finds none."""
+def _first_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+    """Give the states, in turn, as many of the first names of each run as fit."""
     names: list[str] = []
-    for name in ordered:
-        if len(names) < len(states) and _fits(states[len(names)], models[name]):
-            names.append(name)
-    return names if len(names) == len(states) else []
+    for run in runs:
+        fits = [_fits(of, models[name]) for of, name in zip(states[len(names) :], run, strict=False)]
+        names += run[: [*fits, False].index(False)]
+    return names
 
 
-def _by_module(
-    states: Sequence[AbstractSet[tuple[int, ...]]],
-    modules: Sequence[Sequence[str]],
-    models: Mapping[str, tuple[int, ...]],
-) -> list[str]:
-    """Give each state in turn one of the first names of a module; empty if no choice of names fits, or several do."""
-    # After each module: how many states may have names.
-    reached, left, budget = [{0}], sum(map(len, modules)), _MOST_CHOICES
-    for module in modules:
-        left -= len(module)
-        least = len(states) - left
-        ends = {at for start in reached[-1] for at in _ends(start, module, states, models) if at >= least}
-        reached.append(ends)
-        budget -= len(ends)
-        if budget < 0:
-            return []
-    at = len(states)
+def _last_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+    """Do the same from the last state to the first."""
     names: list[str] = []
-    for module, starts in zip(reversed(modules), reversed(reached[:-1]), strict=True):
-        found = [start for start in starts if at in _ends(start, module, states, models)]
-        if len(found) != 1:
-            return []
-        names += reversed(module[: at - found[0]])
-        at = found[0]
+    for run in reversed(runs):
+        left = len(states) - len(names)
+        for start in range(max(0, left - len(run)), left):
+            if all(_fits(of, models[name]) for of, name in zip(states[start:left], run, strict=False)):
+                names += reversed(run[: left - start])
+                break
     return names[::-1]
 
 
-def _ends(
-    start: int,
-    module: Sequence[str],
-    states: Sequence[AbstractSet[tuple[int, ...]]],
-    models: Mapping[str, tuple[int, ...]],
-) -> range:
-    """Return the states that may come next if, from `start` on, the first names of a module own one each."""
-    end = start
-    for name in module[: len(states) - start]:
-        if not _fits(states[end], models[name]):
-            break
-        end += 1
-    return range(start, end + 1)
-
-
-def _fits(shapes: AbstractSet[tuple[int, ...]], parameter: tuple[int, ...]) -> bool:
+def _fits(shapes: _Shapes, parameter: _Shape) -> bool:
     """Whether all tensors of a state have the parameter's shape, or are counters."""
     return shapes <= {parameter, ()}
