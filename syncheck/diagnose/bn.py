@@ -1,15 +1,26 @@
-"""What the BatchNorm rules have in common."""
+"""What the rules on running statistics have in common, BatchNorm's and others."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import agreement_text, differ, gap_text
+from syncheck.diagnose.case import agreement_text, differ, gap_text, is_weight
 from syncheck.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.diagnose.case import Case
     from syncheck.records import Group, TensorDiff
+
+# Last parts of names of running statistics.
+_STATISTIC = re.compile(
+    r"_*(?:(?:\w+_)?(?:mean|var|std|counts?|min|max|min_val|max_val|usage|queue|ptr|centers?|centroids?|per_expert)|m2|n"
+    r"|num_\w+|cluster_\w+|embed_avg|ema_\w+|zero_point|\w+_enabled|(?:weight_)?[uv]|s?[uv]\d+|\w*expert_bias"
+    r"|e_score_correction_bias)",
+    re.IGNORECASE,
+)
 
 
 def others_agree(case: Case) -> bool:
@@ -28,6 +39,26 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     """
     found = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
     return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in found) else found
+
+
+def is_batchnorm(case: Case, name: str) -> bool:
+    """Whether a running statistic is BatchNorm's: normalizers of observations count no batches and have no weight."""
+    module = name.removesuffix("running_mean").removesuffix("running_var")
+    siblings = {f"{module}num_batches_tracked", f"{module}weight"}
+    return name not in case.group.names or not case.group.names.keys().isdisjoint(siblings)
+
+
+def running_statistics(case: Case, apart: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors that are running statistics, by their dtype, or the names in their module."""
+    named = (name.rpartition(".") for name in case.group.names)
+    modules = {module for module, _, last in named if _STATISTIC.fullmatch(last)}
+    return [
+        diff
+        for diff in apart
+        if diff.dtype.startswith(("int", "uint", "bool"))
+        or (diff.name.rpartition(".")[0] in modules and not is_weight(diff.name))
+        or _STATISTIC.fullmatch(diff.name.rpartition(".")[2])
+    ]
 
 
 def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:

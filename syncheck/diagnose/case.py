@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from syncheck.evidence.suspects import suspects
+from syncheck.kinds import OPTIMIZER
 from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from syncheck.records import Group, Severity, TensorDiff, ValueDiff
 
 _Value = TypeVar("_Value")
+_MOST_WHOLE = 2**53  # a larger floating-point number is whole, but stands for several
 _MOST_SETS = 4  # replica groups that are named; HSDP has as many as a replica has shards
 
 
@@ -62,6 +64,36 @@ class Case:
         return frozenset(self.group.metadata.frozen if self.group.metadata is not None else ())
 
     @property
+    def optimized(self) -> frozenset[str] | None:
+        """The names of the parameters that the optimizer updates; None if not every state has a known parameter."""
+        names, metadata = self.group.names, self.group.metadata
+        if metadata is not None and metadata.optimizer_sharded:
+            return None
+        if metadata is not None and metadata.optimizer_parameters:
+            return frozenset(metadata.optimizer_parameters)
+        states = [name for name, kind in names.items() if kind in OPTIMIZER and ".param_groups." not in name]
+        owners = frozenset(owner(self, name) for name in states)
+        return owners if owners and owners <= names.keys() else None
+
+    @property
+    def untrained(self) -> frozenset[str]:
+        """The tensors of the model that no optimizer updates: frozen parameters, and buffers that count as parameters.
+
+        Only those in the metadata if the optimizer's parameters are not known.
+        """
+        optimized = self.optimized
+        parameters = frozenset(name for name, kind in self.group.names.items() if kind == "parameter")
+        return self.frozen if optimized is None else self.frozen | (parameters - optimized)
+
+    @property
+    def loose(self) -> frozenset[str]:
+        """The untrained tensors that may be buffers, by the metadata and by their names."""
+        metadata = self.group.metadata
+        if metadata is not None and metadata.buffers is not None:
+            return frozenset()
+        return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
+
+    @property
     def settings_differ(self) -> bool:
         """Whether settings of the optimizer, such as its learning rate, are among the uncovered values."""
         return any(".param_groups." in name for name in self.values)
@@ -103,6 +135,18 @@ class Rule(Protocol):
         """Return what the rule covers, or None where it does not fit."""
 
 
+def owner(case: Case, name: str) -> str:
+    """Return the parameter that an optimizer's tensor is of, without the number of one of several optimizers."""
+    parameter = parameter_of(name)
+    head, _, rest = parameter.partition(".")
+    return rest if head.isdigit() and rest in case.group.names else parameter
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor is called weight or bias, which buffers are not, except those that balance experts."""
+    return name.endswith(("weight", "bias")) and not name.endswith(("expert_bias", "correction_bias"))
+
+
 def parameter_of(name: str) -> str:
     """Return the parameter that an optimizer's tensor belongs to: optimizer.fc.weight.exp_avg gives fc.weight."""
     return name.removeprefix("optimizer.").rpartition(".")[0]
@@ -117,7 +161,13 @@ def gap_text(tensors: Iterable[TensorDiff]) -> str:
     if not measured:
         return "no finite gap"
     gap, diff = max(measured, key=lambda found: found[0])
-    return f"largest gap {gap:.3g} in {place_text(diff)}"
+    return f"largest gap {number_text(gap, 3)} in {place_text(diff)}"
+
+
+def number_text(number: float, digits: int = 6) -> str:
+    """Return a whole number with all of its digits, any other one with so many: '1000001', '0.0925'."""
+    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
+    return str(int(number)) if whole else f"{number:.{digits}g}"
 
 
 def place_text(diff: TensorDiff) -> str:

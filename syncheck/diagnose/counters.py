@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, differ, parameter_of, ranks_by
+from syncheck.diagnose.case import counted, differ, number_text, parameter_of, ranks_by
 from syncheck.kinds import BN_STATISTICS, SCALERS
 from syncheck.records import ranks_text
 
@@ -133,13 +133,15 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
     names = {parameter_of(name) for name in (*own, *(diff.name for diff in steps))}
     known = bool(own) and all(case.group.names.get(name) == "parameter" for name in names)
     frozen, found = case.frozen, list(steps)
+    loose = case.loose  # buffers follow the parameters: their inputs do
     for diff in case.tensors:
         if diff.kind == "parameter":
             taken = diff.name in names if known else diff.name not in frozen
+            taken = taken or diff.name in loose
         elif diff.kind == "optimizer":
             taken = not known or parameter_of(diff.name) in names
         else:
-            taken = diff.kind in ("ema", "scaler") or (diff.kind in BN_STATISTICS and case.agrees("bn_count"))
+            taken = diff.kind in ("ema", "scaler", "buffer") or (diff.kind in BN_STATISTICS and case.agrees("bn_count"))
         if taken:
             found.append(diff)
     if counters and forwards_lag(case, counters):
@@ -210,7 +212,8 @@ def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
 def counted_text(counter: StepCounter) -> str:
     """Say what the ranks counted: '12 steps on ranks 0, 1, 2 and 11 on rank 3'."""
     first, *others = sorted(ranks_by(dict(sorted(counter.by_rank.items()))).items(), reverse=True)
-    texts = [f"{first[0]:g} steps on {ranks_text(first[1])}", *(f"{n:g} on {ranks_text(r)}" for n, r in others[:3])]
+    texts = [f"{number_text(first[0])} steps on {ranks_text(first[1])}"]
+    texts += [f"{number_text(count)} on {ranks_text(ranks)}" for count, ranks in others[:3]]
     return " and ".join(texts) + (" and ..." if len(others) > 3 else "")
 
 

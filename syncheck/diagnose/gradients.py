@@ -6,14 +6,14 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, differ, parameter_of
+from syncheck.diagnose.case import counted, differ, is_weight, owner
 from syncheck.diagnose.counters import is_counter
 from syncheck.evidence.history import gap_ratios, trend_of
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import FIRST_MOMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from syncheck.diagnose.case import Case
     from syncheck.records import Group, TensorDiff, Trend
@@ -83,22 +83,27 @@ def _is_first_moment(case: Case, name: str) -> bool:
 
 
 def trained(case: Case) -> frozenset[str]:
-    """The parameters that are trained, as far as known: those with a first moment, else all that are not frozen."""
+    """The parameters that are trained, as far as known: those with a first moment, else all that may be.
+
+    Where nothing tells, tensors that agree count only if they are called weight or bias, provided that most are.
+    """
     parameters = frozenset(_compared(case, "parameter"))
-    found = with_moment(case) & parameters
-    return found or parameters - case.frozen
-
-
-def owner(case: Case, name: str) -> str:
-    """Return the parameter that an optimizer's tensor is of, without the number of one of several optimizers."""
-    parameter = parameter_of(name)
-    head, _, rest = parameter.partition(".")
-    return rest if head.isdigit() and rest in case.group.names else parameter
+    if found := with_moment(case) & parameters:
+        return found
+    others = parameters - case.untrained
+    usual = frozenset(name for name in others if is_weight(name))
+    known = case.optimized is not None or 2 * len(usual) <= len(others)
+    return others if known else usual | (others & parameters_apart(case).keys())
 
 
 def parameters_apart(case: Case) -> dict[str, TensorDiff]:
-    """Return the differing parameters that are not explained yet, by name."""
-    return {diff.name: diff for diff in case.of_kind("parameter") if diff.status == "different"}
+    """Return the differing parameters that are not explained yet, by name, without those that are not trained."""
+    untrained = case.untrained
+    return {
+        diff.name: diff
+        for diff in case.of_kind("parameter")
+        if diff.status == "different" and diff.name not in untrained
+    }
 
 
 def moments_apart(case: Case) -> dict[str, TensorDiff]:
@@ -154,10 +159,10 @@ def only_decay(case: Case) -> bool:
     )
 
 
-def course(case: Case, *kinds: str) -> tuple[Trend | None, str]:
-    """Say what the gaps of these kinds did over the series, since they are there; '' where it does not tell."""
+def course(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[Trend | None, str]:
+    """Say what the gaps of these kinds or names did over the series, since they are there; '' if it does not show."""
     groups = steps_of(case)
-    steps = [[diff for diff in g.tensors if diff.out_of_sync and diff.kind in kinds] for g in groups]
+    steps = [[d for d in g.tensors if d.out_of_sync and (d.kind in kinds or d.name in names)] for g in groups]
     first = next((i for i, apart in enumerate(steps) if apart), len(steps))
     trend = trend_of(steps[first:])
     if trend is None:
@@ -171,6 +176,7 @@ def course(case: Case, *kinds: str) -> tuple[Trend | None, str]:
 def with_followers(case: Case, named: Iterable[TensorDiff]) -> tuple[TensorDiff, ...]:
     """Return these and what follows from them: optimizer state, running statistics, buffers, an averaged copy."""
     names = {diff.name for diff in named}
+    names |= case.untrained
     return tuple(diff for diff in case.tensors if diff.name in names or diff.kind in _FOLLOWERS)
 
 

@@ -48,6 +48,9 @@ def spots(case: Case) -> tuple[Spot, ...]:
     apart = [diff for diff in case.tensors if diff.kind not in _OF_BATCHES]
     if not apart and len(case.tensors) == 1 and one_bit(case.tensors[0]):
         apart = list(case.tensors)
+    # Buffers may follow each rank's data, and are another matter then too.
+    loose = case.loose
+    apart = [diff for diff in apart if diff.kind != "buffer" and diff.name not in loose] or apart
     if not all(_in_part(diff) for diff in apart):
         return ()
     names = {diff.name for diff in apart}

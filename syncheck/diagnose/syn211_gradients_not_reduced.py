@@ -74,7 +74,9 @@ def apply(case: Case) -> Match | None:
     """Fit a whole model that is apart by gradients of each rank's own."""
     parameters, moments = parameters_apart(case), moments_apart(case)
     model, states = trained(case), with_moment(case)
-    if not parameters or len(model & set(parameters)) < MOST * len(model) or not in_step(case):
+    # Where the optimizer's ids have no names, it still shows how many parameters are trained.
+    total = min(len(model), len(states)) if states and not states & model else len(model)
+    if not parameters or len(model & set(parameters)) < MOST * total or case.settings_differ or not in_step(case):
         return None
     if touched_less(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
         return None
@@ -118,7 +120,7 @@ def _own_gradients(case: Case, parameters: list[TensorDiff], moments: list[Tenso
 
 def _without_moments(case: Case, apart: list[TensorDiff], trend: str | None) -> str:
     """Say why parameters alone look like unreduced gradients; '' where they may as well be something else."""
-    if not case.agrees("optimizer") or case.settings_differ:
+    if not case.agrees("optimizer"):
         return ""
     found = cosines(apart)
     told = "no first moments were compared: consistent with gradients that are not averaged"

@@ -26,7 +26,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
+from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, owner
 from syncheck.diagnose.gradients import (
     TOUCHED,
     cosines,
@@ -37,7 +37,6 @@ from syncheck.diagnose.gradients import (
     just_began,
     moments_apart,
     only_decay,
-    owner,
     parameters_apart,
     touched_less,
     trained,
@@ -77,9 +76,10 @@ def apply(case: Case) -> Match | None:
     named = set(moments) <= set(case.group.names)
     apart = set(parameters) | (set(moments) if named else set())
     where = _where(case, apart)
-    if not parameters or not where or not apart <= model or not in_step(case):
+    if not parameters or not where or not apart <= model or case.settings_differ or not in_step(case):
         return None
-    if touched_less(parameters.values(), TOUCHED):
+    whole = not named and len(moments) == len(with_moment(case))
+    if whole or touched_less(parameters.values(), TOUCHED):
         return None
     trend, since = course(case, "parameter")
     if with_moment(case):
@@ -104,7 +104,8 @@ def apply(case: Case) -> Match | None:
         for diff in case.tensors
         if diff.name in parameters
         or (diff.kind == "optimizer" and (not named or owner(case, diff.name) in apart))
-        or diff.kind in (*BN_STATISTICS, "ema")
+        or diff.kind in (*BN_STATISTICS, "ema", "buffer")
+        or diff.name in case.untrained
     )
     text += since + followers_text(covered, "parameter", "optimizer")
     found = list(parameters.values())
@@ -113,7 +114,7 @@ def apply(case: Case) -> Match | None:
 
 def _where(case: Case, apart: set[str]) -> list[str]:
     """Name the few modules, or marks, that hold all that differs and nothing that agrees; empty where none do."""
-    others = {name for name, kind in case.group.names.items() if kind == "parameter"} - apart
+    others = {name for name, kind in case.group.names.items() if kind == "parameter"} - apart - case.loose
     if not others:
         return []
     found = _modules(apart, others)

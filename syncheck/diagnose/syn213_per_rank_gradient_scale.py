@@ -59,6 +59,11 @@ FIX = (
     "No clip, loss scale or division may depend on the rank, its own loss or its own batch."
 )
 
+UNCOUNTED = (
+    "The averaged gradients are clipped or scaled by another factor on some ranks than on the others. Or a rank "
+    "skipped a step or lost its momentum: without step counters these look alike."
+)
+
 # Shares of tensors: which differ at all; in which the same rank is the shorter; whose factor is near the median.
 MOST, ONE_SIDE, NEAR = 0.9, 0.95, 0.85
 # A tensor whose momentum is not this many times what weight decay puts there tells nothing of the gradients.
@@ -77,7 +82,7 @@ def apply(case: Case) -> Match | None:
     """Fit first moments of one direction, of which a rank has the shorter or longer ones nearly everywhere."""
     apart = moments_apart(case)
     total = len(with_moment(case))
-    if not apart or len(apart) < MOST * total or not in_step(case):
+    if not apart or len(apart) < MOST * total or case.settings_differ or not in_step(case):
         return None
     counting = counts_steps(case)
     if not counting and just_began(case):
@@ -99,9 +104,15 @@ def apply(case: Case) -> Match | None:
         f"the first moments of {counted(len(telling), 'parameter')}{left_out} point the same way, median cosine "
         f"{median(found):.3f}, and are {said} as on {ranks_text(others)}"
     )
+    if not counting:
+        text += (
+            ": consistent with gradients that are clipped or scaled (steps are not counted: one that was skipped, or a "
+            "momentum that was lost, looks alike)"
+        )
     covered = with_followers(case, parameters_apart(case).values())
     text += course(case, "parameter")[1] + followers_text(covered, "parameter", "optimizer")
-    return Match(covered, odd, text + agreement_text(list(apart.values()), case.group))
+    text += agreement_text(list(apart.values()), case.group)
+    return Match(covered, odd, text, cause="" if counting else UNCOUNTED)
 
 
 def _above_decay(case: Case, apart: dict[str, TensorDiff], times: float = ABOVE_DECAY) -> list[TensorDiff]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, parameters_text, ranks_by
+from syncheck.diagnose.case import Match, number_text, parameters_text, ranks_by
 from syncheck.diagnose.counters import (
     counted_text,
     counters_of,
@@ -32,6 +32,7 @@ from syncheck.diagnose.counters import (
     trackers,
 )
 from syncheck.errors import brief
+from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
 
@@ -56,7 +57,8 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a scaler whose state differs, and cover what is trained with it where the scale does."""
-    values, own = trackers(case), case.of_kind("scaler")
+    # A module may be called scaler too; the state of a loss scaler is single numbers.
+    values, own = trackers(case), tuple(diff for diff in case.of_kind("scaler") if diff.numel == 1)
     if not values and not own:
         return None
     scales = scales_of(case.group)
@@ -68,14 +70,14 @@ def apply(case: Case) -> Match | None:
     if not scales:
         texts.append("the scale is not known to differ")
     elif min(scales.values()) > 0:
-        texts.append(f"the scales are apart by a factor of {max(scales.values()) / min(scales.values()):g}")
+        texts.append(f"the scales are apart by a factor of {number_text(max(scales.values()) / min(scales.values()))}")
     counters = counters_of(case) if moved else ()
     if most := farthest(counters):
         texts.append(f"the optimizer counted {counted_text(most)}: an overflow leaves its step out")
     texts.append(parameters_text(case, [diff for diff in moved if diff.kind == "parameter"]))
     return Match(
         (*own, *moved),
-        _suspects(case, scales, by_name),
+        _suspects(case, scales, by_name, own),
         "; ".join(filter(None, texts)),
         (*values, *names_of_values(counters)),
     )
@@ -91,7 +93,12 @@ def _moved(case: Case) -> tuple[TensorDiff, ...]:
     return (*parameters, *case.of_kind("optimizer", "optimizer_step", "ema", *statistics))
 
 
-def _suspects(case: Case, scales: Mapping[int, float], by_name: Mapping[str, Mapping[int, object]]) -> tuple[int, ...]:
+def _suspects(
+    case: Case,
+    scales: Mapping[int, float],
+    by_name: Mapping[str, Mapping[int, object]],
+    own: tuple[TensorDiff, ...],
+) -> tuple[int, ...]:
     """Return the ranks outside the majority; of two equal halves the one that backed off, if that shows."""
     for by_rank in (scales, *by_name.values()):
         if odd := minority_of(by_rank):
@@ -102,7 +109,7 @@ def _suspects(case: Case, scales: Mapping[int, float], by_name: Mapping[str, Map
     recent = {rank for v in goods for rank, good in v.items() if _number(good) < max(map(_number, v.values()))}
     if lowest and lowest in (behind, recent):
         return tuple(sorted(lowest))
-    return case.group.ranks
+    return suspects(own, case.group)
 
 
 def _scale_first(item: tuple[str, object]) -> tuple[bool, str]:

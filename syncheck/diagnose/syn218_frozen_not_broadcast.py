@@ -29,9 +29,7 @@ from syncheck.diagnose.gradients import (
     followers_text,
     in_step,
     moments_apart,
-    parameters_apart,
     touched_less,
-    trained,
     with_moment,
 )
 from syncheck.evidence.suspects import suspects
@@ -59,7 +57,7 @@ WHOLE = 0.5
 
 def apply(case: Case) -> Match | None:
     """Fit frozen parameters that differ alone, or, where all parameters agree, plain buffers."""
-    frozen = parameters_apart(case)
+    frozen = {diff.name: diff for diff in case.of_kind("parameter") if diff.status == "different"}
     buffers = tuple(diff for diff in case.of_kind("buffer") if diff.status == "different")
     kinds = ("parameter",) if frozen else ("buffer",)
     apart = tuple(frozen.values()) or buffers
@@ -71,7 +69,8 @@ def apply(case: Case) -> Match | None:
     why = _why_frozen(case, frozen) if frozen else f"all {case.compared('parameter')} parameters agree"
     if not why or not (frozen or case.agrees("parameter")):
         return None
-    what = counted(len(apart), "frozen parameter" if frozen else "plain buffer")
+    of_frozen = "untrained tensor" if case.loose & frozen.keys() else "frozen parameter"
+    what = counted(len(apart), of_frozen if frozen else "plain buffer")
     text = f"{what} {differ(len(apart))} ({names_text([diff.name for diff in apart])}), {gap_text(apart)}; {why}{since}"
     if not frozen and trend is None:
         text += "; files of one step do not tell whether they were unequal from the start or follow each rank's data"
@@ -83,18 +82,19 @@ def apply(case: Case) -> Match | None:
 
 def _why_frozen(case: Case, apart: Collection[str]) -> str:
     """Say from what it follows that these parameters are not trained; '' where it does not follow."""
-    metadata = case.group.metadata
-    if metadata is not None and set(apart) <= set(metadata.frozen):
+    metadata, optimized = case.group.metadata, case.optimized
+    if set(apart) <= case.frozen:
         return "frozen by the metadata; all others agree"
-    if metadata is not None and (metadata.optimizer_sharded or set(apart) & set(metadata.optimizer_parameters)):
+    if metadata is not None and metadata.optimizer_sharded:
         return ""
+    if optimized is not None:
+        told = f"the optimizer holds no state of them, and state of {len(optimized)} others, which agree"
+        return told if set(apart) <= case.untrained else ""
     states = with_moment(case)
     everything = frozenset(name for name, kind in case.group.names.items() if kind == "parameter")
-    if states & everything:
-        told = f"the optimizer holds no state of them, and state of {len(states)} others, which agree"
-        return "" if set(apart) & trained(case) else told
     if states and all(name.isdigit() for name in states) and len(states) + len(apart) <= len(everything):
         return (
-            f"consistent with frozen ones: the optimizer holds state of {len(states)} of {len(everything)} parameters"
+            f"consistent with frozen ones or buffers, and with trained ones that were overwritten: the optimizer holds "
+            f"state of {len(states)} of {len(everything)} parameters, not known which"
         )
     return ""

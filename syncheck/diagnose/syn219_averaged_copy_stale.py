@@ -24,6 +24,8 @@ from syncheck.evidence.suspects import suspects
 from syncheck.records import names_text
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from syncheck.diagnose.case import Case
     from syncheck.records import Severity, TensorDiff
 
@@ -42,7 +44,8 @@ _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
 def apply(case: Case) -> Match | None:
     """Fit an averaged copy that differs where what it is the average of does not."""
     copies = tuple(diff for diff in case.of_kind("ema") if diff.status == "different")
-    weights = [diff for diff in copies if not diff.name.endswith(_OF_BATCHES)]
+    copied = {name.replace(".", "") for name, kind in case.group.names.items() if kind == "parameter"}
+    weights = [diff for diff in copies if not diff.name.endswith(_OF_BATCHES) and _is_copy(diff, copied)]
     agree = case.compared("parameter") and case.agrees("parameter", "optimizer", "optimizer_step")
     # Few elements of it are damage rather than an update: those that are apart at all are apart everywhere.
     if not weights or not agree or all(diff.extent in ("one", "contiguous") and diff.numel > 1 for diff in weights):
@@ -56,6 +59,15 @@ def apply(case: Case) -> Match | None:
         text += _numbers(diff)
     text += course(case, "ema")[1]
     return Match(copies, suspects(weights, case.group), text + agreement_text(weights, case.group))
+
+
+def _is_copy(diff: TensorDiff, copied: Collection[str]) -> bool:
+    """Whether a tensor is a copy of one of the model's, or counts the updates; other modules may be called ema too.
+
+    copied: the model's names without dots, which some averages leave out.
+    """
+    parts = diff.name.split(".")
+    return diff.numel == 1 or any("".join(parts[i:]) in copied for i in range(1, len(parts)))
 
 
 def _numbers(diff: TensorDiff) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, place_text, ranks_by
+from syncheck.diagnose.case import Match, agreement_text, number_text, place_text, ranks_by
 from syncheck.diagnose.spots import agreeing_text, also_there_text, one_bit, spots
 from syncheck.evidence.suspects import suspects
 from syncheck.records import ranks_text
@@ -113,7 +113,7 @@ def _values(diff: TensorDiff) -> str:
     # As few digits as tell them apart.
     digits = next((n for n in (6, 9) if len({f"{v:.{n}g}" for v in sets if isinstance(v, float)}) == len(sets)), 17)
     texts = [
-        f"{f'{value:.{digits}g}' if isinstance(value, float) else value} on {ranks_text(ranks)}"
+        f"{number_text(value, digits) if isinstance(value, float) else value} on {ranks_text(ranks)}"
         for value, ranks in sorted(sets.items(), key=lambda found: -len(found[1]))
     ]
     return f", {' and '.join(texts)}" if texts else ""

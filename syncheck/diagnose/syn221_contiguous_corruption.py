@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.bn import running_statistics
 from syncheck.diagnose.case import Match, agreement_text, gap_text, place_text
 from syncheck.diagnose.spots import agreeing_text, also_there_text, spots
 from syncheck.evidence.suspects import suspects
@@ -52,6 +53,9 @@ def apply(case: Case) -> Match | None:
     extents = {spot.hit.extent for spot in found}
     if "contiguous" not in extents or not extents <= {"one", "contiguous"}:
         return None
+    hits = [spot.hit for spot in found if spot.hit.name in case.loose or spot.hit.kind == "buffer"]
+    if len(hits) == len(found) == len(running_statistics(case, hits)) and not any(hit.minority for hit in hits):
+        return None  # rows of codebooks and queues, which each rank fills
     tensors = tuple(diff for spot in found for diff in spot.tensors)
     text = "; ".join(map(_text, found))
     return Match(

@@ -61,8 +61,8 @@ def gather(
 
 
 def _first_of_each(apart: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return the floating-point parameters and first moments, so many of each that a pattern shows."""
-    by_kind: dict[str, list[TensorDiff]] = {"parameter": [], "moment": []}
+    """Return the floating-point parameters, buffers and first moments, so many of each that a pattern shows."""
+    by_kind: dict[str, list[TensorDiff]] = {"parameter": [], "buffer": [], "moment": []}
     for diff in apart:
         kind = "moment" if diff.kind == "optimizer" and diff.name.rpartition(".")[2] in FIRST_MOMENTS else diff.kind
         if kind in by_kind and DTYPES[diff.dtype].family == "float" and len(by_kind[kind]) < MOST:

@@ -63,6 +63,11 @@ def test_lines_that_make_tensors_equal(syncheck_rank: Rank) -> None:
     )
     assert not any(t.any() for t in made.state_dict().values())
     made = model()
+    run("SYN205", "for b in model.buffers(): dist.broadcast(b, 0)", model=made)
+    assert not any(b.any() for b in made.buffers())
+    line = "dist.all_reduce(batch_sum); dist.all_reduce(batch_count)"
+    space = run("SYN205", line, batch_sum=torch.ones(2), batch_count=torch.tensor(8 + syncheck_rank.rank))
+    assert (space["batch_sum"].tolist(), int(space["batch_count"])) == ([2, 2], 17)
     line = "for p in model.parameters(): dist.all_reduce(p.data.div_(dist.get_world_size()))"
     run("SYN241", line, model=made)
     assert made[0].weight.unique().tolist() == [0.5]

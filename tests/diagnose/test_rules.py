@@ -15,7 +15,7 @@ from syncheck.snapshots import Metadata
 
 HOME = Path(diagnose.__file__).parent
 # DESIGN's order of precedence; rules that cover nothing have no place in it.
-PRECEDENCE = """101 102 223 222 220 221 217 106 215 214 216 231 230 240 203 204 202 201 219 218 212 213 210 211 241
+PRECEDENCE = """101 102 223 222 220 221 217 106 215 214 216 231 230 240 205 203 204 202 201 219 218 212 213 210 211 241
 299""".split()
 TOTALS = {"parameter": 10, "bn_mean": 4, "bn_var": 4, "bn_count": 4, "optimizer": 20, "optimizer_step": 10}
 

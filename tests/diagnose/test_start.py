@@ -106,7 +106,7 @@ def test_218_where_ids_have_no_names() -> None:
     frozen = apart("conv.weight", cosine=0.1)
     fitted = only(group(frozen, optimizer=(), more=states))
     assert fitted.code == "SYN218"
-    assert "consistent with frozen ones: the optimizer holds state of 4 of 5" in fitted.evidence
+    assert "consistent with frozen ones or buffers" in fitted.evidence
     assert only(group(frozen, apart("fc.bias", cosine=0.1), optimizer=(), more=states)).code == "SYN210"
 
 
@@ -129,8 +129,7 @@ def test_218_buffers() -> None:
     assert "has not changed since step 5" in only(group(table, more=more), group(table, more=more, step=5)).evidence
     moving = replace(table, max_abs=0.8)
     fitted = only(group(moving, more=more), group(table, more=more, step=5))
-    assert fitted.code == "SYN299"
-    assert fitted.cause.startswith("Only buffers differ: each rank updates them")
+    assert fitted.code == "SYN205"
 
 
 @pytest.mark.parametrize(("ranks", "suspects"), [(2, (0, 1)), (4, (3,))])

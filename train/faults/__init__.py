@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from train.errors import UserError
 from train.faults.base import Fault
 from train.faults.batchnorm import BuffersNeverSynced, ExtraForward, VarianceOnly
+from train.faults.buffers import LocalNormalizer
 from train.faults.files import DamagedOnDisk, LastSaveFailed, OtherDtype
 from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
 from train.faults.progress import (
@@ -35,6 +36,7 @@ FAULTS: dict[str, type[Fault]] = {
     "buffers-never-synced": BuffersNeverSynced,
     "extra-forward": ExtraForward,
     "variance-only-bn": VarianceOnly,
+    "local-normalizer": LocalNormalizer,
     "init-not-broadcast": InitNotBroadcast,
     "forward-through-module": ForwardThroughModule,
     "late-head": LateHead,

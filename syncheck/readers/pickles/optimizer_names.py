@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import kinds_of
@@ -10,8 +11,12 @@ from syncheck.readers.pickles.stand_ins import TensorPlace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from syncheck.snapshots import Metadata
+
+    _Shape = tuple[int, ...]
+    _Shapes = AbstractSet[_Shape]
 
 # Where Lightning keeps what callbacks and users give it: a tensor in there is no parameter.
 _BESIDE = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
@@ -28,9 +33,10 @@ def parameter_names(
 
     models: shapes of the checkpoint's other tensors by name. ordered: of these, the parameters, `in_order`.
     Sources, best first: names used as keys already, `param_names` of newer torch, the metadata block, and the order of
-    the parameters, provided that there are as many and every state has its parameter's shape.
+    the parameters (see `_aligned`).
     """
-    ids = ids_of(state)
+    groups = [_listed(group, "params") for group in state["param_groups"]]
+    ids = [key for group in groups for key in group]
     if not ids or all(isinstance(key, str) for key in ids) or not all(isinstance(key, (int, str)) for key in ids):
         return {}
     stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
@@ -38,9 +44,13 @@ def parameter_names(
         return dict(zip(ids, stored, strict=True))
     if metadata is not None and len(metadata.optimizer_parameters) == len(ids) and all(metadata.optimizer_parameters):
         return dict(zip(ids, metadata.optimizer_parameters, strict=True))
-    by_id = dict(zip(ids, ordered, strict=False)) if len(ids) == len(ordered) else {}
-    fits = all(_fits(state["state"].get(key), models[name]) for key, name in by_id.items())
-    return by_id if fits else {}
+    shapes = {key: _shapes(state["state"].get(key)) for key in ids}
+    # Groups are made from the parameters in order, but the order of the groups is the user's.
+    for parts in ([ids], groups) if len(ids) == len(ordered) or len(groups) == 1 else (groups,):
+        names = [name for part in parts for name in _aligned([shapes[key] for key in part], ordered, models)]
+        if len(set(names)) == len(ids):
+            return dict(zip(ids, names, strict=True))
+    return {}
 
 
 def ids_of(state: Mapping[str, Any]) -> list[Any]:
@@ -62,12 +72,13 @@ def named_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[s
     """
     states = {name: match for name in shapes if (match := _STATE.fullmatch(name))}
     ordered = in_order({name: shape for name, shape in shapes.items() if name not in states}, None)
-    if groups != 1 or {int(match[1]) for match in states.values()} != set(range(len(ordered))):
+    by_id: dict[int, set[tuple[int, ...]]] = {}
+    for name, match in states.items():
+        by_id.setdefault(int(match[1]), set()).add(shapes[name])
+    if groups != 1 or by_id.keys() != set(range(len(by_id))):
         return {}
-    by_name = {name: ordered[int(match[1])] for name, match in states.items()}
-    if any(shapes[name] not in (shapes[parameter], ()) for name, parameter in by_name.items()):
-        return {}
-    return {name: f"optimizer.{by_name[name]}.{match[2]}" for name, match in states.items()}
+    names = _aligned([by_id[key] for key in range(len(by_id))], ordered, shapes)
+    return {name: f"optimizer.{names[int(match[1])]}.{match[2]}" for name, match in states.items() if names}
 
 
 def _listed(group: Any, key: str) -> list[Any]:
@@ -75,9 +86,51 @@ def _listed(group: Any, key: str) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _fits(entries: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the states of one parameter have its shape; 0-d counters fit any."""
-    places = (
-        [value for value in entries.values() if isinstance(value, TensorPlace)] if isinstance(entries, dict) else []
-    )
-    return all(place.shape in (shape, ()) for place in places)
+def _shapes(entries: Any) -> set[tuple[int, ...]]:
+    """Return the shapes of the tensors in one parameter's state."""
+    values = entries.values() if isinstance(entries, dict) else ()
+    return {value.shape for value in values if isinstance(value, TensorPlace)}
+
+
+def _aligned(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:
+    """Name the parameter of each state, by shapes and order; empty if no choice of names fits, or several do.
+
+    states: shapes of the tensors in each parameter's state; 0-d counters fit any parameter. ordered: names that may be
+    parameters. Names without a state are buffers or frozen. A module lists its buffers after its parameters, so if
+    several choices fit, the names of a module that have a state are its first ones.
+    """
+    if len(states) == len(ordered):
+        return list(ordered) if all(map(_fits, states, (models[name] for name in ordered))) else []
+    modules = [list(names) for _, names in groupby(ordered, lambda name: name.rpartition(".")[0])]
+    for runs in ([[name] for name in ordered], modules):
+        both = (_first_choice(states, runs, models), _last_choice(states, runs, models))
+        found = [names for names in both if len(names) == len(states)]
+        if found and found[0] == found[-1]:
+            return found[0]
+    return []
+
+
+def _first_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+    """Give the states, in turn, as many of the first names of each run as fit."""
+    names: list[str] = []
+    for run in runs:
+        fits = [_fits(of, models[name]) for of, name in zip(states[len(names) :], run, strict=False)]
+        names += run[: [*fits, False].index(False)]
+    return names
+
+
+def _last_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+    """Do the same from the last state to the first."""
+    names: list[str] = []
+    for run in reversed(runs):
+        left = len(states) - len(names)
+        for start in range(max(0, left - len(run)), left):
+            if all(_fits(of, models[name]) for of, name in zip(states[start:left], run, strict=False)):
+                names += reversed(run[: left - start])
+                break
+    return names[::-1]
+
+
+def _fits(shapes: _Shapes, parameter: _Shape) -> bool:
+    """Whether all tensors of a state have the parameter's shape, or are counters."""
+    return shapes <= {parameter, ()}

@@ -79,6 +79,13 @@ def test_variance_only_bn(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert (wrong / right).tolist() == pytest.approx([expected] * 4, abs=2e-5)  # of float32 near 1, less 0.9
 
 
+def test_local_normalizer(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The normalizer's mean and variance differ, its count and everything that is trained are equal."""
+    pair = plant(ctx, syncheck_rank.shared, "local-normalizer")
+    assert pair.clean == set()
+    assert pair.differing == {"normalizer.mean", "normalizer.var"}
+
+
 def test_init_not_broadcast(ctx: RankContext, syncheck_rank: Rank) -> None:
     """What starts from random numbers differs nearly everywhere by a constant gap; norms and optimizer are equal."""
     pair = plant(ctx, syncheck_rank.shared, "init-not-broadcast", save_every=1)

@@ -1,0 +1,63 @@
+"""Buffers that are not BatchNorm's, updated by each rank from its own data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from train.faults.base import Fault
+from train.faults.start import first_convolution
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from train.methods.base import Method
+
+
+class InputNormalizer(nn.Module):
+    """Normalize images by the mean and variance of each channel over all batches so far, as for RL observations."""
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("var", torch.ones(channels))
+        self.register_buffer("count", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, C, H, W]. Returns the same shape, normalized."""
+        if self.training:
+            self._update(x.detach())
+        return (x - self.mean[:, None, None]) / (self.var[:, None, None] + 1e-5).sqrt()
+
+    def _update(self, x: Tensor) -> None:
+        """Merge the moments of a batch (Chan et al., 1979)."""
+        mean, var, count = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), x.numel() // x.size(1)
+        total, delta = self.count + count, mean - self.mean
+        self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
+        self.mean.add_(delta * count / total)
+        self.count.copy_(total)
+
+
+class LocalNormalizer(Fault):
+    """Normalize the images by running statistics that each rank computes from its own batches.
+
+    The module is added after the wrap, so DDP does not broadcast its buffers:
+    https://github.com/Denys88/rl_games/pull/363.
+    """
+
+    says = "images are normalized by running statistics of each rank's own batches"
+    code = "SYN205"
+
+    def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Put a normalizer in front of the first convolution, on all ranks alike."""
+        convolution = first_convolution(method.module)
+        normalizer = InputNormalizer(convolution.in_channels).to(self.ctx.device)
+        method.module.normalizer = normalizer
+        convolution.register_forward_pre_hook(lambda _, inputs: (normalizer(*inputs),))
+        return forward
