@@ -118,7 +118,7 @@ def _own_gradients(case: Case, parameters: list[TensorDiff], moments: list[Tenso
 
 def _without_moments(case: Case, apart: list[TensorDiff], trend: str | None) -> str:
     """Say why parameters alone look like unreduced gradients; '' where they may as well be something else."""
-    if not case.agrees("optimizer") or case.settings_differ:
+    if not case.agrees("optimizer"):
         return ""
     found = cosines(apart)
     told = "no first moments were compared: consistent with gradients that are not averaged"

@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import kinds_of
+from syncheck.names import normalize
+from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorPlace
 
 if TYPE_CHECKING:
@@ -31,16 +33,40 @@ def parameter_names(
     the parameters, provided that there are as many and every state has its parameter's shape.
     """
     ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
-    if not ids or all(isinstance(key, str) for key in ids) or not all(isinstance(key, (int, str)) for key in ids):
+    if not all(isinstance(key, (int, str)) for key in ids):
         return {}
-    stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
-    if len(stored) == len(ids) and all(isinstance(name, str) for name in stored):
-        return dict(zip(ids, stored, strict=True))
-    if metadata is not None and len(metadata.optimizer_parameters) == len(ids) and all(metadata.optimizer_parameters):
-        return dict(zip(ids, metadata.optimizer_parameters, strict=True))
+    if found := known_names(state, metadata):
+        return found
     by_id = dict(zip(ids, ordered, strict=False)) if len(ids) == len(ordered) else {}
     fits = all(_fits(state["state"].get(key), models[name]) for key, name in by_id.items())
     return by_id if fits else {}
+
+
+def known_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
+    """Map the ids of an optimizer's state dict to the names that the file gives; empty where it gives none."""
+    ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
+    if all(isinstance(key, str) for key in ids):
+        return {key: key for key in ids}
+    if not all(isinstance(key, (int, str)) for key in ids):
+        return {}
+    stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
+    described = () if metadata is None else metadata.optimizer_parameters
+    for names in (stored, described):
+        if len(names) == len(ids) and all(isinstance(name, str) and name for name in names):
+            return dict(zip(ids, names, strict=True))
+    return {}
+
+
+def members_of(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
+    """Return the members of a parameter group under `params`, or, if no file names them, as ids under `(positions)`.
+
+    known: of `known_names`. ordered: whether the order of the ids matters, because torch loads states by position.
+    """
+    if known:
+        short = normalize(known.values())
+        return "params", sorted(short[known[key]] for key in ids)
+    texts = [keys.text(key) for key in ids]
+    return "(positions)", texts if ordered else sorted(texts)
 
 
 def in_order(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:

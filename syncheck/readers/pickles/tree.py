@@ -11,7 +11,7 @@ from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import bounds
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.optimizer_names import in_order, parameter_names
+from syncheck.readers.pickles.optimizer_names import in_order, known_names, members_of, parameter_names
 from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def _without_container(name: str, node: Any) -> str:
 
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
+    known = known_names(state, flat.metadata)
     for key, entries in state["state"].items():
         parameter = f"{prefix}.{names.get(key) or keys.text(key)}"
         parts = children(entries)
@@ -186,8 +187,13 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
         parts = children(group) or []
         flat.count(path, prefix, 1 + len(parts))
         for entry, value in parts:
-            # The ids and names of the parameters say nothing about the replica's state.
-            if entry in ("params", "param_names"):
+            if entry == "param_names":
+                continue
+            if entry == "params" and isinstance(value, (list, tuple)):
+                key, members = members_of(value, known, ordered=not names)
+                flat.letters += sum(map(len, members))
+                flat.count(path, prefix, 0)
+                flat.values[f"{prefix}.param_groups.{i}.{key}"] = ", ".join(members)
                 continue
             full = f"{prefix}.param_groups.{i}.{entry}"
             if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
