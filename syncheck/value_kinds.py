@@ -27,7 +27,7 @@ _SCALER_KEYS = frozenset(
 SCALES = frozenset("scale _scale loss_scale cur_scale".split())
 # Keys of a learning-rate scheduler's state; two of them tell it from other containers.
 _SCHEDULER_KEYS = frozenset("last_epoch _step_count _get_lr_called_within_step num_bad_epochs cooldown_counter".split())
-_SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
+SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
 _SCALER = re.compile(r"scaler|^amp$|_amp_|^amp_|_amp$|^loss_scale$|^skipped_steps$")
 _SCHEDULER = re.compile(r"scheduler|(?:^|_)sched(?:_|$)")
 _WORD = (
@@ -40,12 +40,12 @@ _PROGRESS = re.compile(
 )
 # Lightning counts each of these for what its loops run, as in `loops.fit_loop.epoch_progress.current.completed`.
 _LOOP_COUNTS = frozenset("ready started processed completed".split())
-# Words of containers whose counters are no progress of the run: notes, settings, data of each rank.
+# Words of containers whose counters and rates are notes or data of each rank, and of those that hold what was asked for.
 _ASIDE = frozenset(
-    "callbacks callback metrics metric meters meter log logs logger loggers history results loader dataloader "
-    "dataloaders sampler dataset data val valid validate validation eval evaluation test predict best args cfg config "
-    "conf hparams hyper stats profiler".split()
+    "callbacks callback metrics metric meters meter log logs logger loggers results loader dataloader dataloaders "
+    "sampler dataset data val valid validate validation eval evaluation test predict best stats profiler".split()
 )
+_CONFIG = frozenset("args cfg config conf hparams hyper".split())
 _AVERAGES = frozenset("ema swa average averaged averager".split())
 
 
@@ -76,9 +76,11 @@ def value_kinds(names: Iterable[str]) -> Callable[[str], ValueKind]:
         words = {word for part in lowered[:-1] for word in re.split(r"[^a-z]+", part)}
         if words & _ASIDE:
             return "other"
-        if _is_count(lowered):
-            return "average" if words & _AVERAGES else "progress"
-        return "setting" if lowered[-1] in _SETTINGS else "other"
+        if lowered[-1] in SETTINGS:
+            return "setting"
+        if words & _CONFIG or not _is_count(lowered):
+            return "other"
+        return "average" if words & _AVERAGES else "progress"
 
     return kind_of
 

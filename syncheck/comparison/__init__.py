@@ -75,7 +75,8 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     }
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
     kept = selector(frozenset(), (), selection.exclude)
-    values = compare_values(snapshots, wanted, kept, dealt_out=bool(own_parameters(snapshots)))
+    dealt_out = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+    values = compare_values(snapshots, wanted, kept, dealt_out=dealt_out)
     return Group(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,

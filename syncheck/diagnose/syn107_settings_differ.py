@@ -27,6 +27,7 @@ from syncheck.diagnose.case import Match, agreement_text, by_value_text, paramet
 from syncheck.diagnose.counters import minority_of
 from syncheck.diagnose.gradients import cosines, course, followers_text, moments_apart, only_decay, with_moment
 from syncheck.records import names_text
+from syncheck.value_kinds import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +75,9 @@ def apply(case: Case) -> Match | None:
 
 
 def _acts(diff: ValueDiff) -> bool:
-    """Whether a setting changes the next step: it is in a parameter group, or is the last learning rate."""
-    return ".param_groups." in f".{diff.name}" or "_last_lr" in diff.name.split(".") or diff.name.endswith("lr")
+    """Whether a setting changes the next step: it is in a parameter group, or is a learning rate or the like."""
+    parts = diff.name.split(".")
+    return "param_groups" in parts or "_last_lr" in parts or parts[-1] in SETTINGS
 
 
 def _minority(diff: ValueDiff) -> tuple[int, ...]:

@@ -62,7 +62,9 @@ def test_107_with_other_moments() -> None:
 
 def test_107_leaves_what_differs_between_equal_settings() -> None:
     """A tensor that differs between ranks of equal settings has another cause."""
-    fitted = found(group(apart("conv.weight", ranks=3, odd=(1,)), apart("fc.weight", ranks=3), ranks=3, values=(THREE,)))
+    fitted = found(
+        group(apart("conv.weight", ranks=3, odd=(1,)), apart("fc.weight", ranks=3), ranks=3, values=(THREE,))
+    )
     assert fitted["SYN107"].tensors == ("fc.weight",)
     assert any("conv.weight" in finding.tensors for code, finding in fitted.items() if code != "SYN107")
 
