@@ -40,7 +40,7 @@ _PROGRESS = re.compile(
 )
 # Lightning counts each of these for what its loops run, as in `loops.fit_loop.epoch_progress.current.completed`.
 _LOOP_COUNTS = frozenset("ready started processed completed".split())
-# Words of containers whose counters and rates are notes or data of each rank, and of those that hold what was asked for.
+# Words of containers whose counters and rates are notes or data of each rank; those of what the user configured.
 _ASIDE = frozenset(
     "callbacks callback metrics metric meters meter log logs logger loggers results loader dataloader dataloaders "
     "sampler dataset data val valid validate validation eval evaluation test predict best stats profiler".split()
@@ -86,5 +86,5 @@ def value_kinds(names: Iterable[str]) -> Callable[[str], ValueKind]:
 
 
 def _is_count(parts: list[str]) -> bool:
-    in_a_loop = parts[-1] in _LOOP_COUNTS and len(parts) > 2 and parts[-3].endswith("progress")
+    in_a_loop = parts[-1] in _LOOP_COUNTS and any(part.endswith("progress") for part in parts[:-2])
     return bool(in_a_loop or _PROGRESS.fullmatch(parts[-1]))

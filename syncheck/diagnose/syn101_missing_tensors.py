@@ -54,7 +54,7 @@ def apply(case: Case) -> Match | None:
     # other rank has anything, and that one is the suspect.
     odd = fewer(without, everyone - without)
     numbers = [counted(len(found), what) for found, what in ((lacking, "tensor"), (values, "value")) if found]
-    names = names_text([diff.name for diff in (*lacking, *values)])
+    names = names_text([*(diff.name for diff in lacking), *(value.name for value in values)])
     text = f"{' and '.join(numbers)} not on {ranks_text(sorted(without))}: {names}"
     return Match(lacking, tuple(sorted(odd or everyone)), text, tuple(diff.name for diff in values))
 

@@ -89,7 +89,7 @@ def _text(diff: ValueDiff) -> str:
     if not diff.name.endswith((".params", ".(positions)")):
         return f"{diff.name} is {by_value_text(diff.by_rank)}"
     members = [set(str(value).split(", ")) for value in diff.by_rank.values() if value is not None]
-    moved = sorted(set().union(*members) - set.intersection(*members))
+    moved = sorted({name for of in members for name in of if not all(name in other for other in members)})
     return f"{diff.name} has {names_text(moved)} on some ranks only" if moved else f"{diff.name} has another order"
 
 

@@ -158,16 +158,19 @@ def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
 KEPT = [
     ("scaler_state_dict", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
     ("grad_scaler", SCALER, SCALER | {"_growth_tracker": 1}, "SYN216"),
-    ("amp", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}, {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 3}}, "SYN216"),
+    ("amp", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}},
+     {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 3}}, "SYN216"),
     ("native_amp_scaling_state", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
     ("MixedPrecision", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
     ("state", {"plugin": {"deep": SCALER}}, {"plugin": {"deep": SCALER | {"scale": 1.0}}}, "SYN216"),
-    ("trainer", {"_trainer": {"grad_scaler": SCALER}}, {"_trainer": {"grad_scaler": SCALER | {"scale": 1.0}}}, "SYN216"),
+    ("trainer", {"_trainer": {"grad_scaler": SCALER}}, {"_trainer": {"grad_scaler": SCALER | {"scale": 1.0}}},
+     "SYN216"),
     ("skipped_steps", 0, 1, "SYN216"),
     ("lr_schedulers", [{"last_epoch": 3, "_last_lr": [0.1]}], [{"last_epoch": 3, "_last_lr": [0.2]}], "SYN107"),
     ("sched", {"best": 0.5, "num_bad_epochs": 0}, {"best": 0.5, "num_bad_epochs": 2}, "SYN107"),
     ("opt_param_scheduler", {"max_lr": 0.1, "num_steps": 5}, {"max_lr": 0.1, "num_steps": 6}, "SYN107"),
-    ("warm", {"last_epoch": 3, "_step_count": 4, "T_max": 9}, {"last_epoch": 3, "_step_count": 4, "T_max": 8}, "SYN107"),
+    ("warm", {"last_epoch": 3, "_step_count": 4, "T_max": 9}, {"last_epoch": 3, "_step_count": 4, "T_max": 8},
+     "SYN107"),
     ("config", {"learning_rate": 0.1}, {"learning_rate": 0.2}, "SYN107"),
     ("iter_num", 100, 101, "SYN106"),
     ("current_epoch", 1, 2, "SYN106"),
@@ -177,12 +180,15 @@ KEPT = [
     ("meta", {"iter": 5}, {"iter": 6}, "SYN106"),
     ("loops", {"fit_loop": {"epoch_progress": {"current": {"completed": 5}}}},
      {"fit_loop": {"epoch_progress": {"current": {"completed": 6}}}}, "SYN106"),
+    ("loops", {"optim_progress": {"optimizer": {"step": {"total": {"ready": 5}}}}},
+     {"optim_progress": {"optimizer": {"step": {"total": {"ready": 6}}}}}, "SYN106"),
     ("ema", {"num_updates": 5, "decay": 0.9}, {"num_updates": 6, "decay": 0.9}, "SYN299"),
 ]  # fmt: skip
 # What differs between ranks that are in sync.
 OWN = {
     "loss": 0.5, "best_loss": 0.4, "best_epoch": 3, "metric": 71.2, "metrics": {"train": {"step": 4, "loss": 0.3}},
-    "callbacks": {"EarlyStopping": {"wait_count": 2, "best_score": 0.4}}, "args": {"local_rank": 0, "gpu": 1, "epochs": 7},
+    "callbacks": {"EarlyStopping": {"wait_count": 2, "best_score": 0.4}},
+    "args": {"local_rank": 0, "gpu": 1, "epochs": 7},
     "hyper_parameters": {"device": "cuda:0", "out": "/out/0"}, "rng_state": {"seed": 3}, "timestamp": 1.5, "date": "a",
     "dataloader": {"step": 3, "num_yielded": 17}, "sampler": {"epoch": 3}, "host": "a", "scheduler": {"rank": 0},
     "random_states": {"step": 5}, "log_history": [{"step": 1, "loss": 0.1}], "tokens_seen": 5, "eval_time": 3.0,
@@ -240,7 +246,7 @@ HUGE = [10**309, 10**400, -(10**400), 10**5000]
 @pytest.mark.parametrize("number", HUGE, ids=["309", "400", "negative", "5000"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 def test_integers_that_no_float_holds(tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
-    """As a setting, step, scale or progress they cannot be compared: exit code 2, a line for each file; as a note they can."""
+    """A setting, step, scale or progress of that size is exit code 2, a line for each file; a note is compared."""
     huge = {"lr": number, "step": number, "scaler": SCALER | {"scale": number}, "lr_scheduler": {"last_epoch": number}}
     for i, (key, value) in enumerate(huge.items()):
         folder = tmp_path / str(i)

@@ -70,7 +70,7 @@ def test_107_leaves_what_differs_between_equal_settings() -> None:
 
 
 def test_107_of_a_scheduler() -> None:
-    """A scheduler's state alone is SYN107 and explains no parameters; with a learning rate, the rate says who is odd."""
+    """A scheduler's state alone is SYN107 and explains no parameters; a learning rate beside it says who is odd."""
     fitted = only(group(ranks=3, values=(BEST,)))
     assert (fitted.code, fitted.ranks, fitted.tensors) == ("SYN107", (0, 1, 2), ())
     fitted = found(group(*model(), ranks=3, values=(BEST,)))
