@@ -128,7 +128,7 @@ class ValueDiff:
     counts: bool
     """Whether it makes the group out of sync: progress, settings and the scaler's state do, notes do not."""
     kind: ValueKind = "other"
-    """`setting`: of optimizer or scheduler; `counter`: the optimizer's steps; `average`: updates of averaged weights."""
+    """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights."""
     lost: tuple[int, ...] = ()
     """Ranks that lack its whole container, such as the optimizer or the scaler."""
 

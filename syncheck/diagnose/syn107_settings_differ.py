@@ -69,7 +69,8 @@ def apply(case: Case) -> Match | None:
         unknown = "" if with_moment(case) else ", and no first moments were compared, which would tell of the gradients"
         texts.append(f"{parameters_text(case, moved)}, only between ranks of unequal settings{unknown}")
     text = "; ".join(texts) + (course(case, "parameter")[1] if moved else "") + followers_text(covered, "parameter")
-    odd = next(filter(None, (_minority(diff) for diff in settings)), case.group.ranks)
+    by_text = ({rank: str(value) for rank, value in diff.by_rank.items()} for diff in settings)
+    odd = next(filter(None, map(minority_of, by_text)), case.group.ranks)
     values = tuple(diff.name for diff in settings)
     return Match(covered, odd, text + agreement_text(covered, case.group), values)
 
@@ -78,10 +79,6 @@ def _acts(diff: ValueDiff) -> bool:
     """Whether a setting changes the next step: it is in a parameter group, or is a learning rate or the like."""
     parts = diff.name.split(".")
     return "param_groups" in parts or "_last_lr" in parts or parts[-1] in SETTINGS
-
-
-def _minority(diff: ValueDiff) -> tuple[int, ...]:
-    return minority_of({rank: str(value) for rank, value in diff.by_rank.items()})
 
 
 def _text(diff: ValueDiff) -> str:

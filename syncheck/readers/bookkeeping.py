@@ -29,8 +29,12 @@ def settled(snapshot: Snapshot) -> Snapshot:
     MalformedFile for a step, setting or scale that is an integer beyond the range of floats.
     """
     values = {name: plain(value) for name, value in snapshot.values.items()}
-    if huge := [name for name, value in values.items() if isinstance(value, Huge)]:
-        _check(huge, snapshot)
+    huge = [name for name, value in values.items() if isinstance(value, Huge)]
+    kind_of = value_kinds(values if huge else ())
+    if counts := next((name for name in huge if kind_of(name) != "other"), None):
+        found, needed = "an integer beyond the range of floats", "a number of steps, a rate or a scale"
+        again = "no library writes this; find out who did"
+        raise MalformedFile(snapshot.path, place=counts, found=found, needed=needed, next_step=again)
     notes = {name: t for name, t in snapshot.tensors.items() if name.startswith(_NOTES) and _is_number(t)}
     words = {name for name in values if name[-1:].isdigit() and _is_word(name)}
     if not notes and not words:
@@ -39,16 +43,6 @@ def settled(snapshot: Snapshot) -> Snapshot:
     values |= {name: _number(tensor) for name, tensor in notes.items()}
     tensors = {name: t for name, t in snapshot.tensors.items() if name not in notes}
     return replace(snapshot, tensors=tensors, values=values)
-
-
-def _check(huge: list[str], snapshot: Snapshot) -> None:
-    kind_of = value_kinds(snapshot.values)
-    for name in huge:
-        if kind_of(name) != "other":
-            raise MalformedFile(
-                snapshot.path, place=name, found="an integer beyond the range of floats",
-                needed="a number of steps, a rate or a scale", next_step="no library writes this; find out who did",
-            )  # fmt: skip
 
 
 def _is_word(name: str) -> bool:

@@ -40,9 +40,9 @@ class Tree:
     parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
     whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
     `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
-    `snapshots.Metadata`; None where no module says it. stubs: classes of which nothing was read. containers: all
-    mappings of the tree, as converted. names: of the modules' parameters, by their `id`. dealt_out: an optimizer keeps
-    the state of some parameters only, as ZeRO's does; kept: the names of this rank's.
+    `snapshots.Metadata`; None where no module says it. stubs: classes of which nothing was read. names: of
+    the modules' parameters, by their `id`. dealt_out: an optimizer keeps the state of some parameters only, as ZeRO's
+    does; kept: the names of this rank's.
     Raises UsageError for what cannot be read.
     """
 
@@ -57,7 +57,6 @@ class Tree:
         self.bn: dict[str, float | None] = {}
         self.synced: set[bool | None] = set()
         self.stubs: set[str] = set()
-        self.containers: list[dict[Any, Any]] = []
         self.names: dict[int, str] = {}
         self._sharded: set[int] = set()
         self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
@@ -121,9 +120,7 @@ class Tree:
         if isinstance(node, Mapping):
             # 1 and "1" have one name; then the order tells them apart, which must not depend on the mapping's own.
             keys = list(node) if len({str(key) for key in node}) == len(node) else sorted(node, key=_by_type)
-            made = {key: below(key, node[key]) for key in keys}
-            self.containers.append(made)
-            return made
+            return {key: below(key, node[key]) for key in keys}
         if isinstance(node, (list, tuple, deque)):
             listed = [below(i, value) for i, value in enumerate(node)]
             return tuple(listed) if isinstance(node, tuple) else listed
