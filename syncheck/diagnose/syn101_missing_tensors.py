@@ -56,7 +56,11 @@ def apply(case: Case) -> Match | None:
     numbers = [counted(len(found), what) for found, what in ((lacking, "tensor"), (values, "value")) if found]
     names = names_text([*(diff.name for diff in lacking), *(value.name for value in values)])
     text = f"{' and '.join(numbers)} not on {ranks_text(sorted(without))}: {names}"
-    return Match(lacking, tuple(sorted(odd or everyone)), text, tuple(diff.name for diff in values))
+    # Groups of an optimizer list other members where a parameter is missing.
+    follow = any(diff.kind == "parameter" for diff in lacking)
+    members = [diff for diff in case.of_values() if follow and diff.name.endswith((".params", ".(positions)"))]
+    covered = dict.fromkeys(diff.name for diff in (*values, *members))
+    return Match(lacking, tuple(sorted(odd or everyone)), text, tuple(covered))
 
 
 def _expected(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
