@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 ENDING = ".fingerprint.json"
-# Of a text among the values: what counts is a number or short, as the repr of an optimizer's betas.
-_MOST_VALUE = 10_000
+# Characters of a text among the values: the longest that counts lists the members of a parameter group.
+_MOST_VALUE = 1_000_000
 
 
 def fingerprint(snapshot: Snapshot) -> str:

@@ -30,20 +30,17 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata
 
 __all__ = [
-    "DECADES", "FIRST_MOMENTS", "MEASURED", "PROGRESS", "Alias", "Closure", "Counts", "DriftPoint", "Evidence",
-    "Extent",
+    "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
     "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
-    "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "Verdict", "names_text",
-    "ranks_text",
+    "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
+    "names_text", "ranks_text",
 ]  # fmt: skip
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
 Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
-
-# Names under which trainers keep how far a run is.
-PROGRESS = frozenset({"step", "epoch", "global_step", "global_steps", "iteration", "iter", "epochs_run", "steps_run"})
+ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,11 @@ class ValueDiff:
     by_rank: Mapping[int, Any]
     """None where a rank does not have it."""
     counts: bool
-    """Whether it makes the group out of sync: step, epoch, param_groups and the scaler's state do."""
+    """Whether it makes the group out of sync: progress, settings and the scaler's state do, notes do not."""
+    kind: ValueKind = "other"
+    """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights."""
+    lost: tuple[int, ...] = ()
+    """Ranks that lack its whole container, such as the optimizer or the scaler."""
 
 
 @dataclass(frozen=True, slots=True)

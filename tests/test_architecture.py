@@ -49,12 +49,13 @@ ALLOWED = {
     "tolerance": LEAVES,
     "metadata_block": BASE,
     "kinds": BASE | {"names"},
+    "value_kinds": BASE | {"names"},
     "layout.names": set(),
     "layout.groups": BASE | {"layout.names"},
     "layout.metadata": BASE | {"layout.names", "layout.groups"},
     "layout.joining": BASE | {"layout.names", "layout.groups"},
     "layout": BASE | {"layout.names", "layout.groups", "layout.metadata", "layout.joining"},
-    "readers": BASE | {"names", "kinds", "metadata_block", "readers"},
+    "readers": BASE | {"names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
     "kernel.strided": BASE | {"kernel.pieces", "kernel.open_files"},
@@ -76,7 +77,7 @@ ALLOWED = {
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "gaps.floats"},
     "comparison.ties": BASE,
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
-    "comparison.values": BASE | {"names", "kinds"},
+    "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel"},
     "comparison.assembled": BASE | {"comparison.replica_groups"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "gaps"},
@@ -88,7 +89,7 @@ ALLOWED = {
         f"comparison.{part}"
         for part in ("assembled", "ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
     },
-    "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "diagnose", "tensor_parallel"},
+    "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
@@ -103,7 +104,7 @@ ALLOWED = {
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "comparison", "live"}
-    | {"comparison.reference", "comparison.replica_groups", "comparison.ties"},
+    | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "live", "report"},
     "pytest_plugin": BASE | {"api", "baseline", "readers", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},

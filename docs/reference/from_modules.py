@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # By what they are for, in the order of a comparison. A package stands for all of its modules, or they follow it.
 SYNCHECK = {
     "What all parts speak of": (
-        "errors dtypes snapshots clues records names kinds tensor_parallel tolerance metadata_block"
+        "errors dtypes snapshots clues records names kinds value_kinds tensor_parallel tolerance metadata_block"
     ),
     "From paths to groups of replicas": (
         "paths omissions readers layout layout.names layout.metadata layout.joining layout.groups"

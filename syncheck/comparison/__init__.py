@@ -74,6 +74,9 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         if kind in tally.by_kind
     }
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
+    kept = selector(frozenset(), (), selection.exclude)
+    dealt_out = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+    values = compare_values(snapshots, wanted, kept, dealt_out=dealt_out)
     return Group(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
@@ -86,7 +89,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         tensors=tuple(tally.diffs),
         ties=broken_ties(snapshots, names),
         shards=tally.shards(),
-        values=tuple(compare_values(snapshots, wanted, selector(frozenset(), (), selection.exclude))),
+        values=tuple(values),
         kinds=counts,
         left_out=tally.left_out,
         names=tally.names,
@@ -94,6 +97,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         stores_progress=any(map(stores_progress, snapshots.values())),
         notes=(
             *_notes(replicas, snapshots, tally, guessed=guessed and bool(tally.by_kind)),
+            *lacking(snapshots, values),
             *(_notes_of_selection(selection) if len(snapshots) > 1 else ()),
         ),
         metadata=metadata,
@@ -273,7 +277,7 @@ def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally,
     if stubs:
         notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")
     notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
-    return notes + lacking(snapshots)
+    return notes
 
 
 def _notes_of_selection(selection: Selection) -> list[str]:

@@ -1,70 +1,101 @@
-"""Compare what a checkpoint holds beside tensors: step, epoch, learning rates, the scaler's state, notes."""
+"""Compare what a checkpoint holds beside tensors: progress, settings, the scaler's state, notes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import SCALERS
 from syncheck.names import is_random
-from syncheck.records import PROGRESS, ValueDiff, names_text, ranks_text
+from syncheck.records import ValueDiff, names_text, ranks_text
+from syncheck.value_kinds import is_own, value_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.snapshots import Snapshot
-
-
-# What is each rank's own by its name. LBFGS keeps the loss of the rank's own batch as prev_loss.
-_OWN = frozenset("rank local_rank global_rank node_rank host hostname device pid prev_loss".split())
 
 # Lines that tell of what some ranks lack; each of a thousand ranks may have something of its own.
 _MOST_NOTES = 3
 
 
 def compare_values(
-    snapshots: Mapping[int, Snapshot], wanted: Callable[[str, str], bool], kept: Callable[[str, str], bool]
+    snapshots: Mapping[int, Snapshot],
+    wanted: Callable[[str, str], bool],
+    kept: Callable[[str, str], bool],
+    *,
+    dealt_out: bool = False,
 ) -> list[ValueDiff]:
     """List the Python values that are not equal on all replicas.
 
-    Of files, one that some replicas lack does not count against them: the formats hold different ones. Only a whole
-    group of an optimizer's parameters does, where such a replica has other groups of that optimizer. In memory all
-    hold what they are, so that every value counts, a missing one too, but for random number states, what is a rank's
-    own, and what the options leave out. wanted: whether a name and kind is asked for; kept: whether it is not excluded.
+    A difference counts unless the value is a rank's own, such as its host or random number state, or the options
+    exclude it. A note, which neither its name nor its container identifies as progress, a setting or a scaler's state,
+    counts in memory and is only listed between files. A setting or a scaler's state that some files lack counts if
+    they lack its whole container, or have another class of it. In memory every missing value counts.
+
+    wanted: whether a name and kind is asked for; kept: whether it is not excluded. dealt_out: whether each rank's
+    optimizer has parameters of its own.
     """
     memory = in_memory(snapshots)
-    groups = {rank: {_group_of(name) for name in _values(snapshot)} for rank, snapshot in snapshots.items()}
+    values = {rank: _values(snapshot) for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
-    for rank, snapshot in snapshots.items():
-        for name, value in _values(snapshot).items():
-            # Files do not say it in one way, so it would be missing on one side.
-            if memory or not is_membership(name):
+    for rank, of in values.items():
+        for name, value in of.items():
+            if not (dealt_out and is_membership(name)):
                 by_name[name][rank] = value
+    kind_of, containers = value_kinds(by_name), _Containers(snapshots, values)
+    one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
     diffs = []
-    for name, values in by_name.items():
-        listed = list(values.values())
+    for name, found in by_name.items():
+        listed = list(found.values())
         differ = any(value != listed[0] and not (value != value and listed[0] != listed[0]) for value in listed[1:])
-        lacking = len(values) < len(snapshots)
+        lacking = [rank for rank in snapshots if rank not in found]
         if not differ and not lacking:
             continue
-        # The members of a group are known by name or by position; replicas may know them in different ways.
-        lost = lacking and any(_lost(name, groups[rank]) for rank in snapshots.keys() - values.keys())
-        stands = differ or lost or (memory and not is_membership(name))
-        counts = stands and (_counts_in_memory(name, wanted, kept) if memory else _counts(name))
-        diffs.append(ValueDiff(name, {rank: values.get(rank) for rank in snapshots}, counts=counts))
+        kind = kind_of(name)
+        lost = tuple(rank for rank in lacking if containers.lacks(rank, name))
+        # Two replicas may know the members of a group in two ways, by name and by position.
+        missing = bool(lacking) and not is_membership(name)
+        if not memory:
+            missing = missing and one_format and kind in ("setting", "scaler")
+            missing = missing and (bool(lost) or containers.differ(name, lacking, next(iter(found))))
+        asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
+        counts = (differ or missing) and asked and not is_own(name)
+        by_rank = {rank: found.get(rank) for rank in snapshots}
+        diffs.append(ValueDiff(name, by_rank, counts=counts, kind=kind, lost=lost))
     return diffs
 
 
-def _group_of(name: str) -> tuple[str, str]:
-    """Return the optimizer and the number of the parameter group that a value belongs to; empty where to none."""
-    optimizer, inside, rest = name.partition(".param_groups.")
-    return (optimizer, rest.partition(".")[0]) if inside else ("", "")
+class _Containers:
+    """The keys of each container of values and tensors, by rank."""
 
+    def __init__(self, snapshots: Mapping[int, Snapshot], values: Mapping[int, Mapping[str, Any]]) -> None:
+        self._snapshots, self._values = snapshots, values
+        self._keys = cache(self._by_container)
 
-def _lost(name: str, groups: Collection[tuple[str, str]]) -> bool:
-    """Whether a value is of a parameter group that a replica lacks, one that has others of that optimizer."""
-    of = _group_of(name)
-    return any(of) and of not in groups and any(group[0] == of[0] for group in groups)
+    def lacks(self, rank: int, name: str) -> bool:
+        """Whether a rank has nothing of what a value belongs to: the optimizer, the scheduler, a top-level key."""
+        head, groups, _ = name.partition(".param_groups.")
+        return (head if groups else name.rpartition(".")[0] or name) not in self._keys(rank)
+
+    def differ(self, name: str, lacking: Sequence[int], having: int) -> bool:
+        """Whether a rank that lacks a value lacks its container, or has keys in it that the other rank lacks.
+
+        A container with fewer keys is of another version of the library.
+        """
+        home = name.rpartition(".")[0]
+        keys = [self._keys(rank).get(home, set()) for rank in lacking]
+        return not all(keys) or any(of - self._keys(having)[home] for of in keys)
+
+    def _by_container(self, rank: int) -> dict[str, set[str]]:
+        keys: dict[str, set[str]] = defaultdict(set)
+        for name in (*self._values[rank], *self._snapshots[rank].tensors):
+            head, key = name, ""
+            while head:
+                if not is_membership(name):
+                    keys[head].add(key)
+                head, _, key = head.rpartition(".")
+        return {head: found - {""} for head, found in keys.items()}
 
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
@@ -72,13 +103,14 @@ def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
     return all(snapshot.format == "memory" for snapshot in snapshots.values())
 
 
-def lacking(snapshots: Mapping[int, Snapshot]) -> list[str]:
-    """Say which values some replicas do not hold at all, such as the scaler's, where all are files of one format."""
+def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[str]:
+    """Name the values that some files of one format do not hold at all, and that do not count. diffs: of all values."""
     if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
         return []
     tops = {rank: {name.partition(".")[0] for name in snapshot.values} for rank, snapshot in snapshots.items()}
+    counted = {diff.name.partition(".")[0] for diff in diffs if diff.counts}
     gone: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for top in sorted(set().union(*tops.values())):
+    for top in sorted(set().union(*tops.values()) - counted):
         ranks = tuple(rank for rank, of in tops.items() if top not in of)
         if ranks and not is_random((top,)):
             gone[ranks].append(top)
@@ -91,7 +123,7 @@ def lacking(snapshots: Mapping[int, Snapshot]) -> list[str]:
 
 
 def is_membership(name: str) -> bool:
-    """Whether a value names the parameters of one of an optimizer's groups: only snapshots of memory have it."""
+    """Whether a value lists the parameters of one of an optimizer's groups."""
     parts = name.split(".")
     return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
 
@@ -103,29 +135,19 @@ def holds_counted(snapshot: Snapshot) -> bool:
 
 def counted(snapshot: Snapshot) -> dict[str, Any]:
     """Return the Python values of a checkpoint that make a group out of sync when they differ."""
-    return {name: value for name, value in _values(snapshot).items() if _counts(name)}
+    values = _values(snapshot)
+    kind_of = value_kinds(values)
+    return {name: value for name, value in values.items() if kind_of(name) != "other" and not is_own(name)}
 
 
 def stores_progress(snapshot: Snapshot) -> bool:
     """Whether a checkpoint says at which step or epoch it was written."""
-    return any(value is not None for name, value in _values(snapshot).items() if name in PROGRESS)
+    values = _values(snapshot)
+    kind_of = value_kinds(values)
+    return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
 
 
 def _values(snapshot: Snapshot) -> dict[str, Any]:
     """Return the values of a checkpoint, those of its metadata where it has no others of that name."""
     progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
     return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)
-
-
-def _counts(name: str) -> bool:
-    parts = name.split(".")
-    optimizer = parts[0] == "optimizer" and ("param_groups" in parts or parts[-1] == "step")
-    return name in PROGRESS or optimizer or parts[0] in SCALERS
-
-
-def _counts_in_memory(name: str, wanted: Callable[[str, str], bool], kept: Callable[[str, str], bool]) -> bool:
-    parts = name.split(".")
-    if parts[-1] in _OWN or is_random(parts):
-        return False
-    # What counts in files counts whatever tensors are asked for.
-    return kept(name, "value") if _counts(name) else wanted(name, "value")

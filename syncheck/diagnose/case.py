@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import OPTIMIZER
 from syncheck.records import ranks_text
@@ -92,11 +93,6 @@ class Case:
         if metadata is not None and metadata.buffers is not None:
             return frozenset()
         return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
-
-    @property
-    def settings_differ(self) -> bool:
-        """Whether settings of the optimizer, such as its learning rate, are among the uncovered values."""
-        return any(".param_groups." in name for name in self.values)
 
     def compared(self, *kinds: str) -> int:
         """How many tensors of these kinds were compared."""
@@ -227,6 +223,12 @@ def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     for rank, value in by_rank.items():
         found.setdefault(value, []).append(rank)
     return found
+
+
+def by_value_text(by_rank: Mapping[int, object]) -> str:
+    """'65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3'; four values at most."""
+    sets = ranks_by({rank: "missing" if value is None else brief(value) for rank, value in by_rank.items()})
+    return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in list(sets.items())[:4])
 
 
 def fewer(some: set[int], others: set[int]) -> set[int]:

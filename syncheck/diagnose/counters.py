@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import counted, differ, number_text, parameter_of, ranks_by
-from syncheck.kinds import BN_STATISTICS, SCALERS
+from syncheck.kinds import BN_STATISTICS
 from syncheck.records import ranks_text
+from syncheck.value_kinds import SCALES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +23,6 @@ FEW = 2
 SHARE = 0.05
 # A run in which a lag of a few steps may as well be a state that was lost at the start.
 SHORT = 5
-SCALE = ("scale", "_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
         if len(set(counts.values())) > 1:
             found.append(StepCounter(diff.name, counts, diff, diff.minority))
     for value in case.of_values():
-        if not is_counter(value.name):
+        if value.kind != "counter":
             continue
         numbers = {rank: float(count) for rank, count in value.by_rank.items() if _is_number(count)}
         if len(numbers) == len(value.by_rank) and len(set(numbers.values())) > 1:
@@ -173,11 +173,11 @@ def _lags_alike(steps: Mapping[int, float], batches: Mapping[int, float]) -> boo
 def scales_of(group: Group) -> dict[int, float]:
     """Return the loss scaler's scale by rank, where it differs and each rank's is known; else empty."""
     for value in group.values:
-        if value.name.partition(".")[0] in SCALERS and value.name.rpartition(".")[2] in SCALE:
+        if value.kind == "scaler" and value.name.rpartition(".")[2] in SCALES:
             numbers = {rank: float(scale) for rank, scale in value.by_rank.items() if _is_number(scale)}
             return numbers if len(numbers) == len(value.by_rank) else {}
     for diff in group.tensors:
-        if diff.kind == "scaler" and diff.name.rpartition(".")[2] in SCALE:
+        if diff.kind == "scaler" and diff.name.rpartition(".")[2] in SCALES:
             return counts_of(diff)
     return {}
 
@@ -203,7 +203,7 @@ def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
     return tuple(
         value.name
         for value in case.of_values()
-        if value.name.partition(".")[0] in SCALERS
+        if value.kind == "scaler"
         and len({str(found) for found in value.by_rank.values() if found is not None}) > 1
         and (not ranks or set(minority_of(value.by_rank)) <= set(ranks))
     )
@@ -238,12 +238,6 @@ def other_lag_text(counter: StepCounter, series: Sequence[Group]) -> str:
                 lag = max(counts.values()) - min(counts.values())
                 return "" if lag == counter.lag else f"at step {group.step} it was {counted(int(lag), 'step')}"
     return ""
-
-
-def is_counter(name: str) -> bool:
-    """Whether a Python value is one of the optimizer's step counters, by its name."""
-    parts = name.split(".")
-    return parts[0] == "optimizer" and parts[-1] == "step"
 
 
 def _is_number(value: object) -> bool:

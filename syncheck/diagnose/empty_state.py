@@ -28,6 +28,5 @@ def without_state(case: Case) -> tuple[int, ...]:
     if len(holders) != 1 or not without:
         return ()
     # A rank that has no parameter groups either has no optimizer in its file.
-    groups = [value for value in group.values if value.name.startswith("optimizer.param_groups.")]
-    absent = any(value.by_rank.get(rank) is None for value in groups for rank in without)
+    absent = any(rank in value.lost for value in group.values if ".param_groups." in value.name for rank in without)
     return () if absent else without

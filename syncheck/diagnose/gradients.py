@@ -7,7 +7,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import counted, differ, is_weight, owner
-from syncheck.diagnose.counters import is_counter
 from syncheck.evidence.history import gap_ratios, trend_of
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import FIRST_MOMENTS
@@ -35,8 +34,7 @@ def in_step(case: Case) -> bool:
     metadata = case.group.metadata
     if case.group.stale or (metadata is not None and metadata.averaging) or not case.agrees("optimizer_step"):
         return False
-    values = [diff.name for diff in case.group.values if diff.counts]
-    return not any(is_counter(name) or name.partition(".")[0].endswith("scaler") for name in values)
+    return not any(diff.counts and diff.kind in ("counter", "scaler") for diff in case.group.values)
 
 
 def counts_steps(case: Case) -> bool:

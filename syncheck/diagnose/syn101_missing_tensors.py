@@ -1,6 +1,7 @@
 """Key sets differ: some tensors are not in every replica's file.
 
-Signature: a tensor name is present in some files of the group and absent from others.
+Signature: a tensor name is present in some files of the group and absent from others, or all values of an optimizer, a
+scheduler or a loss scaler are.
 
 Where all that is missing of some ranks is the state of an optimizer that they did save, that is SYN215.
 
@@ -41,23 +42,25 @@ def apply(case: Case) -> Match | None:
     """Fit every tensor that some replica lacks."""
     lost = OPTIMIZER if without_state(case) else ()
     lacking = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in lost)
-    if not lacking:
+    values = tuple(diff for diff in case.of_values() if diff.lost)
+    if not lacking and not values:
         return None
     everyone = {rank for diff in lacking for rank in _expected(diff, case.group.ranks)}
-    without = {
-        rank
-        for diff in lacking
-        for rank in set(_expected(diff, case.group.ranks)) - {r for found in diff.clusters for r in found}
-    }
+    everyone |= set(case.group.ranks if values else ())
+    without = {rank for value in values for rank in value.lost}
+    for diff in lacking:
+        without |= set(_expected(diff, case.group.ranks)) - {r for found in diff.clusters for r in found}
     # The fewer are the suspects, whether they lack something or have it alone. Of what only one rank ought to have, no
     # other rank has anything, and that one is the suspect.
     odd = fewer(without, everyone - without)
-    names = names_text([diff.name for diff in lacking])
-    return Match(
-        lacking,
-        tuple(sorted(odd or everyone)),
-        f"{counted(len(lacking), 'tensor')} not on {ranks_text(sorted(without))}: {names}",
-    )
+    numbers = [counted(len(found), what) for found, what in ((lacking, "tensor"), (values, "value")) if found]
+    names = names_text([*(diff.name for diff in lacking), *(value.name for value in values)])
+    text = f"{' and '.join(numbers)} not on {ranks_text(sorted(without))}: {names}"
+    # Groups of an optimizer list other members where a parameter is missing.
+    follow = any(diff.kind == "parameter" for diff in lacking)
+    members = [diff for diff in case.of_values() if follow and diff.name.endswith((".params", ".(positions)"))]
+    covered = dict.fromkeys(diff.name for diff in (*values, *members))
+    return Match(lacking, tuple(sorted(odd or everyone)), text, tuple(covered))
 
 
 def _expected(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:

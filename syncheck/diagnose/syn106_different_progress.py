@@ -32,7 +32,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
-from syncheck.records import PROGRESS, ranks_text
+from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -50,7 +50,7 @@ FIX = (
 
 def apply(case: Case) -> Match | None:
     """Fit a differing step or epoch, and cover everything: nothing can be concluded from the rest."""
-    first = next((diff for diff in case.of_values() if diff.name in PROGRESS and _unlike(diff)), None)
+    first = next((diff for diff in case.of_values() if diff.kind == "progress" and _unlike(diff)), None)
     if first is None:
         return _by_the_optimizer(case)
     named = _named(first)

@@ -68,7 +68,7 @@ def apply(case: Case) -> Match | None:
     """Fit parameters that differ from the start while what the gradients made agrees."""
     apart = list(parameters_apart(case).values())
     # Another learning rate or decay on a rank moves parameters apart as well, and leaves Adam's moments equal.
-    if not apart or case.settings_differ or not in_step(case):
+    if not apart or not in_step(case):
         return None
     state = _state(case)
     trend, since = course(case, "parameter")

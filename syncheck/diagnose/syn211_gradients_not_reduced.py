@@ -76,7 +76,7 @@ def apply(case: Case) -> Match | None:
     model, states = trained(case), with_moment(case)
     # Where the optimizer's ids have no names, it still shows how many parameters are trained.
     total = min(len(model), len(states)) if states and not states & model else len(model)
-    if not parameters or len(model & set(parameters)) < MOST * total or case.settings_differ or not in_step(case):
+    if not parameters or len(model & set(parameters)) < MOST * total or not in_step(case):
         return None
     if touched_less(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
         return None

@@ -76,7 +76,7 @@ def apply(case: Case) -> Match | None:
     named = set(moments) <= set(case.group.names)
     apart = set(parameters) | (set(moments) if named else set())
     where = _where(case, apart)
-    if not parameters or not where or not apart <= model or case.settings_differ or not in_step(case):
+    if not parameters or not where or not apart <= model or not in_step(case):
         return None
     whole = not named and len(moments) == len(with_moment(case))
     if whole or touched_less(parameters.values(), TOUCHED):

@@ -82,7 +82,7 @@ def apply(case: Case) -> Match | None:
     """Fit first moments of one direction, of which a rank has the shorter or longer ones nearly everywhere."""
     apart = moments_apart(case)
     total = len(with_moment(case))
-    if not apart or len(apart) < MOST * total or case.settings_differ or not in_step(case):
+    if not apart or len(apart) < MOST * total or not in_step(case):
         return None
     counting = counts_steps(case)
     if not counting and just_began(case):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, number_text, parameters_text, ranks_by
+from syncheck.diagnose.case import Match, by_value_text, number_text, parameters_text
 from syncheck.diagnose.counters import (
     counted_text,
     counters_of,
@@ -31,10 +31,8 @@ from syncheck.diagnose.counters import (
     scales_of,
     trackers,
 )
-from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,8 +62,8 @@ def apply(case: Case) -> Match | None:
     scales = scales_of(case.group)
     moved = _moved(case) if scales else ()
     by_name = {value.name: value.by_rank for value in case.group.values if value.name in values}
-    texts = [f"{name} is {_apart(by_rank)}" for name, by_rank in sorted(by_name.items(), key=_scale_first)]
-    texts += [f"{diff.name} differs" + (f": {_apart(v)}" if (v := _read(diff)) else "") for diff in own]
+    texts = [f"{name} is {by_value_text(by_rank)}" for name, by_rank in sorted(by_name.items(), key=_scale_first)]
+    texts += [f"{diff.name} differs" + (f": {by_value_text(v)}" if (v := _read(diff)) else "") for diff in own]
     texts = texts[:3] + ([f"and {len(texts) - 3} more"] if len(texts) > 3 else [])
     if not scales:
         texts.append("the scale is not known to differ")
@@ -114,12 +112,6 @@ def _suspects(
 
 def _scale_first(item: tuple[str, object]) -> tuple[bool, str]:
     return not item[0].endswith("scale"), item[0]
-
-
-def _apart(by_rank: Mapping[int, object]) -> str:
-    """'65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3'."""
-    sets = ranks_by({rank: "missing" if value is None else brief(value) for rank, value in by_rank.items()})
-    return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in list(sets.items())[:4])
 
 
 def _read(diff: TensorDiff) -> Mapping[int, object]:

@@ -23,7 +23,7 @@ from syncheck.diagnose.case import Match, counted, differ
 from syncheck.diagnose.counters import fitting, scales_of
 from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_text
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import PROGRESS, ranks_text
+from syncheck.records import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -86,10 +86,10 @@ def _stale_now(case: Case) -> Match | None:
     statistics = sum(diff.kind in (*BN_STATISTICS, "bn_count") for diff in covered)
     if statistics:
         texts.append(f"{counted(statistics, 'tensor')} of BatchNorm {differ(statistics)} with it")
-    values = tuple(value.name for value in case.of_values() if _of_stale(value, stale))
-    if any(name in PROGRESS for name in values):
+    values = [value for value in case.of_values() if _of_stale(value, stale)]
+    if any(value.kind == "progress" for value in values):
         texts.append(f"the file of {ranks_text(sorted(stale))} names another step as well")
-    return Match(covered, tuple(stale), "; ".join(texts), values)
+    return Match(covered, tuple(stale), "; ".join(texts), tuple(value.name for value in values))
 
 
 def _explained(diff: TensorDiff, stale: Collection[int]) -> bool:

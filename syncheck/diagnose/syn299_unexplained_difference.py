@@ -1,7 +1,7 @@
 """Replicas differ in a way that no rule explains.
 
 Signature: what is left when every other rule has taken what it fits. The finding says what the evidence does tell:
-settings of the optimizer that are not the same, state of the optimizer that is apart alone, buffers, parameters whose
+state of the optimizer that is apart alone, buffers, parameters whose
 gradients are equal by now, or digests that cannot say by how much.
 
 Cause: not known. The most common reasons for differing parameters are gradients that were not reduced, a model that
@@ -42,10 +42,6 @@ FIX = (
 )
 
 # Cause and fix by what the evidence tells, in the place of those above.
-SETTINGS = (
-    "The optimizer's settings are not the same on all ranks, which takes their parameters apart step by step.",
-    "Build the optimizer from one configuration; give ReduceLROnPlateau and the like a loss averaged over all ranks.",
-)
 STATE_ALONE = (
     "Only the optimizer's state differs: loaded, reset or averaged on some ranks only, or kept by each for itself.",
     "Load the optimizer's state on every rank; where models are averaged, average or reset it on every rank too.",
@@ -95,8 +91,6 @@ def _told(case: Case) -> tuple[str, str, str]:
     """Return cause, fix and a word of evidence, as far as they are known; '' for each that is not."""
     kinds = {diff.kind for diff in case.tensors}
     moments = cosines(moments_apart(case).values())
-    if case.settings_differ:
-        return (*SETTINGS, "")
     if not case.tensors:
         return "", "", ""
     since = course(case, *({"parameter"} & kinds or kinds))[1].removeprefix("; ")

@@ -10,6 +10,8 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
 from syncheck.names import is_random
 from syncheck.readers.opening import regular
+from syncheck.readers.pickles.keys import Huge, plain
+from syncheck.value_kinds import value_kinds
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
@@ -23,13 +25,21 @@ def settled(snapshot: Snapshot) -> Snapshot:
 
     A callback's single numbers become values: listed when they differ, never a difference. Its larger tensors, such as
     an averaged copy of the weights, stay tensors. The 625 words of Python's random number generator are left out:
-    they differ by design, like the tensors of such states, which are counted and compared only when asked for.
+    they differ by design, like the tensors of such states, which are counted and compared only when asked for. Raises
+    MalformedFile for a step, setting or scale that is an integer beyond the range of floats.
     """
+    values = {name: plain(value) for name, value in snapshot.values.items()}
+    huge = [name for name, value in values.items() if isinstance(value, Huge)]
+    kind_of = value_kinds(values if huge else ())
+    if counts := next((name for name in huge if kind_of(name) != "other"), None):
+        found, needed = "an integer beyond the range of floats", "a number of steps, a rate or a scale"
+        again = "no library writes this; find out who did"
+        raise MalformedFile(snapshot.path, place=counts, found=found, needed=needed, next_step=again)
     notes = {name: t for name, t in snapshot.tensors.items() if name.startswith(_NOTES) and _is_number(t)}
-    words = {name for name in snapshot.values if name[-1:].isdigit() and _is_word(name)}
+    words = {name for name in values if name[-1:].isdigit() and _is_word(name)}
     if not notes and not words:
-        return snapshot
-    values = {name: value for name, value in snapshot.values.items() if name not in words}
+        return replace(snapshot, values=values) if huge else snapshot
+    values = {name: value for name, value in values.items() if name not in words}
     values |= {name: _number(tensor) for name, tensor in notes.items()}
     tensors = {name: t for name, t in snapshot.tensors.items() if name not in notes}
     return replace(snapshot, tensors=tensors, values=values)

@@ -81,4 +81,4 @@ def _plain(value: Any) -> Any:
 def _value(diff: ValueDiff) -> dict[str, Any]:
     """Write values as they print, for NaN, bytes and complex numbers have no place in JSON."""
     by_rank = {str(rank): None if value is None else brief(value, 200) for rank, value in diff.by_rank.items()}
-    return {"name": diff.name, "by_rank": by_rank, "counts": diff.counts}
+    return {**asdict(diff), "by_rank": by_rank}

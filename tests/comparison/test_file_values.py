@@ -99,15 +99,38 @@ def test_a_parameter_group_that_is_lost(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_file_does_not_hold_is_no_difference(tmp_path: Path) -> None:
-    """A single key, which versions of torch add, and a scaler that one file does not hold at all, count for nothing."""
-    other = with_groups({"initial_lr": 0.1})
-    del other["scaler"]
-    group = group_of(tmp_path, training(), other)
+def test_a_key_that_one_file_lacks_is_no_difference(tmp_path: Path) -> None:
+    """A single key of a parameter group, which versions of torch and schedulers add, counts for nothing."""
+    group = group_of(tmp_path, training(), with_groups({"initial_lr": 0.1}))
     assert group.verdict == "in_sync"
-    assert {value.name for value in group.values} == {"optimizer.param_groups.0.initial_lr"} | {
-        f"scaler.{name}" for name in SCALER
-    }
+    assert [value.name for value in group.values] == ["optimizer.param_groups.0.initial_lr"]
+
+
+@pytest.mark.parametrize("lost", ["optimizer", "scaler", "lr_scheduler"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_one_file_lacks_altogether(tmp_path: Path, lost: str, empty: bool) -> None:
+    """An optimizer, scaler or scheduler that one rank did not save, or saved empty, is SYN101 on that rank."""
+    trees = [training(lr_scheduler={"last_epoch": 3, "_step_count": 4}) for _ in range(3)]
+    for tree in trees:
+        tree["optimizer"]["state"] = {}
+    del trees[1][lost]
+    if empty:
+        trees[1][lost] = {}
+    group = group_of(tmp_path, *trees)
+    assert [(finding.code, finding.ranks) for finding in group.findings] == [("SYN101", (1,))]
+    assert all(value.lost == (1,) for value in group.values)
+    options = syncheck.Options(exclude=(f"{lost}.*",))
+    assert syncheck.compare(tmp_path, options=options).verdict == "in_sync"
+
+
+def test_another_class_of_scheduler(tmp_path: Path) -> None:
+    """Schedulers that have keys of their own on each side are not the same; one with more keys is a later version."""
+    plain = {"last_epoch": 3, "_step_count": 4, "gamma": 0.5}
+    step = plain | {"step_size": 7}
+    cosine = plain | {"T_max": 100}
+    assert group_of(tmp_path / "a", training(scheduler=plain), training(scheduler=step)).verdict == "in_sync"
+    group = group_of(tmp_path / "b", training(scheduler=cosine), training(scheduler=step))
+    assert [finding.code for finding in group.findings] == ["SYN107"]
 
 
 def test_formats_that_hold_no_values(tmp_path: Path) -> None:
@@ -119,10 +142,9 @@ def test_formats_that_hold_no_values(tmp_path: Path) -> None:
 
 
 def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
-    """Values that not all files of one format hold are named as not compared, five a line and in a few lines."""
-    trees = [training(), training()]
-    del trees[1]["scaler"]
-    assert "not on rank 1, and so not compared: scaler" in group_of(tmp_path, *trees).notes
+    """Notes that not all files of one format hold are named as not compared, five a line and in a few lines."""
+    trees = [training(note=1), training()]
+    assert "not on rank 1, and so not compared: note" in group_of(tmp_path, *trees).notes
     trees = [training(**{f"own{rank}_{i}_{'x' * 200}": i for i in range(7)}) for rank in range(5)]
     told = [note for note in group_of(tmp_path, *trees).notes if "compared" in note]
     assert len(told) == 4
@@ -130,3 +152,116 @@ def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
     assert told[0].endswith("xxx and 2 more")
     assert told[3] == "nor compared: 14 more values that not all ranks have"
     assert all(len(note) < 600 for note in told)
+
+
+# Where trainers keep what counts: the key, two values, the finding.
+KEPT = [
+    ("scaler_state_dict", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
+    ("grad_scaler", SCALER, SCALER | {"_growth_tracker": 1}, "SYN216"),
+    ("amp", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}},
+     {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 3}}, "SYN216"),
+    ("native_amp_scaling_state", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
+    ("MixedPrecision", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
+    ("state", {"plugin": {"deep": SCALER}}, {"plugin": {"deep": SCALER | {"scale": 1.0}}}, "SYN216"),
+    ("trainer", {"_trainer": {"grad_scaler": SCALER}}, {"_trainer": {"grad_scaler": SCALER | {"scale": 1.0}}},
+     "SYN216"),
+    ("skipped_steps", 0, 1, "SYN216"),
+    ("lr_schedulers", [{"last_epoch": 3, "_last_lr": [0.1]}], [{"last_epoch": 3, "_last_lr": [0.2]}], "SYN107"),
+    ("sched", {"best": 0.5, "num_bad_epochs": 0}, {"best": 0.5, "num_bad_epochs": 2}, "SYN107"),
+    ("opt_param_scheduler", {"max_lr": 0.1, "num_steps": 5}, {"max_lr": 0.1, "num_steps": 6}, "SYN107"),
+    ("warm", {"last_epoch": 3, "_step_count": 4, "T_max": 9}, {"last_epoch": 3, "_step_count": 4, "T_max": 8},
+     "SYN107"),
+    ("config", {"learning_rate": 0.1}, {"learning_rate": 0.2}, "SYN107"),
+    ("iter_num", 100, 101, "SYN106"),
+    ("current_epoch", 1, 2, "SYN106"),
+    ("optimizer_history", [{"num_updates": 7}], [{"num_updates": 8}], "SYN106"),
+    ("extra_state", {"train_iterator": {"epoch": 2}}, {"train_iterator": {"epoch": 3}}, "SYN106"),
+    ("train_state", {"step": 5}, {"step": 6}, "SYN106"),
+    ("meta", {"iter": 5}, {"iter": 6}, "SYN106"),
+    ("loops", {"fit_loop": {"epoch_progress": {"current": {"completed": 5}}}},
+     {"fit_loop": {"epoch_progress": {"current": {"completed": 6}}}}, "SYN106"),
+    ("loops", {"optim_progress": {"optimizer": {"step": {"total": {"ready": 5}}}}},
+     {"optim_progress": {"optimizer": {"step": {"total": {"ready": 6}}}}}, "SYN106"),
+    ("ema", {"num_updates": 5, "decay": 0.9}, {"num_updates": 6, "decay": 0.9}, "SYN299"),
+]  # fmt: skip
+# What differs between ranks that are in sync.
+OWN = {
+    "loss": 0.5, "best_loss": 0.4, "best_epoch": 3, "metric": 71.2, "metrics": {"train": {"step": 4, "loss": 0.3}},
+    "callbacks": {"EarlyStopping": {"wait_count": 2, "best_score": 0.4}},
+    "args": {"local_rank": 0, "gpu": 1, "epochs": 7},
+    "hyper_parameters": {"device": "cuda:0", "out": "/out/0"}, "rng_state": {"seed": 3}, "timestamp": 1.5, "date": "a",
+    "dataloader": {"step": 3, "num_yielded": 17}, "sampler": {"epoch": 3}, "host": "a", "scheduler": {"rank": 0},
+    "random_states": {"step": 5}, "log_history": [{"step": 1, "loss": 0.1}], "tokens_seen": 5, "eval_time": 3.0,
+    "extra_state": {"previous_training_time": 12.5, "metrics": {"default": [{"updates": 3}]}}, "version": "2.1",
+    "message_hub": {"log_scalars": {"iter": 3}}, "validate_loop": {"epoch_progress": {"current": {"completed": 3}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other", "code"), KEPT, ids=lambda part: part if isinstance(part, str) else ""
+)
+def test_what_counts_wherever_it_is_kept(tmp_path: Path, key: str, value: Any, other: Any, code: str) -> None:
+    """Scalers, schedulers and progress count under every trainer's key, by their names or by their structure."""
+    group = group_of(tmp_path, *(training(**{key: one}) for one in (value, value, other)))
+    assert [(finding.code, finding.ranks) for finding in group.findings] == [(code, (2,))]
+    assert len(group.values) >= 1
+
+
+def test_what_is_a_ranks_own_does_not_count(tmp_path: Path) -> None:
+    """Losses, metrics, callbacks, data, times, hosts and random states differ by design, and are listed."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: other(of) for key, of in value.items()}
+        return [other(of) for of in value] if isinstance(value, list) else value * 2 or 1
+
+    group = group_of(tmp_path, training(**OWN), training(**other(OWN)))
+    assert (group.verdict, group.findings) == ("in_sync", ())
+    assert len(group.values) > 30
+
+
+MEMBERS = [
+    ([[0], [1]], [[1], [0]], 1),
+    ([[0], [1]], [[0, 1], []], 1),
+    ([["a", "b"], ["c"]], [["b", "a"], ["c"]], 0),
+    ([["a", "b"], ["c"]], [["a", "c"], ["b"]], 1),
+    ([["module.a"], ["module.b"]], [["a"], ["b"]], 0),
+]
+
+
+@pytest.mark.parametrize(("members", "others", "code"), MEMBERS)
+def test_members_of_parameter_groups(tmp_path: Path, members: Any, others: Any, code: int) -> None:
+    """Members that are swapped between groups of another weight decay are SYN107; the order of names says nothing."""
+    for rank, groups in enumerate((members, others)):
+        listed = [{"lr": 0.1, "weight_decay": 0.1 * i, "params": group} for i, group in enumerate(groups)]
+        save_pth(tmp_path / f"rank{rank}.pth", {"model": network(), "optimizer": {"state": {}, "param_groups": listed}})
+    report = syncheck.compare(tmp_path)
+    assert report.exit_code == code
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN107"] * code
+
+
+HUGE = [10**309, 10**400, -(10**400), 10**5000]
+
+
+@pytest.mark.parametrize("number", HUGE, ids=["309", "400", "negative", "5000"])
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_integers_that_no_float_holds(tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
+    """A setting, step, scale or progress of that size is exit code 2, a line for each file; a note is compared."""
+    huge = {"lr": number, "step": number, "scaler": SCALER | {"scale": number}, "lr_scheduler": {"last_epoch": number}}
+    for i, (key, value) in enumerate(huge.items()):
+        folder = tmp_path / str(i)
+        for rank in range(2):
+            tree = training(**({key: value} if rank in ranks else {}))
+            save_pth(folder / f"rank{rank}.pth", tree)
+        report = syncheck.compare(folder)
+        assert report.exit_code == 2
+        assert len(report.unreadable) == len(ranks)
+    trees = [training(modulus=number if rank in ranks else 3) for rank in range(2)]
+    assert group_of(tmp_path / "note", *trees).verdict == "in_sync"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, None, "0.1" * 10**5, 2**1000, -0.5])
+def test_odd_settings(tmp_path: Path, value: Any) -> None:
+    """Whatever a setting is, it is equal to itself and not to another one."""
+    assert group_of(tmp_path / "a", with_groups({"lr": value}), with_groups({"lr": value})).verdict == "in_sync"
+    assert group_of(tmp_path / "b", with_groups({"lr": value}), with_groups({"lr": 0.25})).verdict == "out_of_sync"

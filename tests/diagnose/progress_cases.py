@@ -79,8 +79,8 @@ def trained(by_rank: dict[int, Any], *, counts: bool = True) -> tuple[TensorDiff
 
 def scaler(scales: dict[int, float], good: dict[int, int] | None = None) -> tuple[ValueDiff, ...]:
     """Return what differs of a GradScaler."""
-    values = [ValueDiff("scaler.scale", scales, counts=True)] if len(set(scales.values())) > 1 else []
-    return (*values, *([ValueDiff("scaler._growth_tracker", good, counts=True)] if good else []))
+    values = [ValueDiff("scaler.scale", scales, counts=True, kind="scaler")] if len(set(scales.values())) > 1 else []
+    return (*values, *([ValueDiff("scaler._growth_tracker", good, counts=True, kind="scaler")] if good else []))
 
 
 def statistics(by_rank: dict[int, Any]) -> tuple[TensorDiff, ...]:

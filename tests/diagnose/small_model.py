@@ -17,7 +17,7 @@ MODEL = {"conv.weight": 36, "bn.weight": 4, "bn.bias": 4, "fc.weight": 40, "fc.b
 RANDOM = ("conv.weight", "fc.weight", "fc.bias")  # what does not start from constants
 ADAM, SGD = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
 DECAY = {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9}  # wd / (1 - momentum) is 0.005
-HALF = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.05}, counts=True)
+HALF = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.05}, counts=True, kind="setting")
 
 
 def sets_of(ranks: int, odd: Iterable[int] | None = None) -> tuple[tuple[int, ...], ...]:

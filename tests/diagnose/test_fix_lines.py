@@ -95,6 +95,10 @@ def test_lines_that_decide_together(syncheck_rank: Rank) -> None:
 
     model = torch.nn.Linear(2, 2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    line = "dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())"
+    run("SYN107", line, loss=torch.tensor(2.0 if odd else 1.0), scheduler=scheduler)
+    assert scheduler.best == 1.5
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     if odd:
         model.weight.grad[0] = torch.inf

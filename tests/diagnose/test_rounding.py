@@ -107,7 +107,9 @@ class TestRoundingOnly:
 
     def test_values_rule_it_out(self) -> None:
         """Settings that differ explain small gaps better than rounding does."""
-        setting = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.2}, counts=True)
+        setting = ValueDiff(
+            "optimizer.param_groups.0.lr", {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2}, counts=True, kind="setting"
+        )
         assert "SYN240" not in found(four(rounded(), values=(setting,)))
 
     def test_its_neighbours(self) -> None:

@@ -15,8 +15,8 @@ from syncheck.snapshots import Metadata
 
 HOME = Path(diagnose.__file__).parent
 # DESIGN's order of precedence; rules that cover nothing have no place in it.
-PRECEDENCE = """101 102 223 222 220 221 217 106 215 214 216 231 230 240 205 203 204 202 201 219 218 212 213 210 211 241
-299""".split()
+PRECEDENCE = """101 102 223 222 220 221 217 106 215 214 216 107 231 230 240 205 203 204 202 201 219 218 212 213 210 211
+241 299""".split()
 TOTALS = {"parameter": 10, "bn_mean": 4, "bn_var": 4, "bn_count": 4, "optimizer": 20, "optimizer_step": 10}
 
 
@@ -144,7 +144,7 @@ def test_105() -> None:
 @pytest.mark.parametrize("name", ["step", "epoch", "global_step"])
 def test_106(name: str) -> None:
     """A differing step or epoch is SYN106, names the odd rank, and covers all else; other values do not make one."""
-    value = ValueDiff(name, {0: 7, 1: 5, 2: 7}, counts=True)
+    value = ValueDiff(name, {0: 7, 1: 5, 2: 7}, counts=True, kind="progress")
     fitted = found(group(WEIGHT, MEAN, ranks=3, values=(value,)))
     assert set(fitted) == {"SYN106"}
     assert fitted["SYN106"].ranks == (1,)
@@ -212,11 +212,11 @@ def test_203() -> None:
 
 def test_299() -> None:
     """What no rule explains is SYN299, tensors and values, and never silence."""
-    setting = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.2}, counts=True)
-    fitted = found(group(WEIGHT, MEAN, values=(setting,)))
+    note = ValueDiff("temperature", {0: 0.1, 1: 0.2}, counts=True)
+    fitted = found(group(WEIGHT, MEAN, values=(note,)))
     assert set(fitted) == {"SYN299"}
     assert set(fitted["SYN299"].tensors) == {"fc.weight", "bn.running_mean"}
-    assert fitted["SYN299"].values == ("optimizer.param_groups.0.lr",)
+    assert fitted["SYN299"].values == ("temperature",)
     assert "SYN299" not in found(group(MEAN))
 
 
@@ -227,7 +227,11 @@ def test_every_difference_is_in_exactly_one_finding(seed: int) -> None:
 
     rng = random.Random(seed)
     pool = [MEAN, VAR, COUNT, WEIGHT, STEP, diff("b", "parameter", status="not_compared", reason="dtype")]
-    values = (ValueDiff("epoch", {0: 1, 1: 2}, counts=True), ValueDiff("note", {0: 1, 1: 2}, counts=False))
+    values = (
+        ValueDiff("epoch", {0: 1, 1: 2}, counts=True, kind="progress"),
+        ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind="setting"),
+        ValueDiff("note", {0: 1, 1: 2}, counts=False),
+    )
     case = group(*(d for d in pool if rng.random() < 0.6), values=tuple(v for v in values if rng.random() < 0.4))
     findings = found(case).values()
     assert sorted(n for f in findings for n in f.tensors) == sorted(d.name for d in case.tensors)

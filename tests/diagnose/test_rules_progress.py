@@ -87,7 +87,8 @@ def test_215_where_a_rank_saved_an_empty_optimizer() -> None:
 
 def test_101_where_the_optimizer_itself_is_missing() -> None:
     """A file without any optimizer, one that lacks a part of its state, and ZeRO's parts are SYN101 as before."""
-    no_groups = (ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: None}, counts=False),)
+    name = "optimizer.param_groups.0.lr"
+    no_groups = (ValueDiff(name, {0: 0.1, 1: None}, counts=True, kind="setting", lost=(1,)),)
     zero = Metadata(optimizer_sharded=True)
     for case in (
         group(*missing((0,), *STATE), hyperparameters={"lr": 0.1}, values=no_groups),
@@ -103,7 +104,7 @@ def test_101_where_the_optimizer_itself_is_missing() -> None:
 def test_counters_that_are_python_numbers(counts: dict[int, float], code: str) -> None:
     """A counter that no tensor holds tells the same, and is covered with all that is trained."""
     for name in ("optimizer.state.0.step", "optimizer.param_groups.0.step"):
-        value = ValueDiff(name, counts, counts=True)
+        value = ValueDiff(name, counts, counts=True, kind="counter")
         finding = only(group(*trained(counts, counts=False), values=(value,)))
         assert (finding.code, finding.ranks, finding.values) == (code, (1,), (name,))
 
@@ -116,7 +117,7 @@ def test_only_what_is_counted_apart_is_covered() -> None:
     assert not any("fc.weight" in fitted[code].tensors for code in ("SYN214", "SYN215") if code in fitted)
     frozen = diff("stem.weight", "parameter", {0: 1, 1: 2})
     assert "stem.weight" not in found(group(*trained({0: 100, 1: 99}), frozen))["SYN214"].tensors
-    value = ValueDiff("optimizer.state.0.step", {0: 100, 1: 99}, counts=True)
+    value = ValueDiff("optimizer.state.0.step", {0: 100, 1: 99}, counts=True, kind="counter")
     case = group(
         *trained({0: 1, 1: 2}, counts=False), frozen, values=(value,), metadata=Metadata(frozen=("stem.weight",))
     )
@@ -178,7 +179,7 @@ def test_a_whole_step_that_was_missed() -> None:
 
 def test_a_differing_step_comes_first() -> None:
     """A differing top-level step is SYN106, whatever the counters say."""
-    value = ValueDiff("step", {0: 100, 1: 99}, counts=True)
+    value = ValueDiff("step", {0: 100, 1: 99}, counts=True, kind="progress")
     assert only(group(*trained({0: 100, 1: 99}), values=(value,))).code == "SYN106"
 
 

@@ -34,7 +34,7 @@ def test_217(ranks: int, counts: bool) -> None:
 
 def test_217_before_106() -> None:
     """A rank whose file names an earlier step, and is to the byte the others' of then, is SYN217 and not SYN106."""
-    value = ValueDiff("step", {0: 100, 1: 99}, counts=True)
+    value = ValueDiff("step", {0: 100, 1: 99}, counts=True, kind="progress")
     finding = only(behind(values=(value,)))
     assert finding.code == "SYN217"
     assert "the file of rank 1 names another step as well" in finding.evidence
@@ -163,9 +163,9 @@ def test_216_where_the_scale_is_a_tensor() -> None:
 
 
 def test_a_scaler_that_a_rank_lacks_is_not_216() -> None:
-    """A scaler that only some ranks have is in no other state than theirs."""
-    lacking = (ValueDiff("scaler.scale", {0: 8.0, 1: None}, counts=True),)
-    assert set(found(group(values=lacking))) == {"SYN299"}
+    """A scaler that only some ranks have is in no other state than theirs: it is missing."""
+    lacking = (ValueDiff("scaler.scale", {0: 8.0, 1: None}, counts=True, kind="scaler", lost=(1,)),)
+    assert set(found(group(values=lacking))) == {"SYN101"}
 
 
 def test_216_before_217() -> None:

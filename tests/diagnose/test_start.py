@@ -154,16 +154,6 @@ def test_219_is_not_what_follows_the_model() -> None:
     assert "SYN219" not in found(group(replace(copy, mismatched=1, extent="one"), more=more))
 
 
-def test_299_tells_of_settings() -> None:
-    """A learning rate that is not the same is named with its values and ranks, and the fix is about it."""
-    value = replace(HALF, by_rank={0: 0.1, 1: 0.1, 2: 0.05})
-    fitted = only(group(*(apart(name, ranks=3, cosine=0.9999) for name in MODEL), ranks=3, values=(value,)))
-    assert (fitted.code, fitted.ranks, fitted.values) == ("SYN299", (2,), (value.name,))
-    assert "optimizer.param_groups.0.lr (0.1 on ranks 0, 1; 0.05 on rank 2)" in fitted.evidence
-    assert fitted.fix.startswith("Build the optimizer from one configuration")
-    assert only(group(ranks=3, values=(value,))).ranks == (2,)
-
-
 def test_299_tells_of_events() -> None:
     """What agrees besides the parameters, or nearly does, is in cause and fix."""
     near = [apart(name, cosine=0.9999) for name in MODEL]

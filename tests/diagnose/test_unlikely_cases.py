@@ -72,7 +72,7 @@ def every_other_layer(count: int, kind: str, prefix: str = "") -> Group:
 
 def settings(count: int) -> Group:
     """Return a model of which very many Python values differ, and one tensor."""
-    values = tuple(ValueDiff(f"optimizer.l{i}.beta", {0: 1, 1: 2}, counts=True) for i in range(count))
+    values = tuple(ValueDiff(f"optimizer.l{i}.beta", {0: 1, 1: 2}, counts=True, kind="setting") for i in range(count))
     return small_model.group(small_model.apart("fc.weight"), values=values)
 
 

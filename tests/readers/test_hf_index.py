@@ -221,16 +221,24 @@ def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
     assert [(finding.code, finding.ranks) for finding in group.findings] == [("SYN101", (0, 1))]
 
 
-def test_safetensors_come_first(tmp_path: Path) -> None:
-    """Where a folder holds both formats, safetensors is read, as transformers does; the rest is said to be unread."""
-    folder = write(tmp_path / "a", network())
-    save(folder / "pytorch_model.bin", changed(network(), "fc.bias"))
-    save(folder / "model-00001-of-00009.safetensors", network())  # of an earlier save
-    report = syncheck.compare(folder, write(tmp_path / "b", network()))
-    assert report.verdict == "in_sync"
-    unread = "model-00001-of-00009.safetensors, pytorch_model.bin"
-    text = f"not read, for model.safetensors.index.json holds the model: {unread}"
-    assert any(text in note for note in report.groups[0].notes)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model-00001-of-00009.safetensors"])
+def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> None:
+    """Weights beside those that transformers loads are a model of their own: each replica must have the same."""
+    folders = [write(tmp_path / place, network()) for place in "abc"]
+    save(folders[0] / name, network())
+    save(folders[1] / name, network())
+    report = syncheck.compare(*folders[:2])
+    assert (report.verdict, report.counts.identical) == ("in_sync", 2 * len(network()))
+    save(folders[1] / name, changed(network(), "fc.bias"))
+    report = syncheck.compare(*folders[:2])
+    (odd,) = [diff.name for diff in report.groups[0].tensors]
+    assert report.verdict == "out_of_sync"
+    assert odd.endswith("fc.bias")
+    report = syncheck.compare(folders[0], folders[2])
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN101"]
+    save(folders[1] / name, network())
+    (folders[1] / name).write_bytes(b"broken")
+    assert syncheck.compare(*folders[:2]).exit_code == 2
 
 
 def test_files_that_are_no_part_stay_their_own(tmp_path: Path) -> None:

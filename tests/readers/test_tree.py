@@ -109,7 +109,8 @@ def test_settings_of_an_optimizer(tmp_path: Path) -> None:
     """Numbers and tuples of a group are values, and a learning rate that is a tensor is a tensor."""
     tree = {"optimizer": optimizer({}, betas=(0.9, 0.99), weight=np.array(0.5, np.float32))}
     found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
-    assert found.values == {"optimizer.param_groups.0.lr": 0.1, "optimizer.param_groups.0.betas": "(0.9, 0.99)"}
+    settings = {"lr": 0.1, "betas": "(0.9, 0.99)", "(positions)": "0, 1"}
+    assert found.values == {f"optimizer.param_groups.0.{name}": value for name, value in settings.items()}
     assert list(found.tensors) == ["optimizer.param_groups.0.weight"]
 
 

@@ -139,10 +139,11 @@ def test_honest_keys_pass(tmp_path: Path) -> None:
 def test_values_of_thousands_of_digits(tmp_path: Path) -> None:
     """Python refuses to write them in decimal: they are compared and shown in hexadecimal."""
     for rank, digits in enumerate((DIGITS, DIGITS.replace(b"\x01", b"\x02"))):
-        (tmp_path / f"m_rank{rank}.pth").write_bytes(torch_zip(state(("step", digits))))
+        (tmp_path / f"m_rank{rank}.pth").write_bytes(torch_zip(state(("note", digits))))
     report = syncheck.compare(tmp_path)
-    assert [diff.name for diff in report.groups[0].values] == ["step"]
-    assert report.exit_code == 1
+    (diff,) = report.groups[0].values
+    assert diff.name == "note"
+    assert all(value.startswith("0x") for value in diff.by_rank.values())
 
 
 def test_a_dictionary_keeps_its_methods(tmp_path: Path) -> None:

@@ -126,9 +126,9 @@ def test_many_of_one_name(kind: str) -> None:
     if kind == "tree":
         data = b"\x80\x02cfoo\nBar\n)R" + b"}X\x01\x00\x00\x00aK\x01sa" * many + b"."
     started = time.process_time()
-    values = flat(data).values
+    values = [name for name in flat(data).values if not name.endswith(".params")]
     assert len(values) == many
-    assert list(values)[-1].endswith(f"#{many}")
+    assert values[-1].endswith(f"#{many}")
     assert time.process_time() - started < 2
 
 
@@ -142,7 +142,8 @@ def test_attributes_of_a_dictionary_are_not_its_methods() -> None:
 def test_ids_of_parameters_that_are_no_keys(params: Any) -> None:
     """Ids of parameters that cannot be keys of a dictionary name nothing."""
     state = {"state": {0: {"step": 3}}, "param_groups": [{"params": params, "param_names": ["a"]}]}
-    assert flat(pickle.dumps(state, 2)).values["optimizer.0.step"] == 3
+    values = flat(pickle.dumps(state, 2)).values
+    assert values.keys() == {"optimizer.0.step", "optimizer.param_groups.0.(positions)"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from train.faults.progress import (
     OtherLearningRate,
     ScalerDiverged,
     SkippedStep,
+    SmallerSteps,
     StaleRank,
 )
 from train.faults.reduction import AdapterOnOneRank, ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
@@ -33,6 +34,7 @@ FAULTS: dict[str, type[Fault]] = {
     "adapter-on-one-rank": AdapterOnOneRank,
     "other-dtype-on-one-rank": OtherDtype,
     "last-save-failed": LastSaveFailed,
+    "other-learning-rate": OtherLearningRate,
     "buffers-never-synced": BuffersNeverSynced,
     "extra-forward": ExtraForward,
     "variance-only-bn": VarianceOnly,
@@ -54,7 +56,7 @@ FAULTS: dict[str, type[Fault]] = {
     "damaged-on-disk": DamagedOnDisk,
     "differs-by-node": DiffersByNode,
     "rounding-only": RoundsOtherwise,
-    "other-learning-rate": OtherLearningRate,
+    "smaller-steps": SmallerSteps,
 }
 
 

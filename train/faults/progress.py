@@ -158,11 +158,27 @@ class OtherLearningRate(Fault):
     so are the moments of AdamW that they make; the steps that follow from them are not.
     """
 
-    says = "one rank takes steps of half the size (add --optimizer adamw: sgd's momentum holds decay too)"
-    code = "SYN299"
+    says = "one rank halves its learning rate, as a schedule does that follows the rank's own loss"
+    code = "SYN107"
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Halve it anew: the engine sets it before each step."""
         if self.bad:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
+
+
+class SmallerSteps(OtherLearningRate):
+    """Halve the steps of the last rank, and save the learning rate of all ranks.
+
+    Code that scales the update on its own, or sets the rate back before it saves: no setting in the files differs.
+    """
+
+    says = "one rank takes steps of half the size, and its file has the common learning rate (add --optimizer adamw)"
+    code = "SYN299"
+
+    def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
+        """Set the rate back before anything is saved."""
+        if self.bad:
+            for group in optimizer.param_groups:
+                group["lr"] *= 2.0

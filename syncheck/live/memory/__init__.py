@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.values import is_membership
 from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
 from syncheck.live.memory.held import HeldPlace
@@ -12,7 +13,7 @@ from syncheck.live.memory.things import is_readable, title_of
 from syncheck.live.memory.tree import Tree
 from syncheck.names import normalize
 from syncheck.readers.bookkeeping import settled
-from syncheck.readers.pickles.tree import Flat, flatten, is_optimizer
+from syncheck.readers.pickles.tree import flatten
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from syncheck.readers.pickles.stand_ins import TensorPlace
 
 FORMAT = "memory"
-# No keys of an optimizer.
-NAMES, POSITIONS = "(params)", "(positions)"
 
 
 def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
@@ -43,18 +42,16 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     path = path or ", ".join(title_of(part) for part in parts)
     tree = Tree(parts, persistent=persistent)
     flat = flatten(tree.root, path)
-    if _name_members(tree, flat):
-        flat = flatten(tree.root, path)
     for name, kind in tree.hidden:
         place = HeldPlace(None, (), None, f"in an object of class {kind}, which is not read")
         flat.tensors[flat.free(name, flat.tensors)] = place
     tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
-    values, stubs = _with_members(flat.values), tuple(sorted(tree.stubs))
-    notes = [f"not read in full, so tensors in them may not be compared: {', '.join(sorted(tree.unread))}"][
-        : len(tree.unread)
-    ]
-    return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata, tuple(notes)))
+    # With a partitioned optimizer, the groups of each rank are of its own parameters.
+    values = {name: value for name, value in flat.values.items() if not (tree.dealt_out and is_membership(name))}
+    stubs, unread = tuple(sorted(tree.stubs)), ", ".join(sorted(tree.unread))
+    notes = (f"not read in full, so tensors in them may not be compared: {unread}",) if unread else ()
+    return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata, notes))
 
 
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
@@ -68,31 +65,6 @@ def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
         else s
         for s in listed
     ]
-
-
-def _name_members(tree: Tree, flat: Flat) -> bool:
-    """Let each group of an optimizer name its parameters: two groups may have swapped some. Whether there is a group.
-
-    Where the names are not known, their positions are given in another field: the two have nothing to be compared by.
-    """
-    if tree.dealt_out or (flat.metadata is not None and flat.metadata.optimizer_sharded):
-        return False  # every rank's groups are of its own parameters
-    short = normalize(name for name in flat.tensors if not name.startswith("optimizer."))
-    found = False
-    for state in filter(is_optimizer, tree.containers):
-        for group in state["param_groups"]:
-            ids = group.get("params") if isinstance(group, dict) else None
-            if isinstance(ids, (list, tuple)):
-                names = group.get("param_names")
-                known = isinstance(names, (list, tuple)) and len(names) == len(ids)
-                group[NAMES if known else POSITIONS] = tuple(short.get(name, name) for name in names) if known else ids
-                found = True
-    return found
-
-
-def _with_members(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the groups' parameters the name under which an optimizer keeps them."""
-    return {f"{name.removesuffix(NAMES)}params" if name.endswith(NAMES) else name: v for name, v in values.items()}
 
 
 def _tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> Tensor:

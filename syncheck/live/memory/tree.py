@@ -43,8 +43,8 @@ class Tree:
     `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
     `snapshots.Metadata`; None where no module says it. stubs: unknown classes, of which all tensors are compared.
     unread: classes, and attributes of modules, of which they are not. hidden: the same by name, if there are tensors.
-    containers: all mappings of the tree, as converted. names: of the modules' parameters, by their `id`. dealt_out: an
-    optimizer keeps the state of some parameters only, as ZeRO's does; kept: the names of this rank's.
+    names: of the modules' parameters, by their `id`. dealt_out: an optimizer keeps the state of some parameters only,
+    as ZeRO's does; kept: the names of this rank's.
     Raises UsageError for what cannot be read.
     """
 
@@ -60,7 +60,6 @@ class Tree:
         self.synced: set[bool | None] = set()
         self.stubs: set[str] = set()
         self.unread: set[str] = set()
-        self.containers: list[dict[Any, Any]] = []
         self.names: dict[int, str] = {}
         self._sharded: set[int] = set()
         self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
@@ -143,9 +142,7 @@ class Tree:
         if isinstance(node, Mapping):
             # 1 and "1" have one name; then the order tells them apart, which must not depend on the mapping's own.
             keys = list(node) if len({str(key) for key in node}) == len(node) else sorted(node, key=_by_type)
-            made = {key: below(key, node[key]) for key in keys}
-            self.containers.append(made)
-            return made
+            return {key: below(key, node[key]) for key in keys}
         if isinstance(node, (list, tuple, deque)):
             listed = [below(i, value) for i, value in enumerate(node)]
             return tuple(listed) if isinstance(node, tuple) else listed

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile, brief
 from syncheck.readers.assembly import Assembly
 from syncheck.readers.files import read_file
-from syncheck.records import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 # What helpers beside the model are known by: it stays in front, so that what a tensor is can be told from its name.
 _TOPS = ("optimizer", "scaler")
+# Names under which trainers keep the progress of a run.
+_PROGRESS = frozenset({"step", "epoch", "global_step", "global_steps", "iteration", "iter", "epochs_run", "steps_run"})
 
 
 def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Snapshot:
@@ -64,7 +65,7 @@ def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
     """Raise MalformedFile where parts say of different steps that they are of them: no checkpoint has such."""
     first: dict[str, Snapshot] = {}
     for part in opened:
-        for name in PROGRESS.intersection(part.values):
+        for name in _PROGRESS.intersection(part.values):
             other = first.setdefault(name, part)
             if part.values[name] != other.values[name]:
                 raise MalformedFile(

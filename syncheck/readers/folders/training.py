@@ -112,7 +112,7 @@ def _below(top: str, label: str) -> Callable[[str], str]:
 
 
 def _add_weights(whole: Assembly, names: list[str]) -> bool:
-    """Add the weights of each model, and note what other files of weights there are.
+    """Add the weights of each model, and other files of weights under their own names.
 
     Returns whether the tensors are in the model's order: safetensors and indexes are sorted by name.
     """
@@ -126,8 +126,10 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
         whole.add(part, as_stored if first else _below(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
     weights = {name for name in names if _WEIGHTS.fullmatch(name) or SHARD.fullmatch(name)}
-    if unused := sorted(weights - used - set(slots.values())):
-        whole.notes.append(f"not read, for {', '.join(slots.values())} holds the model: {', '.join(unused)}")
+    for name in sorted(weights - used - set(slots.values())):
+        # Another copy of the weights, or a shard that the index no longer names: libraries may load it instead.
+        whole.add(read_file(os.path.join(whole.folder, name)), _below(name, ""))
+        whole.notes.append(f"{name} is compared as a model of its own, beside {', '.join(slots.values())}")
     return [bool(_WEIGHTS.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
 
 

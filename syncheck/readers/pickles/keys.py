@@ -9,8 +9,14 @@ from syncheck.readers.pickles.stand_ins import TensorPlace
 # Parts that one key may have, and how deep they may lie in each other.
 _MOST_PARTS = 10_000
 _MOST_DEEP = 100
-# Bits of a number that is written in decimal: Python refuses more than 4,300 digits, which would take quadratic time.
-_MOST_BITS = 10_000
+# Bits of a number that a float can hold. Larger ones are text: Python does not write more than 4,300 digits either.
+_MOST_BITS = 1023
+
+
+class Huge(str):
+    """The hexadecimal text of an integer that no float can hold."""
+
+    __slots__ = ()
 
 
 class Unending(Exception):
@@ -18,10 +24,10 @@ class Unending(Exception):
 
 
 def plain(value: Any) -> Any:
-    """Return a value as it is compared and printed: a number of thousands of digits is its hexadecimal text."""
+    """Return a value as it is compared and printed: an integer that no float can hold is its hexadecimal text."""
     if isinstance(value, complex):
         return complex(value)  # not a stand-in, which hashes otherwise
-    return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+    return Huge(hex(value)) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
 
 
 def text(key: Any) -> str:

@@ -7,6 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kinds import kinds_of
+from syncheck.names import normalize
+from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorPlace
 
 if TYPE_CHECKING:
@@ -35,15 +37,12 @@ def parameter_names(
     Sources, best first: names used as keys already, `param_names` of newer torch, the metadata block, and the order of
     the parameters (see `_aligned`).
     """
-    groups = [_listed(group, "params") for group in state["param_groups"]]
-    ids = [key for group in groups for key in group]
-    if not ids or all(isinstance(key, str) for key in ids) or not all(isinstance(key, (int, str)) for key in ids):
+    ids = ids_of(state)
+    if not ids or not all(isinstance(key, (int, str)) for key in ids):
         return {}
-    stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
-    if len(stored) == len(ids) and all(isinstance(name, str) for name in stored):
-        return dict(zip(ids, stored, strict=True))
-    if metadata is not None and len(metadata.optimizer_parameters) == len(ids) and all(metadata.optimizer_parameters):
-        return dict(zip(ids, metadata.optimizer_parameters, strict=True))
+    if found := known_names(state, metadata):
+        return found
+    groups = [_listed(group, "params") for group in state["param_groups"]]
     shapes = {key: _shapes(state["state"].get(key)) for key in ids}
     # Groups are made from the parameters in order, but the order of the groups is the user's.
     for parts in ([ids], groups) if len(ids) == len(ordered) or len(groups) == 1 else (groups,):
@@ -56,6 +55,33 @@ def parameter_names(
 def ids_of(state: Mapping[str, Any]) -> list[Any]:
     """List the ids of the parameters of an optimizer's state dict, group by group."""
     return [key for group in state["param_groups"] for key in _listed(group, "params")]
+
+
+def known_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
+    """Map the ids of an optimizer's state dict to the names that the file gives; empty where it gives none."""
+    ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
+    if all(isinstance(key, str) for key in ids):
+        return {key: key for key in ids}
+    if not all(isinstance(key, (int, str)) for key in ids):
+        return {}
+    stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
+    described = () if metadata is None else metadata.optimizer_parameters
+    for names in (stored, described):
+        if len(names) == len(ids) and all(isinstance(name, str) and name for name in names):
+            return dict(zip(ids, names, strict=True))
+    return {}
+
+
+def members_of(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
+    """Return the members of a parameter group under `params`, or, if no file names them, as ids under `(positions)`.
+
+    known: of `known_names`. ordered: whether the order of the ids matters, because torch loads states by position.
+    """
+    if known:
+        short = normalize(known.values())
+        return "params", sorted(short[known[key]] for key in ids)
+    texts = [keys.text(key) for key in ids]
+    return "(positions)", texts if ordered else sorted(texts)
 
 
 def in_order(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:

@@ -12,7 +12,7 @@ from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import bounds
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.optimizer_names import ids_of, in_order, parameter_names
+from syncheck.readers.pickles.optimizer_names import ids_of, in_order, known_names, members_of, parameter_names
 from syncheck.readers.pickles.stand_ins import Compound, Storage, TensorPlace, attributes_of, refused_place
 
 if TYPE_CHECKING:
@@ -223,6 +223,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
+    known = known_names(state, flat.metadata)
     for key, entries in state["state"].items():
         parameter = f"{prefix}.{names.get(key) or keys.text(key)}"
         parts = children(entries)
@@ -244,8 +245,14 @@ def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, p
         if parts is None:
             _walk(group, flat, path, name=f"{prefix}.param_groups.{i}")
         for entry, value in parts or []:
-            # The ids and names of the parameters say nothing about the replica's state.
-            if entry in ("params", "param_names") and all(isinstance(v, _PLAIN) for _, v in children(value) or []):
+            plain = all(isinstance(v, _PLAIN) for _, v in children(value) or [])
+            if entry == "param_names" and plain:
+                continue
+            if entry == "params" and isinstance(value, (list, tuple)) and plain:
+                key, members = members_of(value, known, ordered=not names)
+                flat.letters += sum(map(len, members))
+                flat.count(path, prefix, 0)
+                flat.values[f"{prefix}.param_groups.{i}.{key}"] = ", ".join(members)
                 continue
             full = f"{prefix}.param_groups.{i}.{entry}"
             if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):

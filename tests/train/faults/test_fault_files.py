@@ -64,15 +64,16 @@ def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert evidence.damaged == (1,)
 
 
-def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Every parameter differs, no moment of AdamW does, and the last rank's file names half the learning rate."""
-    pair = plant(ctx, syncheck_rank.shared, "other-learning-rate")
+@pytest.mark.parametrize(("fault", "share"), [("other-learning-rate", 0.5), ("smaller-steps", 1.0)])
+def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, share: float) -> None:
+    """Every parameter differs, no moment of AdamW does, and the last rank's file names its rate or the common one."""
+    pair = plant(ctx, syncheck_rank.shared, fault)
     assert pair.clean == set()
     # Gradients were averaged over unlike models, and are the same for both.
     assert pair.differing == parameters(pair.good)
     assert optimizer_names(pair.good, "exp_avg")
     rates = [load(path)["optimizer"]["param_groups"][0]["lr"] for path in (pair.good, pair.bad)]
-    assert rates[1] == 0.5 * rates[0] > 0
+    assert rates[1] == share * rates[0] > 0
 
 
 def test_average_not_updated(ctx: RankContext, syncheck_rank: Rank) -> None:
