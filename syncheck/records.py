@@ -66,8 +66,8 @@ class TensorDiff:
     """How the replicas of one tensor compare.
 
     max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None where there is none;
-    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it, without one
-    between the two farthest.
+    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it. Without one, or
+    with a tolerance and no reference, they are between the two farthest replicas.
     """
 
     name: str

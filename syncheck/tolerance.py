@@ -33,6 +33,8 @@ _NEEDED = 'needs "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-
 class Tolerance:
     """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they lie within `ulp` steps.
 
+    A tensor is close if every pair of replicas is, in each element.
+
     rtol, atol, ulp: None is off; rtol and atol come together, for one alone has no sensible default for the other.
     rule: what said so, for the report; empty for the options rtol, atol and ulp themselves.
     Integers and bools are never close. Unlike numpy's and torch's rule, this one is symmetric.

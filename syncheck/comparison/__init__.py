@@ -170,13 +170,15 @@ def _compare_all(
             division = divide(tensors, ranks, places, standing, replicated=name in whole)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
             if diff is not None and selection.reference is not None:
-                diff = described(diff, selection.reference, tensors, files, tolerance)
+                diff = described(diff, selection.reference, tensors, files)
             tally.add(name, kind, diff, division, apart=apart)
         tally.diffs = list(evidence.gather(tally.diffs, found, files))
         if selection.histograms:
             from syncheck.evidence import histograms  # what nobody asked for is not imported
 
-            tally.diffs = list(histograms.gather(tally.diffs, found, files))
+            # The gaps to a reference are those to the reference, whatever is excused.
+            excused = selection.tolerance if selection.reference is None else Tolerances()
+            tally.diffs = list(histograms.gather(tally.diffs, found, files, excused))
     for diff in lost_parts(parts, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
