@@ -199,6 +199,57 @@ def test_every_kind_may_stand_in_the_table(kind: str) -> None:
     assert all(found.of("some.name", other, "float32").exact for other in kinds.KINDS if other != kind)
 
 
+COUNTED = {
+    "optimizer.w.step": ("optimizer_step", "optimizer.*.step"),
+    "optimizer.w.num_updates": ("optimizer", "*num_updates"),
+    "bn.num_batches_tracked": ("bn_count", "*.num_batches_tracked"),
+    "obs.count": ("buffer", "obs.count"),
+    "ema.n_averaged": ("ema", "*.n_averaged"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    "options", [{"rtol": 1e-5, "atol": 1.0}, {"ulp": 1000}, {"close": True}, {"tolerance": {"*": {"ulp": 1000}}}]
+)
+def test_counters_are_exact(name: str, options: dict[str, Any]) -> None:
+    """A count stored as a float is exact under every tolerance but one that names it."""
+    kind, glob = COUNTED[name]
+    assert tolerances(**_table(options)).of(name, kind, "float32").exact
+    named = {"tolerance": {"*.w": "close", glob: {"rtol": 0, "atol": 1}}}
+    assert tolerances(**_table(named)).of(name, kind, "float32").atol == 1
+
+
+def _table(options: dict[str, Any]) -> dict[str, Any]:
+    return {{"tolerance": "table"}.get(key, key): value for key, value in options.items()} | {"kinds": kinds.KINDS}
+
+
+def test_counters_of_files_are_exact(tmp_path: Path) -> None:
+    """Two optimizers one step apart are out of sync, whatever their moments may differ by; a named kind is excused."""
+    torch = pytest.importorskip("torch")
+    for rank in range(2):
+        moment, step = torch.full((3,), 1.0 + rank * 1e-6), torch.tensor(100_000.0 + rank)
+        optimizer = {"state": {0: {"step": step, "exp_avg": moment}}, "param_groups": [{"params": [0]}]}
+        torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / f"rank{rank}.pth")
+    for table, code in (
+        ({}, 1),
+        ({"optimizer": {"rtol": 1e-5, "atol": 1}, "optimizer.*": {"rtol": 1e-5, "atol": 1}}, 1),
+        ({"optimizer_step": {"rtol": 0, "atol": 1}}, 0),
+        ({"optimizer.*.step": {"rtol": 0, "atol": 1}}, 0),
+    ):
+        options = syncheck.Options(rtol=1e-5, atol=1e-8, tolerance=table)
+        assert syncheck.compare(tmp_path, options=options).exit_code == code, table
+
+
+def test_integers_are_exact_under_every_tolerance(tmp_path: Path) -> None:
+    """A tolerance is for floating-point numbers: integers and bools have to be equal, named or not."""
+    for dtype, a, b in (("int64", 1000, 1001), ("uint8", 3, 4), ("bool", 0, 1)):
+        for rank, value in enumerate((a, b)):
+            save_safetensors(tmp_path / f"rank{rank}.safetensors", {"w": np.array([value], dtype)})
+        for options in ({"rtol": 1.0, "atol": 9.0}, {"ulp": 99}, {"tolerance": {"w": {"rtol": 1, "atol": 9}}}):
+            assert syncheck.compare(tmp_path, options=syncheck.Options(**options)).exit_code == 1, (dtype, options)
+
+
 def test_an_idle_glob_is_noted(tmp_path: Path) -> None:
     """A glob that no tensor matches is noted, with the kinds, for it may be a misspelled one; others are not."""
     report = compared(tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"})

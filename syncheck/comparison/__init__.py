@@ -15,7 +15,7 @@ from syncheck.comparison.tensors import compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, lacking, stores_progress
 from syncheck.kernel.blocks import Files
-from syncheck.kinds import KINDS, OPTIMIZER, kinds_of, selector
+from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
 from syncheck.names import normalize
 from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
 from syncheck.tensor_parallel import replicated
@@ -63,8 +63,8 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     snapshots = dict(replicas.ranks)
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
     found = _align(snapshots, names)
-    kinds, guessed = _kinds(found, snapshots, selection)
-    wanted = selector(selection.only, selection.include, selection.exclude)
+    kinds, guessed, unsure = _kinds(found, snapshots, selection)
+    wanted = selector(selection.only, selection.include, selection.exclude, unsure)
     tally = _Tally()
     if len(snapshots) > 1:
         _compare_all(found, kinds, snapshots, wanted, selection, tally)
@@ -186,15 +186,16 @@ def _compare_all(
 
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
     """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
-    wanted = selector(selection.only, selection.include, selection.exclude)
-    present = {kind for name, kind in kinds_by_name(dict(replicas.ranks), selection).items() if wanted(name, kind)}
+    present = set(kinds_asked_for(dict(replicas.ranks), selection).values())
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
 
-def kinds_by_name(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
-    """Return the kind of each tensor of a group of replicas, by its name without wrappers' prefixes."""
+def kinds_asked_for(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
+    """Return the kind of each tensor of a group that is asked for, by its name without wrappers' prefixes."""
     found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
-    return _kinds(found, snapshots, selection)[0]
+    kinds, _, unsure = _kinds(found, snapshots, selection)
+    wanted = selector(selection.only, selection.include, selection.exclude, unsure)
+    return {name: kind for name, kind in kinds.items() if wanted(name, kind)}
 
 
 def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:
@@ -208,7 +209,7 @@ def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, s
 
 def _kinds(
     found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
-) -> tuple[dict[str, str], bool]:
+) -> Kinds:
     firsts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
     shapes = {name: tensor.shape for name, tensor in firsts.items()}
     dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
@@ -217,7 +218,12 @@ def _kinds(
         (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
         None,
     )
-    return kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    kinds = kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    # The first rank that has a tensor does not decide what it is if another rank's has another shape or dtype.
+    asked = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
+    unlike = {name for name in asked if len({(t.shape, t.dtype) for t in found[name].values()}) > 1}
+    by_name = {name: "buffer" if name in unlike and kind == "rng" else kind for name, kind in kinds.by_name.items()}
+    return kinds._replace(by_name=by_name, unsure=kinds.unsure | unlike) if unlike else kinds
 
 
 def _replica(rank: int, snapshot: Snapshot) -> Replica:
