@@ -106,6 +106,8 @@ class TensorDiff:
     """Of a tensor that differs; None where no second look was taken."""
     histogram: Histogram | None = None
     """Of the floating-point tensors that differ most, where it was asked for."""
+    facts: tuple[TensorDiff, ...] = ()
+    """Where several things are wrong with it, each by itself: missing, of unlike shapes or dtypes, of unlike values."""
 
     @property
     def out_of_sync(self) -> bool:

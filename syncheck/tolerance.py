@@ -25,11 +25,12 @@ CLOSE = {
     "complex64": (1.3e-6, 1e-5),
     "complex128": (1e-7, 1e-7),
 }
-# Kinds that count, and last parts of names that do, parameters excepted: 100,000 steps and 100,001 are not "close".
+# Kinds that count, and last parts of names that do: 100,000 steps and 100,001 are not "close".
 COUNTING = ("optimizer_step", "bn_count")
 COUNTERS = frozenset(
-    "step steps num_steps step_count _step_count num_updates n_averaged num_batches_tracked count counter iteration "
-    "iterations num_iters iter n_iter epoch last_epoch global_step optimization_step growth_tracker _growth_tracker".split()
+    "step steps num_steps step_count _step_count global_step optimization_step num_updates n_averaged count counter "
+    "num_batches_tracked iteration iterations num_iters iter n_iter epoch last_epoch growth_tracker "
+    "_growth_tracker".split()
 )
 _FIELDS = ("rtol", "atol", "ulp")
 _NEEDED = 'needs "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-5, atol = 1e-8} or {ulp = 4}'
@@ -96,7 +97,7 @@ class Tolerances:
         Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
         """
         last = name.rpartition(".")[2]
-        counter = kind in COUNTING or (kind != "parameter" and last in COUNTERS)
+        counter = kind in COUNTING or last in COUNTERS
         for glob, said in self.names:
             if fnmatchcase(name, glob) and not (counter and not glob.endswith(last)):
                 return _of_dtype(said, dtype, f"tolerance of {glob}")

@@ -144,7 +144,9 @@ def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) ->
         if len(finite) < len(here):
             odd.append(at // of.parts)
             continue
-        pairs = [(finite[0], other) for other in finite[1:]] if majority and not tolerance else [(min(finite), max(finite))]
+        pairs = [(min(finite), max(finite))]
+        if majority and not tolerance:
+            pairs = [(finite[0], other) for other in finite[1:]]
         if tolerance:
             every += [(abs(a - b), max(abs(a), abs(b)), abs(m - n)) for (a, m), (b, n) in combinations(finite, 2)]
         for (a, low), (b, high) in pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
@@ -22,7 +22,7 @@ from syncheck.tensor_parallel import replicated
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import Replicas
@@ -170,18 +170,30 @@ def _compare_all(
             division = divide(tensors, ranks, places, standing, replicated=name in whole)
             diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
             if diff is not None and selection.reference is not None:
-                diff = described(diff, selection.reference, tensors, files)
+                facts = tuple(described(fact, selection.reference, tensors, files) for fact in diff.facts)
+                diff = replace(described(diff, selection.reference, tensors, files), facts=facts)
             tally.add(name, kind, diff, division, apart=apart)
-        tally.diffs = list(evidence.gather(tally.diffs, found, files))
+        tally.diffs = _looked_at(tally.diffs, lambda diffs: evidence.gather(diffs, found, files))
         if selection.histograms:
             from syncheck.evidence import histograms  # what nobody asked for is not imported
 
             # The gaps to a reference are those to the reference, whatever is excused.
             excused = selection.tolerance if selection.reference is None else Tolerances()
-            tally.diffs = list(histograms.gather(tally.diffs, found, files, excused))
+            tally.diffs = _looked_at(tally.diffs, lambda diffs: histograms.gather(diffs, found, files, excused))
     for diff in lost_parts(parts, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
+
+
+def _looked_at(diffs: list[TensorDiff], look: Callable[[list[TensorDiff]], Sequence[TensorDiff]]) -> list[TensorDiff]:
+    """Take a second look at what differs by value, of a tensor with several facts at the last of them."""
+    seen = look([diff.facts[-1] if diff.facts else diff for diff in diffs])
+    return [
+        replace(diff, facts=(*diff.facts[:-1], new), evidence=new.evidence, histogram=new.histogram)
+        if diff.facts
+        else new
+        for diff, new in zip(diffs, seen, strict=True)
+    ]
 
 
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
@@ -207,9 +219,7 @@ def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, s
     return found
 
 
-def _kinds(
-    found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
-) -> Kinds:
+def _kinds(found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection) -> Kinds:
     firsts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
     shapes = {name: tensor.shape for name, tensor in firsts.items()}
     dtypes = {name: tensor.dtype for name, tensor in firsts.items()}

@@ -43,9 +43,7 @@ def gather(
     apart = [diff for diff in differing if DTYPES[diff.dtype].family == "float"]
     apart.sort(key=lambda diff: (len(set(diff.nonfinite.values())) < 2, -(diff.max_abs or 0)))
     made = {
-        diff.name: _worst(
-            diff, found[diff.name], files, exact=tolerance.of(diff.name, diff.kind, diff.dtype).exact
-        )
+        diff.name: _worst(diff, found[diff.name], files, exact=tolerance.of(diff.name, diff.kind, diff.dtype).exact)
         for diff in apart[:MOST]
     }
     return tuple(replace(diff, histogram=made[diff.name]) if diff.name in made else diff for diff in diffs)

@@ -38,9 +38,9 @@ def measure(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, ma
 
     tensors: of one dtype and shape, two or more. majority: whether the first stands for most replicas; then gaps are
     against it, else between the two that lie farthest apart in each element. A tolerance holds for every pair of
-    replicas, so with a tolerance the gaps are always those between the farthest two. Floats are subtracted in float64 (complex
-    numbers by their parts), integers without overflow. ULP are steps between neighbouring floats of the dtype, with
-    0.0 and -0.0 at one place.
+    replicas, so with a tolerance the gaps are always those between the farthest two. Floats are subtracted in float64
+    (complex numbers by their parts), integers without overflow. ULP are steps between neighbouring floats of the dtype,
+    with 0.0 and -0.0 at one place.
     """
     row = DTYPES[tensors[0].dtype]
     dtype = row.dtype()
