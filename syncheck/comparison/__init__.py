@@ -177,9 +177,11 @@ def _compare_all(
         if selection.histograms:
             from syncheck.evidence import histograms  # what nobody asked for is not imported
 
-            # The gaps to a reference are those to the reference, whatever is excused.
-            excused = selection.tolerance if selection.reference is None else Tolerances()
-            tally.diffs = _looked_at(tally.diffs, lambda diffs: histograms.gather(diffs, found, files, excused))
+            def exact(diff: TensorDiff) -> bool:  # the gaps to a reference are those to it, whatever is excused
+                tolerance = selection.tolerance.of(diff.name, diff.kind, diff.dtype)
+                return tolerance.exact or selection.reference is not None
+
+            tally.diffs = _looked_at(tally.diffs, lambda diffs: histograms.gather(diffs, found, files, exact))
     for diff in lost_parts(parts, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)

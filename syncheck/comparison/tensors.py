@@ -57,30 +57,27 @@ def compare_tensor(
     if sharded and (diff is None or diff.reason == "sharded"):
         detail = f"on {ranks_text(tuple(tensors))} only: the metadata says that each rank holds its own part"
         return replace(bare, reason="sharded", detail=detail)
-    here, gone = list(tensors), list(missing)
-    detail = f"not on {ranks_text(missing)}"
-    lacking = minority_of(_largest_first((here, gone)))
-    facts = diff.facts or (diff,) if diff is not None and diff.out_of_sync else ()
     alone = replace(
         bare,
         reason="missing",
-        detail=detail,
+        detail=f"not on {ranks_text(missing)}",
         replica_groups=(division.expected,),
-        clusters=(tuple(here),),
-        minority=lacking,
+        clusters=(tuple(tensors),),
+        minority=minority_of(_largest_first((list(tensors), list(missing)))),
     )
-    diff = diff or bare
+    if diff is None:
+        return alone
     told = {rank for found in diff.clusters for rank in found}
-    untold = tuple(rank for rank in here if rank not in told)
+    untold = tuple(rank for rank in tensors if rank not in told)
     return replace(
         diff,
         status="different" if diff.status == "different" else "not_compared",
-        reason="missing",
-        detail=detail,
-        replica_groups=(division.expected,),
+        reason=alone.reason,
+        detail=alone.detail,
+        replica_groups=alone.replica_groups,
         clusters=(*diff.clusters, untold) if untold else diff.clusters,
-        minority=diff.minority or lacking,
-        facts=(alone, *facts) if facts else (),
+        minority=diff.minority or alone.minority,
+        facts=(alone, *(diff.facts or (diff,))) if diff.out_of_sync else (),
     )
 
 

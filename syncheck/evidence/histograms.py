@@ -14,7 +14,7 @@ from syncheck.records import DECADES, Histogram
 from syncheck.snapshots import flat_index
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
-    from syncheck.tolerance import Tolerances
 
 # Tensors of a group that are looked at, and elements of each: 40 such take some seconds.
 MOST = 40
@@ -32,20 +31,20 @@ _EDGES = np.array([float(f"1e{power}") for power in (*DECADES, DECADES.stop)])
 
 
 def gather(
-    diffs: Sequence[TensorDiff], found: Mapping[str, Mapping[int, Tensor]], files: Files, tolerance: Tolerances
+    diffs: Sequence[TensorDiff],
+    found: Mapping[str, Mapping[int, Tensor]],
+    files: Files,
+    exact: Callable[[TensorDiff], bool],
 ) -> tuple[TensorDiff, ...]:
     """Return the diffs, the floating-point ones that differ most with a histogram. found: tensors by name, rank.
 
-    tolerance: if one applies to a tensor, its gaps are those between the farthest two replicas, which it is tested on.
+    exact: whether no tolerance applies; else the gaps are those that are tested, between the farthest two replicas.
     Raises CheckpointError when a file can no longer be read.
     """
     differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
     apart = [diff for diff in differing if DTYPES[diff.dtype].family == "float"]
     apart.sort(key=lambda diff: (len(set(diff.nonfinite.values())) < 2, -(diff.max_abs or 0)))
-    made = {
-        diff.name: _worst(diff, found[diff.name], files, exact=tolerance.of(diff.name, diff.kind, diff.dtype).exact)
-        for diff in apart[:MOST]
-    }
+    made = {diff.name: _worst(diff, found[diff.name], files, exact=exact(diff)) for diff in apart[:MOST]}
     return tuple(replace(diff, histogram=made[diff.name]) if diff.name in made else diff for diff in diffs)
 
 
