@@ -9,10 +9,11 @@
          "bn1.running_mean"
     ...
 
-By run, code and kind it lists the tensors and values that a finding may cover. Neither gaps nor ranks stand in it: gaps
-vary from one training to the next, and the suspects do where no majority tells them, or where there are more ranks. Nor
-do steps, run_ids, or folders unless they alone tell two runs apart. The text is sorted, a name a line, so that a change
-of the file shows what was accepted.
+By run, code and kind it lists the tensors and values that a finding may cover. Under codes of several kinds of facts,
+the kind says which: `parameter (shape)`; an entry without it, of an older syncheck, is of any. Neither gaps nor ranks
+stand in it: gaps vary from one training to the next, and the suspects do where no majority tells them, or where there
+are more ranks. Nor do steps, run_ids, or folders unless they alone tell two runs apart. The text is sorted, a name a
+line, so that a change of the file shows what was accepted.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
 _OPTION = "--baseline"
 _MOST_NAMED = 5
+# Codes that cover facts of several kinds: who accepts another shape has not accepted another dtype.
+_OF_FACTS = ("SYN102", "SYN215")
 
 
 class Entry(NamedTuple):
-    """One name of a finding that is accepted. kind: of the tensor; `value` of what is none."""
+    """One name of a finding that is accepted.
+
+    kind: of the tensor, and the fact where a code covers several; `value` of what is no tensor.
+    """
 
     run: str
     code: str
@@ -150,7 +156,8 @@ def updated(report: Report, known: Known) -> Known:
         raise UsageError(f"the baseline is not updated: {first.path} could not be read, and may hide what it has")
     if not any(group.verdict in ("in_sync", "out_of_sync") for group in report.groups):
         raise UsageError("the baseline is not updated: nothing was compared")
-    return (known - _gone(report, known)) | failing(report)
+    found = failing(report)
+    return (known - _gone(report, known) - {_older(entry) for entry in found}) | found
 
 
 def failing(report: Report) -> Known:
@@ -180,16 +187,34 @@ def _label(group: Group) -> str:
 
 def _of(group: Group, finding: Finding) -> set[Entry]:
     """Return what an acceptance of a finding would say."""
-    kinds = {diff.name: diff.kind for diff in group.tensors}
-    found = {Entry(_label(group), finding.code, kinds.get(name, "other"), name) for name in finding.tensors}
+    diffs = {diff.name: diff for diff in group.tensors}
+    kinds = {name: _kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
+    found = {Entry(_label(group), finding.code, kind, name) for name, of in kinds.items() for kind in of}
     return found | {Entry(_label(group), finding.code, "value", name) for name in finding.values}
+
+
+def _kinds(diff: TensorDiff, code: str) -> list[str]:
+    """Return under which kinds a tensor is listed: more than one where several things are wrong with it."""
+    if code not in _OF_FACTS:
+        return [diff.kind]
+    reasons = [
+        fact.reason if fact.reason in ("missing", "shape", "dtype") else "values" for fact in diff.facts or (diff,)
+    ]
+    if code == "SYN102":
+        reasons = [reason for reason in reasons if reason in ("shape", "dtype")]
+    return [f"{diff.kind} ({reason})" for reason in reasons]
+
+
+def _older(entry: Entry) -> Entry:
+    """Return the entry as a syncheck wrote it that did not tell facts apart."""
+    return entry._replace(kind=entry.kind.partition(" (")[0])
 
 
 def _looked_up(group: Group, finding: Finding, known: Known) -> Finding:
     if not finding.fails:
         return finding
     covered = _of(group, finding)
-    new = tuple(sorted(entry.name for entry in covered - known))
+    new = tuple(sorted({entry.name for entry in covered if known.isdisjoint((entry, _older(entry)))}))
     if covered and not new:
         return replace(finding, accepted=True)
     what = f"not in the baseline: {one_line(names_text(new, _MOST_NAMED))}"
@@ -209,6 +234,7 @@ def _gone(report: Report, known: Known) -> Known:
         if group.verdict in ("in_sync", "out_of_sync") and not _lacks_ranks(group):
             runs[_label(group)].append(group)
     found = {entry for group in report.groups for finding in group.findings for entry in _of(group, finding)}
+    found |= {_older(entry) for entry in found}
     seen = {run: _Seen(groups) for run, groups in runs.items()}
     return frozenset(entry for entry in known - found if entry.run in seen and seen[entry.run].has(entry))
 

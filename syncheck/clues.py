@@ -95,7 +95,8 @@ class FreeRunning:
 class Histogram:
     """How many elements of a tensor are how far apart, of those looked at: of a very large one evenly spread parts.
 
-    An element counts with its gap against a majority or a reference, without one that between the two farthest.
+    An element counts with its gap against a majority or a reference. Without one, or with a tolerance and no reference,
+    it counts with the gap between the two farthest replicas.
     """
 
     equal: int

@@ -23,7 +23,7 @@ def describe(path: str) -> dict[str, Any]:
     Returns JSON values. Raises CheckpointError for a file that cannot be read.
     """
     snapshot = readers.read(path)
-    kinds, guessed = kinds_in(snapshot)
+    kinds, guessed, _ = kinds_in(snapshot)
     rows = []
     with Files() as files:
         for name, tensor in snapshot.tensors.items():

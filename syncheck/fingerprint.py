@@ -40,7 +40,7 @@ def fingerprint(snapshot: Snapshot) -> str:
     Raises CheckpointError when the file can no longer be read.
     """
     tensors = snapshot.tensors
-    kinds, _ = kinds_in(snapshot)
+    kinds = kinds_in(snapshot).by_name
     source = os.path.basename(os.path.normpath(snapshot.path))
     found = counted(snapshot)
     values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}

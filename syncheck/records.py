@@ -64,8 +64,8 @@ class TensorDiff:
     """How the replicas of one tensor compare.
 
     max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None where there is none;
-    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it, without one
-    between the two farthest.
+    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it. Without one, or
+    with a tolerance and no reference, they are between the two farthest replicas.
     """
 
     name: str
@@ -104,6 +104,8 @@ class TensorDiff:
     """Of a tensor that differs; None where no second look was taken."""
     histogram: Histogram | None = None
     """Of the floating-point tensors that differ most, where it was asked for."""
+    facts: tuple[TensorDiff, ...] = ()
+    """Where several things are wrong with it, each by itself: missing, of unlike shapes or dtypes, of unlike values."""
 
     @property
     def out_of_sync(self) -> bool:

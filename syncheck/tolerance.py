@@ -25,6 +25,13 @@ CLOSE = {
     "complex64": (1.3e-6, 1e-5),
     "complex128": (1e-7, 1e-7),
 }
+# Kinds that count, and last parts of names that do: 100,000 steps and 100,001 are not "close".
+COUNTING = ("optimizer_step", "bn_count")
+COUNTERS = frozenset(
+    "step steps num_steps step_count _step_count global_step optimization_step num_updates n_averaged count counter "
+    "num_batches_tracked iteration iterations num_iters iter n_iter epoch last_epoch growth_tracker "
+    "_growth_tracker".split()
+)
 _FIELDS = ("rtol", "atol", "ulp")
 _NEEDED = 'needs "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-5, atol = 1e-8} or {ulp = 4}'
 
@@ -32,6 +39,8 @@ _NEEDED = 'needs "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they lie within `ulp` steps.
+
+    A tensor is close if every pair of replicas is, in each element.
 
     rtol, atol, ulp: None is off; rtol and atol come together, for one alone has no sensible default for the other.
     rule: what said so, for the report; empty for the options rtol, atol and ulp themselves.
@@ -83,13 +92,20 @@ class Tolerances:
     kinds: tuple[tuple[str, Said], ...] = ()
 
     def of(self, name: str, kind: str, dtype: str) -> Tolerance:
-        """Return what applies to a tensor; its `rule` names the entry that says so."""
+        """Return what applies to a tensor; its `rule` names the entry that says so.
+
+        Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
+        """
+        last = name.rpartition(".")[2]
+        counter = kind in COUNTING or last in COUNTERS
         for glob, said in self.names:
-            if fnmatchcase(name, glob):
+            if fnmatchcase(name, glob) and not (counter and not glob.endswith(last)):
                 return _of_dtype(said, dtype, f"tolerance of {glob}")
         for of, said in self.kinds:
-            if of == kind:
+            if of == kind and not (counter and kind not in COUNTING):
                 return _of_dtype(said, dtype, f"tolerance of {of}")
+        if counter:
+            return Tolerance()
         return self.general if isinstance(self.general, Tolerance) else _of_dtype(self.general, dtype, "")
 
     def idle(self, names: Collection[str]) -> tuple[str, ...]:

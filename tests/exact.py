@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -119,8 +120,11 @@ def clusters_of(replicas: Sequence[Bits]) -> list[list[int]]:
     return sorted(found.values(), key=lambda ranks: -len(ranks))
 
 
-def numbers(replicas: Sequence[Bits], of: Format) -> Numbers:
-    """Compute all numbers of one tensor directly. replicas: by rank, two or more that are not all equal."""
+def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) -> Numbers:
+    """Compute all numbers of one tensor directly. replicas: by rank, two or more that are not all equal.
+
+    tolerance: whether one is set; gaps are then those of every two replicas, and the numbers those of the farthest two.
+    """
     sets = clusters_of(replicas)
     majority = len(sets[0]) > len(sets[1])
     stand = [replicas[ranks[0]] for ranks in sets]
@@ -128,6 +132,7 @@ def numbers(replicas: Sequence[Bits], of: Format) -> Numbers:
     odd: list[int] = []
     worst: tuple[Fraction, int] | None = None
     gaps: list[tuple[Fraction, Fraction, int]] = []
+    every: list[tuple[Fraction, Fraction, int]] = []
     for at, patterns in enumerate(zip(*stand, strict=True)):
         if patterns == (patterns[0],) * len(patterns):
             continue
@@ -139,7 +144,11 @@ def numbers(replicas: Sequence[Bits], of: Format) -> Numbers:
         if len(finite) < len(here):
             odd.append(at // of.parts)
             continue
-        pairs = [(finite[0], other) for other in finite[1:]] if majority else [(min(finite), max(finite))]
+        pairs = [(min(finite), max(finite))]
+        if majority and not tolerance:
+            pairs = [(finite[0], other) for other in finite[1:]]
+        if tolerance:
+            every += [(abs(a - b), max(abs(a), abs(b)), abs(m - n)) for (a, m), (b, n) in combinations(finite, 2)]
         for (a, low), (b, high) in pairs:
             gaps.append((abs(a - b), max(abs(a), abs(b)), abs(high - low)))
             gap = abs(a - b) if not of.exponent else Fraction(rounded(abs(a - b)))
@@ -156,7 +165,7 @@ def numbers(replicas: Sequence[Bits], of: Format) -> Numbers:
         index=odd[0] if odd else worst[1] if worst else None,
         nonfinite={rank: _nonfinite(bits, of) for rank, bits in enumerate(replicas)},
         extent=_extent(where, len(stand[0]) // of.parts),
-        gaps=gaps,
+        gaps=[gap for gap in every if gap[0]] if tolerance else gaps,
         hopeless=bool(odd),
     )
 

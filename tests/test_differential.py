@@ -126,7 +126,7 @@ def expected(tensor: Planted, tolerance: dict[str, Any]) -> tuple[str, Numbers |
     there = [bits for bits in tensor.bits if bits is not None]
     if len(clusters_of(there)) < 2:
         return ("identical" if len(there) == len(tensor.bits) else "not_compared"), None
-    found = numbers(there, tensor.of)
+    found = numbers(there, tensor.of, tolerance=bool(tolerance))
     close = is_close(found, tensor.of, **{"rtol": None, "atol": None, "ulp": None} | tolerance)
     status = "equal" if not found.mismatched else "" if close is None else "close" if close else "different"
     return ("not_compared" if status in ("equal", "close") else status) if None in tensor.bits else status, found

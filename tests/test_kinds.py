@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
+from checkpoints import save
+
+import syncheck
 from syncheck.kinds import KINDS, kinds_of, selector
 from syncheck.snapshots import Metadata
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked": ()}
 
@@ -21,7 +29,9 @@ BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked":
         ("cuda_rng_state", "rng"),
         ("random_states.torch", "rng"),
         ("scaler._scale", "scaler"),
-        ("ema.fc.weight", "ema"),
+        ("ema.fc.weight", "parameter"),
+        ("scaler.scale", "parameter"),
+        ("error_dict.weight", "parameter"),
         ("optimizer.fc.weight.exp_avg", "optimizer"),
         ("optimizer.fc.weight.step", "optimizer_step"),
         ("encoder.step.weight", "parameter"),
@@ -31,7 +41,7 @@ BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked":
 )
 def test_well_known_names(name: str, kind: str) -> None:
     """A name that libraries use for one thing is that thing, and one that only looks alike is not."""
-    shape = () if name.endswith("step") else (3,)
+    shape = () if name.endswith(("step", "scale")) else (3,)
     assert kinds_of({name: shape}, None)[0] == {name: kind}
     assert kind in KINDS
 
@@ -46,7 +56,7 @@ def test_batchnorm_by_siblings() -> None:
 def test_metadata_is_believed_over_names() -> None:
     """Recorded buffer names decide, in both directions, and nothing is guessed."""
     shapes = {"a": (2,), "x.inv_freq": (2,)} | BN
-    kinds, guessed = kinds_of(shapes, Metadata(buffers=("a", *BN)), ["x.*"])
+    kinds, guessed, _ = kinds_of(shapes, Metadata(buffers=("a", *BN)), ["x.*"])
     assert (kinds["a"], kinds["x.inv_freq"], guessed) == ("buffer", "parameter", False)
     assert kinds["bn.running_mean"] == "bn_mean"
 
@@ -60,7 +70,9 @@ def test_a_submodule_may_have_the_name_of_a_helper() -> None:
     assert set(kinds_of(shapes, None, parameters=names)[0].values()) == {"parameter"}
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("uint8", "rng"), ("uint32", "rng"), ("float32", "parameter")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("uint8", "rng"), ("uint32", "rng"), ("float32", "parameter"), ("int64", "parameter")]
+)
 def test_the_state_of_a_generator_has_no_floats(dtype: str, kind: str) -> None:
     """A tensor of floats below `rng` is a layer's; one of bytes or words is the state of a generator."""
     assert kinds_of({"rng.torch": (5,)}, None, dtypes={"rng.torch": dtype})[0] == {"rng.torch": kind}
@@ -72,8 +84,9 @@ def test_the_optimizer_tells_parameters() -> None:
     assert kinds_of(shapes, None) == (
         {"x.inv_freq": "parameter", "optimizer.x.inv_freq.exp_avg": "optimizer"},
         False,
+        frozenset(),
     )
-    assert kinds_of(shapes | {"fc.weight": (2,)}, None)[1] is True
+    assert kinds_of(shapes | {"fc.weight": (2,)}, None)[1:] == (True, {"fc.weight"})
 
 
 def test_globs_name_buffers() -> None:
@@ -93,3 +106,148 @@ def test_selector() -> None:
     assert not wanted("a.b", "buffer")
     assert not wanted("A.c", "buffer")
     assert selector(frozenset(), [], [])("anything", "parameter")
+
+
+WEIGHTS = {"fc.weight": (3, 2), "fc.bias": (3,), "head.weight": (1, 3)}
+STATES = {f"optimizer.{name}.exp_avg": shape for name, shape in WEIGHTS.items()}
+
+
+def below(key: str, *, dots: bool = True) -> dict[str, tuple[int, ...]]:
+    """Return a copy of WEIGHTS below a key."""
+    return {f"{key}.{name if dots else name.replace('.', '')}": shape for name, shape in WEIGHTS.items()}
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        below("ema"),
+        below("swa_model.module") | {"swa_model.n_averaged": ()},
+        below("callbacks.EMA.ema_state_dict"),
+        below("ema.shadow"),
+        below("model_ema", dots=False) | {"model_ema.decay": (), "model_ema.num_updates": ()},
+        {f"ema.shadow_params.{i}": shape for i, shape in enumerate(WEIGHTS.values())},
+    ],
+    ids=lambda copy: next(iter(copy)),
+)
+@pytest.mark.parametrize("states", [{}, STATES], ids=["model", "model and optimizer"])
+def test_an_averaged_copy_mirrors_the_model(copy: Any, states: Any) -> None:
+    """A tensor is of an average if all parameters have a copy of their name and shape there; other shapes are none."""
+    kinds, _, unsure = kinds_of(WEIGHTS | copy | states, None)
+    assert {kinds[name] for name in copy} == {"ema"}
+    assert unsure.isdisjoint(copy)
+    first = next(name for name, shape in copy.items() if shape)
+    kinds, _, unsure = kinds_of(WEIGHTS | copy | states | {first: (7, 7)}, None)
+    assert "ema" not in kinds.values()
+    assert first in unsure
+
+
+def test_an_averaged_copy_beside_its_module() -> None:
+    """`ema_model` mirrors `model`, though a loss network lies beside both; `swa` below a layer mirrors nothing."""
+    shapes = {f"{key}.{name}": shape for key in ("model", "ema_model") for name, shape in WEIGHTS.items()}
+    kinds, _, unsure = kinds_of(shapes | {"vgg.conv.weight": (3, 3)}, None)
+    assert {kinds[name] for name in shapes if name.startswith("ema_model.")} == {"ema"}
+    assert not unsure
+    kinds, _, unsure = kinds_of(WEIGHTS | {"fc.swa.weight": (3, 2)}, None)
+    assert (kinds["fc.swa.weight"], unsure) == ("parameter", {"fc.swa.weight"})
+
+
+def test_a_gradient_scaler_has_its_fields() -> None:
+    """A scaler is known by two of its fields, or by an attribute; another module called so is the model's."""
+    assert set(kinds_of({"scaler.scale": (), "scaler.growth_tracker": ()}, None)[0].values()) == {"scaler"}
+    for shapes in ({"scaler.scale": ()}, {"scaler.scale": (3,), "scaler.growth_tracker": (3,)}, {"scaler.a": ()}):
+        assert set(kinds_of(shapes, None)[0].values()) == {"parameter"}
+
+
+UNSURE = {
+    "fc.weight_v": {},
+    "inv_freq": {},
+    "vq.cluster_size": {},
+    "frequencies": {},
+    "cls_token": {},
+    "bn.weight": dict.fromkeys(("bn.running_mean", "bn.running_var"), (3,)),
+    "swa.weight": {"fc.weight": (3,)},
+    "optimizer.lstm.weight": {},
+    "frozen.weight": {"fc.weight": (3,), "optimizer.fc.weight.exp_avg": (3,)},
+}
+SURE = {
+    "fc.weight": ({}, "parameter"),
+    "rnn.weight_ih_l0_reverse": ({}, "parameter"),
+    "fc.weight_v": ({"fc.weight_g": (1,)}, "parameter"),
+    "sn.weight_v": ({"sn.weight_orig": (3, 3)}, "buffer"),
+    "p.parametrizations.weight.0._u": ({"p.parametrizations.weight.original": (3, 3)}, "buffer"),
+    "inv_freq": ({"fc.weight": (3,), "optimizer.fc.weight.exp_avg": (3,)}, "buffer"),
+    "swa.weight": ({"optimizer.swa.weight.exp_avg": (3,)}, "parameter"),
+    "bn.running_mean": ({"bn.running_var": (3,)}, "bn_mean"),
+    "a.weight": ({"optimizer.1.a.weight.exp_avg": (3,), "optimizer.0.b.exp_avg": ()}, "parameter"),
+}
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_what_only_a_name_tells_is_unsure(name: str) -> None:
+    """A tensor that may be a parameter or a buffer is asked for with either of the two, and not with the optimizer."""
+    kinds, _, unsure = kinds_of({name: (3,)} | UNSURE[name], None)
+    assert name in unsure
+    for only in ("parameter", "buffer"):
+        assert selector(frozenset({only}), [], [], unsure)(name, kinds[name])
+    assert not selector(frozenset({"optimizer_step"}), [], [], unsure)(name, kinds[name])
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_what_other_tensors_tell_is_sure(name: str) -> None:
+    """The optimizer, siblings, and the names of torch.nn settle the kind."""
+    others, kind = SURE[name]
+    kinds, _, unsure = kinds_of({name: (3,)} | others, None)
+    assert (kinds[name], name in unsure) == (kind, False)
+
+
+def test_metadata_describes_its_own_modules(tmp_path: Path) -> None:
+    """Beside a described model and optimizer, a tensor of another module is unsure unless it is called weight."""
+    shapes = {"a": (2,), "loss.centers": (2,), "head.weight": (2,)}
+    assert kinds_of(shapes, Metadata(buffers=(), optimizer_parameters=("a",)))[2] == {"loss.centers"}
+    assert not kinds_of(shapes, Metadata(buffers=()))[2]
+
+
+HELD = {"fc.weight": (3,), "bn.running_mean": (3,), "bn.running_var": (3,), "bn.num_batches_tracked": ()}
+
+
+@pytest.mark.parametrize(
+    ("only", "odd", "code"),
+    [
+        ("params", "conv.weight_v", 1),
+        ("params", "conv.weight_g", 1),
+        ("params", "swa.weight", 1),
+        ("params", "block.shadow.proj", 1),
+        ("params", "scaler.weight", 1),
+        ("params", "scaler.scale", 1),
+        ("params", "ema.weight", 1),
+        ("params", "rng.weight", 1),
+        ("params", "optimizer.lstm.weight", 1),
+        ("params", "cluster_size", 1),
+        ("params", "bn.running_mean", 0),
+        ("buffers", "frequencies", 1),
+        ("buffers", "conv.weight_v", 1),
+        ("buffers", "bn.running_mean", 1),
+        ("buffers", "ema.codes", 1),
+        ("buffers", "fc.weight", 0),
+    ],
+)
+def test_only_never_drops_what_may_be_asked_for(tmp_path: Path, only: str, odd: str, code: int) -> None:
+    """A tensor that differs is left out only if its kind is sure, and what is left out is counted."""
+    for rank in range(2):
+        state = {name: np.ones(shape, np.float32) for name, shape in ({odd: (3,)} | HELD).items()}
+        state[odd] = state[odd] + np.float32(rank)
+        save(tmp_path / f"rank{rank}.pth", state)
+    report = syncheck.compare(tmp_path, options=syncheck.Options(only=(only,)))
+    (group,) = report.groups
+    assert report.exit_code == code
+    assert group.counts.tensors + group.left_out == len({odd, *HELD})
+    assert (odd in group.names) == (code == 1)
+
+
+def test_another_rank_may_show_that_it_is_no_generator(tmp_path: Path) -> None:
+    """A row of bytes called `rng` on one rank, and floats on another, is a difference in whatever order."""
+    for order in ((0, 1), (1, 0)):
+        for rank, kind in enumerate(order):
+            odd = np.ones(8, (np.int64, np.float32)[kind])
+            save(tmp_path / f"rank{rank}.pth", {"rng": odd, "w": np.ones(2, np.float32)})
+        assert syncheck.compare(tmp_path).exit_code == 1

@@ -14,6 +14,7 @@ import syncheck
 from syncheck import api, kinds
 from syncheck.dtypes import DTYPES
 from syncheck.errors import OptionError, UsageError, Words
+from syncheck.records import DECADES
 from syncheck.testing import compare
 from syncheck.tolerance import CLOSE, Tolerance, tolerances
 
@@ -87,6 +88,79 @@ def test_close_is_symmetric_where_torch_is_not(tmp_path: Path) -> None:
         assert compared(tmp_path, *states, **options).verdict == "in_sync"
 
 
+TWO_APART = [
+    ("float32", (1, 1, 0, 2), {"rtol": 0.0, "atol": 1.0}),
+    ("float16", (1, 1, 0, 2), {"rtol": 0.0, "atol": 1.0}),
+    ("float64", (8, 8, 7, 9), {"rtol": 1 / 8, "atol": 0.0}),
+    ("float64", (1, 1, 1 - 2**-53, 1 + 2**-52), {"ulp": 1}),
+    ("complex64", (1j, 1j, 0, 2j), {"rtol": 0.0, "atol": 1.0}),
+    ("float64", (-1.7e308, 1.7e308, 0), {"rtol": 1.0, "atol": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "values", "tolerance"), TWO_APART)
+@pytest.mark.parametrize("reference", [None, 0])
+@pytest.mark.parametrize("where", ["files", "memory"])
+def test_every_pair_has_to_be_close(
+    tmp_path: Path, where: str, reference: int | None, dtype: str, values: Any, tolerance: dict[str, Any]
+) -> None:
+    """All replicas lie within the tolerance of the majority, or of the reference, and the two outermost do not."""
+    states = [{"w": np.array([0, value], dtype), "v": np.ones(2, np.float32)} for value in values]
+    if where == "files":
+        for i, state in enumerate(states):
+            save_safetensors(tmp_path / f"rank{i}.safetensors", state)
+        report = syncheck.compare(tmp_path, options=syncheck.Options(**tolerance, reference=reference), histograms=True)
+    else:
+        report = compare(*states, **tolerance, reference=reference)
+    assert (report.exit_code, diffs(report)["w"].status) == (1, "different")
+
+
+def test_a_histogram_with_a_tolerance_counts_the_tested_gaps(tmp_path: Path) -> None:
+    """The majority is 6 from both others, these are 12 apart: 12 is the gap that is counted, and the one reported."""
+    for i, value in enumerate((6, 6, 0, 12)):
+        save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": np.array([value, 5], np.float32)})
+    for options, gap, decade in ((syncheck.Options(rtol=0, atol=6), 12, 1), (syncheck.Options(), 6, 0)):
+        diff = diffs(syncheck.compare(tmp_path, options=options, histograms=True))["w"]
+        assert (diff.status, diff.max_abs) == ("different", gap)
+        assert diff.histogram is not None
+        assert diff.histogram.counts[DECADES.index(decade) + 1] == 1
+        assert diff.histogram.equal == 1
+
+
+TOLERANCES = ({"rtol": 0.0, "atol": 1.0}, {"rtol": 0.25, "atol": 0.5}, {"ulp": 2}, {"rtol": 1.0, "atol": 0.0}, {})
+
+
+def test_one_more_replica_never_excuses_and_order_never_matters() -> None:
+    """Of random replicas each subset that is out of sync makes the whole so, and any order gives the same verdict."""
+    from hypothesis import strategies as st
+    from strategies import for_all
+
+    near_one = [float(np.float32(1) + np.float32(i) * np.float32(2**-23)) for i in range(-3, 4)]
+    number = st.sampled_from([0.0, -0.0, 1.0, 2.0, 0.5, 1.5, -1.0, 1e30, np.nan, np.inf, -np.inf, *near_one])
+    replicas = st.lists(st.tuples(number, number), min_size=3, max_size=5)
+
+    def verdict(rows: Any, **tolerance: Any) -> int:
+        return compare(*({"w": np.array(row, np.float32)} for row in rows), **tolerance).exit_code
+
+    def check(case: Any) -> None:
+        rows, order, tolerance, reference = case
+        whole = verdict(rows, **tolerance)
+        assert verdict([rows[i] for i in order], **tolerance) == whole
+        assert verdict(rows, **tolerance, reference=reference) == whole
+        if whole == 0:
+            assert all(verdict(rows[:i] + rows[i + 1 :], **tolerance) == 0 for i in range(len(rows)))
+
+    drawn = replicas.flatmap(
+        lambda rows: st.tuples(
+            st.just(rows),
+            st.permutations(range(len(rows))),
+            st.sampled_from(TOLERANCES),
+            st.integers(0, len(rows) - 1),
+        )
+    )
+    for_all(drawn, check, examples=50)
+
+
 def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
     """Names come before kinds, the first glob that matches counts, and the general tolerance is for the rest."""
     second = changed(network(), "running_mean", "running_var", "fc.weight", "fc.bias", by=1e-3)
@@ -123,6 +197,57 @@ def test_every_kind_may_stand_in_the_table(kind: str) -> None:
     found = tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
     assert found.of("some.name", kind, "float32") == Tolerance(ulp=3, rule=f"tolerance of {kind}")
     assert all(found.of("some.name", other, "float32").exact for other in kinds.KINDS if other != kind)
+
+
+COUNTED = {
+    "optimizer.w.step": ("optimizer_step", "optimizer.*.step"),
+    "optimizer.w.num_updates": ("optimizer", "*num_updates"),
+    "bn.num_batches_tracked": ("bn_count", "*.num_batches_tracked"),
+    "obs.count": ("buffer", "obs.count"),
+    "ema.n_averaged": ("ema", "*.n_averaged"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    "options", [{"rtol": 1e-5, "atol": 1.0}, {"ulp": 1000}, {"close": True}, {"tolerance": {"*": {"ulp": 1000}}}]
+)
+def test_counters_are_exact(name: str, options: dict[str, Any]) -> None:
+    """A count stored as a float is exact under every tolerance but one that names it."""
+    kind, glob = COUNTED[name]
+    assert tolerances(**_table(options)).of(name, kind, "float32").exact
+    named = {"tolerance": {"*.w": "close", glob: {"rtol": 0, "atol": 1}}}
+    assert tolerances(**_table(named)).of(name, kind, "float32").atol == 1
+
+
+def _table(options: dict[str, Any]) -> dict[str, Any]:
+    return {{"tolerance": "table"}.get(key, key): value for key, value in options.items()} | {"kinds": kinds.KINDS}
+
+
+def test_counters_of_files_are_exact(tmp_path: Path) -> None:
+    """Two optimizers one step apart are out of sync, whatever their moments may differ by; a named kind is excused."""
+    torch = pytest.importorskip("torch")
+    for rank in range(2):
+        moment, step = torch.full((3,), 1.0 + rank * 1e-6), torch.tensor(100_000.0 + rank)
+        optimizer = {"state": {0: {"step": step, "exp_avg": moment}}, "param_groups": [{"params": [0]}]}
+        torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / f"rank{rank}.pth")
+    for table, code in (
+        ({}, 1),
+        ({"optimizer": {"rtol": 1e-5, "atol": 1}, "optimizer.*": {"rtol": 1e-5, "atol": 1}}, 1),
+        ({"optimizer_step": {"rtol": 0, "atol": 1}}, 0),
+        ({"optimizer.*.step": {"rtol": 0, "atol": 1}}, 0),
+    ):
+        options = syncheck.Options(rtol=1e-5, atol=1e-8, tolerance=table)
+        assert syncheck.compare(tmp_path, options=options).exit_code == code, table
+
+
+def test_integers_are_exact_under_every_tolerance(tmp_path: Path) -> None:
+    """A tolerance is for floating-point numbers: integers and bools have to be equal, named or not."""
+    for dtype, a, b in (("int64", 1000, 1001), ("uint8", 3, 4), ("bool", 0, 1)):
+        for rank, value in enumerate((a, b)):
+            save_safetensors(tmp_path / f"rank{rank}.safetensors", {"w": np.array([value], dtype)})
+        for options in ({"rtol": 1.0, "atol": 9.0}, {"ulp": 99}, {"tolerance": {"w": {"rtol": 1, "atol": 9}}}):
+            assert syncheck.compare(tmp_path, options=syncheck.Options(**options)).exit_code == 1, (dtype, options)
 
 
 def test_an_idle_glob_is_noted(tmp_path: Path) -> None:

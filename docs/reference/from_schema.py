@@ -73,6 +73,7 @@ WORDS = {
     "tensor.max_ulp": "largest gap in steps of the dtype",
     "tensor.extent": "where the elements that differ lie: one, a run of neighbours, all, or scattered",
     "tensor.evidence": "a second look at what differs, where one was taken",
+    "tensor.facts": "where several things are wrong with it, each by itself, as tensors",
     "tensor.histogram": "of the gaps, where an HTML page was asked for",
     "shards.tensors": "of this layout",
     "tie.names": "of one tensor", "value.name": "dotted, such as `optimizer.param_groups.0.lr`",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
@@ -15,14 +15,14 @@ from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, lacking, stores_progress
 from syncheck.kernel.blocks import Files
-from syncheck.kinds import KINDS, OPTIMIZER, kinds_of, selector
+from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
 from syncheck.names import normalize
 from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
 from syncheck.tensor_parallel import replicated
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.comparison.optimizer_parts import Parts
     from syncheck.comparison.replica_groups import Division
@@ -62,8 +62,8 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     snapshots, parts = partitioned(dict(replicas.ranks))
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
     found = _align(snapshots, names)
-    kinds, guessed = _kinds(found, snapshots, selection)
-    wanted = selector(selection.only, selection.include, selection.exclude)
+    kinds, guessed, unsure = _kinds(found, snapshots, selection)
+    wanted = selector(selection.only, selection.include, selection.exclude, unsure)
     tally = _Tally()
     if len(snapshots) > 1:
         _compare_all(found, kinds, snapshots, wanted, selection, tally, parts)
@@ -188,29 +188,46 @@ def _compare_all(
             if diff is not None and diff.out_of_sync and parts.unclear and partial:
                 diff = ambiguous(name, kind, tensors, parts.unclear)
             if diff is not None and selection.reference is not None:
-                diff = described(diff, selection.reference, tensors, files, tolerance)
+                facts = tuple(described(fact, selection.reference, tensors, files) for fact in diff.facts)
+                diff = replace(described(diff, selection.reference, tensors, files), facts=facts)
             tally.add(name, kind, diff, division, apart=apart)
-        tally.diffs = list(evidence.gather(tally.diffs, found, files))
+        tally.diffs = _looked_at(tally.diffs, lambda diffs: evidence.gather(diffs, found, files))
         if selection.histograms:
             from syncheck.evidence import histograms  # what nobody asked for is not imported
 
-            tally.diffs = list(histograms.gather(tally.diffs, found, files))
+            def exact(diff: TensorDiff) -> bool:  # the gaps to a reference are those to it, whatever is excused
+                tolerance = selection.tolerance.of(diff.name, diff.kind, diff.dtype)
+                return tolerance.exact or selection.reference is not None
+
+            tally.diffs = _looked_at(tally.diffs, lambda diffs: histograms.gather(diffs, found, files, exact))
     for diff in lost_parts(parts.own, found):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
 
 
+def _looked_at(diffs: list[TensorDiff], look: Callable[[list[TensorDiff]], Sequence[TensorDiff]]) -> list[TensorDiff]:
+    """Take a second look at what differs by value, of a tensor with several facts at the last of them."""
+    seen = look([diff.facts[-1] if diff.facts else diff for diff in diffs])
+    return [
+        replace(diff, facts=(*diff.facts[:-1], new), evidence=new.evidence, histogram=new.histogram)
+        if diff.facts
+        else new
+        for diff, new in zip(diffs, seen, strict=True)
+    ]
+
+
 def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
     """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
-    wanted = selector(selection.only, selection.include, selection.exclude)
-    present = {kind for name, kind in kinds_by_name(dict(replicas.ranks), selection).items() if wanted(name, kind)}
+    present = set(kinds_asked_for(dict(replicas.ranks), selection).values())
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
 
-def kinds_by_name(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
-    """Return the kind of each tensor of a group of replicas, by its name without wrappers' prefixes."""
+def kinds_asked_for(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
+    """Return the kind of each tensor of a group that is asked for, by its name without wrappers' prefixes."""
     found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
-    return _kinds(found, snapshots, selection)[0]
+    kinds, _, unsure = _kinds(found, snapshots, selection)
+    wanted = selector(selection.only, selection.include, selection.exclude, unsure)
+    return {name: kind for name, kind in kinds.items() if wanted(name, kind)}
 
 
 def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:
@@ -222,9 +239,7 @@ def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, s
     return found
 
 
-def _kinds(
-    found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
-) -> tuple[dict[str, str], bool]:
+def _kinds(found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection) -> Kinds:
     firsts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
     shapes = {name: tensor.shape for name, tensor in firsts.items()}
     dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
@@ -233,7 +248,12 @@ def _kinds(
         (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
         None,
     )
-    return kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    kinds = kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    # The first rank that has a tensor does not decide what it is if another rank's has another shape or dtype.
+    asked = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
+    unlike = {name for name in asked if len({(t.shape, t.dtype) for t in found[name].values()}) > 1}
+    by_name = {name: "buffer" if name in unlike and kind == "rng" else kind for name, kind in kinds.by_name.items()}
+    return kinds._replace(by_name=by_name, unsure=kinds.unsure | unlike) if unlike else kinds
 
 
 def _replica(rank: int, snapshot: Snapshot) -> Replica:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from syncheck.layout.groups import Replicas
     from syncheck.records import TensorDiff, Unreadable
     from syncheck.snapshots import Tensor
-    from syncheck.tolerance import Tolerance
 
 _MOST_PATHS = 6
 _MOST_DIGITS = 100
@@ -65,9 +64,7 @@ def check(reference: str | int | None, groups: Sequence[Replicas], unreadable: S
     )
 
 
-def described(
-    diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance
-) -> TensorDiff:
+def described(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files: Files) -> TensorDiff:
     """Return a difference as seen from a rank: the others are the minority, and the gaps are those to its bytes.
 
     Where ranks hold several parts of a tensor (`replica_groups`), only the minority changes: the numbers are those of
@@ -87,8 +84,9 @@ def described(
     if len(diff.replica_groups) > 1 or len(apart) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
     from syncheck.gaps import measure  # and numpy with it
+    from syncheck.tolerance import Tolerance
 
-    gaps = measure([tensors[found[0]] for found in (alike, *apart)], files, tolerance, majority=True)
+    gaps = measure([tensors[found[0]] for found in (alike, *apart)], files, Tolerance(), majority=True)
     return replace(
         diff,
         max_abs=gaps.max_abs,

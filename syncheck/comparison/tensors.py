@@ -46,7 +46,12 @@ def compare_tensor(
     """
     missing = tuple(rank for rank in division.expected if rank not in tensors)
     bare = _bare(name, kind, tensors)
-    diff = _unlike(bare, tensors, division) or _by_groups(bare, tensors, division, files, tolerance, quick=quick)
+    diff = _unlike(bare, tensors, division)
+    if diff is None:
+        diff = _by_groups(bare, tensors, division, files, tolerance, quick=quick)
+    elif values := _among_alike(diff, tensors, division, files, tolerance, quick=quick):
+        # What the reader refuses on some ranks is no difference by itself.
+        diff = replace(diff, facts=(diff, values)) if diff.out_of_sync else replace(values, detail=diff.detail)
     if not missing:
         return diff
     if sharded and diff is None and len(tensors) > 1:
@@ -54,18 +59,27 @@ def compare_tensor(
     if sharded and (diff is None or diff.reason == "sharded"):
         detail = f"on {ranks_text(tuple(tensors))} only: each rank holds its own part"
         return replace(bare, reason="sharded", detail=detail)
-    diff = diff or bare
-    here, gone = list(tensors), list(missing)
-    told = {rank for found in diff.clusters for rank in found}
-    untold = tuple(rank for rank in here if rank not in told)
-    return replace(
-        diff,
-        status="different" if diff.status == "different" else "not_compared",
+    alone = replace(
+        bare,
         reason="missing",
         detail=f"not on {ranks_text(missing)}",
         replica_groups=(division.expected,),
+        clusters=(tuple(tensors),),
+        minority=minority_of(_largest_first((list(tensors), list(missing)))),
+    )
+    if diff is None:
+        return alone
+    told = {rank for found in diff.clusters for rank in found}
+    untold = tuple(rank for rank in tensors if rank not in told)
+    return replace(
+        diff,
+        status="different" if diff.status == "different" else "not_compared",
+        reason=alone.reason,
+        detail=alone.detail,
+        replica_groups=alone.replica_groups,
         clusters=(*diff.clusters, untold) if untold else diff.clusters,
-        minority=diff.minority or minority_of(_largest_first((here, gone))),
+        minority=diff.minority or alone.minority,
+        facts=(alone, *(diff.facts or (diff,))) if diff.out_of_sync else (),
     )
 
 
@@ -124,6 +138,32 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division)
         return _split(bare, "shape", layouts, tensors)
     refused = next(iter(refusals.values()))
     return replace(bare, reason="refused", detail=refused) if refused else None
+
+
+def _among_alike(
+    unlike: TensorDiff,
+    tensors: Mapping[int, Tensor],
+    division: Division,
+    files: Files,
+    tolerance: Tolerance,
+    *,
+    quick: bool,
+) -> TensorDiff | None:
+    """Compare the ranks that hold a tensor alike, where not all do; None when these do not differ."""
+    plain = {rank: tensor for rank, tensor in tensors.items() if not tensor.refused}
+    sets = []
+    for ranks in division.sets:
+        by_form: dict[Any, list[int]] = defaultdict(list)
+        for rank in ranks:
+            if rank in plain:
+                by_form[plain[rank].dtype, plain[rank].shape].append(rank)
+        sets += [tuple(found) for found in by_form.values() if len(found) > 1]
+    if not sets:
+        return None
+    among = replace(division, sets=tuple(sets), layout=division.layout or f"of one {unlike.reason}")
+    first = {rank: plain[rank] for found in sets for rank in found}
+    diff = _by_groups(_bare(unlike.name, unlike.kind, first), first, among, files, tolerance, quick=quick)
+    return diff if diff is not None and diff.out_of_sync else None
 
 
 def _alike_within(found: Mapping[int, Any], division: Division) -> bool:

@@ -38,13 +38,15 @@ from syncheck.diagnose import (
     syn299_unexplained_difference,
 )
 from syncheck.diagnose.case import Case, Rule
-from syncheck.diagnose.places import others_text
+from syncheck.diagnose.remainder import left_of, names_left
 from syncheck.evidence.history import history_of
 from syncheck.records import Finding
 
 if TYPE_CHECKING:
     from syncheck.records import Group
 
+# What these explain sets any two ranks apart, suspects or not; all others explain what sets the suspects apart.
+_EVERY_RANK = frozenset("SYN101 SYN102 SYN201 SYN202 SYN204 SYN231 SYN240 SYN241 SYN299".split())
 # In the order of precedence. SYN103, SYN104 and SYN105 cover nothing, so their place does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
@@ -87,32 +89,38 @@ RULES: tuple[Rule, ...] = cast(
 def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:
     """Explain every difference of a group; SYN299 takes what no other rule does, so nothing stays unexplained.
 
+    A finding covers what its evidence explains, and no more. The rest of a tensor is left to the next rules: how other
+    ranks differ in it, or its values where some ranks lack it.
+
     series: the same run's groups by step, for rules that look at growth. allow: codes that do not fail the run.
     """
-    tensors = tuple(diff for diff in group.tensors if diff.out_of_sync)
+    tensors = tuple(fact for diff in group.tensors if diff.out_of_sync for fact in diff.facts or (diff,))
+    by_rank = {diff.name: diff.by_rank for diff in group.values}
     values = tuple(diff.name for diff in group.values if diff.counts)
     findings = []
     for rule in RULES:
         match = rule.apply(Case(group, tensors, values, series or (group,)))
         if match is None:
             continue
-        covered = {diff.name for diff in match.tensors}
-        covered_values = frozenset(match.values)
-        tensors = tuple(diff for diff in tensors if diff.name not in covered)
-        values = tuple(name for name in values if name not in covered_values)
+        agree = match.agree
+        if agree is None:
+            odd = frozenset(match.ranks)
+            agree = () if rule.CODE in _EVERY_RANK else (tuple(rank for rank in group.ranks if rank not in odd),)
+        tensors = left_of(tensors, match.tensors, agree)
+        values = names_left(values, match.values, by_rank, agree)
         findings.append(
             Finding(
                 code=rule.CODE,
                 slug=rule.SLUG,
                 severity=rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
-                tensors=tuple(diff.name for diff in match.tensors),
-                evidence=match.evidence + others_text(match.tensors, match.ranks),
+                tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
+                evidence=match.evidence,
                 cause=match.cause or rule.CAUSE,
                 fix=match.fix or rule.FIX,
                 values=match.values,
                 allowed=rule.CODE in allow,
-                history=history_of(covered, series),
+                history=history_of({diff.name for diff in match.tensors}, series),
             )
         )
     return tuple(findings)

@@ -103,7 +103,8 @@ class Case:
 class Match:
     """What a rule found: the tensors and values it covers, its suspects, and the evidence in numbers.
 
-    cause, fix: in place of the rule's own, where the evidence says more than that.
+    cause, fix: in place of the rule's own, where the evidence says more than that. agree: sets of ranks among which the
+    rule explains no difference; None for a single set, of the ranks that are no suspects.
     """
 
     tensors: tuple[TensorDiff, ...]
@@ -112,6 +113,7 @@ class Match:
     values: tuple[str, ...] = ()
     cause: str = ""
     fix: str = ""
+    agree: Sequence[Sequence[int]] | None = None
 
 
 class Rule(Protocol):

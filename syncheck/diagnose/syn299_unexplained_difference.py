@@ -94,7 +94,7 @@ def _told(case: Case) -> tuple[str, str, str]:
     if not case.tensors:
         return "", "", ""
     since = course(case, *({"parameter"} & kinds or kinds))[1].removeprefix("; ")
-    if all(diff.mismatched is None for diff in case.tensors):
+    if all(diff.mismatched is None and diff.reason for diff in case.tensors):
         return (*DIGESTS, since)
     if kinds <= {"optimizer"} and case.compared("parameter") and case.agrees("parameter"):
         return (*STATE_ALONE, since or "all parameters agree")

@@ -14,7 +14,7 @@ from syncheck.records import DECADES, Histogram
 from syncheck.snapshots import flat_index
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,20 +31,24 @@ _EDGES = np.array([float(f"1e{power}") for power in (*DECADES, DECADES.stop)])
 
 
 def gather(
-    diffs: Sequence[TensorDiff], found: Mapping[str, Mapping[int, Tensor]], files: Files
+    diffs: Sequence[TensorDiff],
+    found: Mapping[str, Mapping[int, Tensor]],
+    files: Files,
+    exact: Callable[[TensorDiff], bool],
 ) -> tuple[TensorDiff, ...]:
     """Return the diffs, the floating-point ones that differ most with a histogram. found: tensors by name, rank.
 
+    exact: whether no tolerance applies; else the gaps are those that are tested, between the farthest two replicas.
     Raises CheckpointError when a file can no longer be read.
     """
     differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
     apart = [diff for diff in differing if DTYPES[diff.dtype].family == "float"]
     apart.sort(key=lambda diff: (len(set(diff.nonfinite.values())) < 2, -(diff.max_abs or 0)))
-    made = {diff.name: _worst(diff, found[diff.name], files) for diff in apart[:MOST]}
+    made = {diff.name: _worst(diff, found[diff.name], files, exact=exact(diff)) for diff in apart[:MOST]}
     return tuple(replace(diff, histogram=made[diff.name]) if diff.name in made else diff for diff in diffs)
 
 
-def _worst(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> Histogram | None:
+def _worst(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files, *, exact: bool) -> Histogram | None:
     """Return the histogram of the replica group of which most elements differ."""
     made = []
     for sets in sets_within(diff):
@@ -52,7 +56,7 @@ def _worst(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> His
         sets.sort(key=lambda ranks: not set(ranks).isdisjoint(diff.minority))
         majority = sum(set(ranks).isdisjoint(diff.minority) for ranks in sets) == 1
         replicas = [tensors[ranks[0]] for ranks in sets]
-        made.append(_counted(replicas, files, _starts(diff), majority=majority))
+        made.append(_counted(replicas, files, _starts(diff), majority=majority and exact))
     return max(made, key=lambda one: one.elements - one.equal, default=None)
 
 

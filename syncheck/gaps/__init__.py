@@ -37,13 +37,15 @@ def measure(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, ma
     """Measure the gaps between tensors whose bytes differ, one of each cluster.
 
     tensors: of one dtype and shape, two or more. majority: whether the first stands for most replicas; then gaps are
-    against it, else between the two that lie farthest apart in each element. Floats are subtracted in float64 (complex
-    numbers by their parts), integers without overflow. ULP are steps between neighbouring floats of the dtype, with
-    0.0 and -0.0 at one place.
+    against it, else between the two that lie farthest apart in each element. A tolerance holds for every pair of
+    replicas, so with a tolerance the gaps are always those between the farthest two. Floats are subtracted in float64
+    (complex numbers by their parts), integers without overflow. ULP are steps between neighbouring floats of the dtype,
+    with 0.0 and -0.0 at one place.
     """
     row = DTYPES[tensors[0].dtype]
     dtype = row.dtype()
     np.empty(_FREED_FIRST, np.uint8)
+    majority = majority and tolerance.exact
 
     def measure_share(share: Iterator[tuple[int, int]], job: int) -> Statistics:
         total = Statistics(nonfinite=[0] * len(tensors))

@@ -148,11 +148,18 @@ def _keep_wide_gaps(low: Array, high: Array, where: Where, total: Statistics) ->
 
 
 def _is_close(low: Array, high: Array, steps: Array, tolerance: Tolerance) -> Array:
+    """Return which pairs the tolerance covers.
+
+    low and high are the extremes of all replicas: if these two are close, every pair between them is. With low <= a <=
+    b <= high and rtol <= 1, b - a - rtol * max(|a|, |b|) is min(b - (1 - rtol) * a, (1 - rtol) * b - a), which grows
+    with b and falls with a; steps of the dtype grow and fall in the same way.
+    """
     close = np.zeros(low.size, bool)
     if tolerance.rtol is not None and tolerance.atol is not None:
         a, b = low.astype(np.float64), high.astype(np.float64)
-        gap = np.minimum(b - a, sys.float_info.max)
-        close |= gap <= tolerance.atol + tolerance.rtol * np.maximum(-a, b)
+        scale = np.where(np.isinf(b - a), 0.25, 1.0)  # the gap of two finite numbers may overflow
+        a, b = a * scale, b * scale
+        close |= b - a <= tolerance.atol * scale + tolerance.rtol * np.maximum(-a, b)
     if tolerance.ulp is not None:
         close |= steps <= min(tolerance.ulp, np.iinfo(steps.dtype).max)
     return close

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
-from syncheck.records import Evidence, Histogram
+from syncheck.records import Evidence, Histogram, TensorDiff
 
 if TYPE_CHECKING:
-    from syncheck.records import Group, Report, TensorDiff, ValueDiff
+    from syncheck.records import Group, Report, ValueDiff
 
 SCHEMA = 1
 
@@ -73,6 +73,8 @@ def _tensor(diff: TensorDiff) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], TensorDiff):
+        return [_tensor(fact) for fact in value]
     if isinstance(value, (Evidence, Histogram)):
         return {name: _plain(getattr(value, name)) for name in value.__slots__}
     return {str(rank): count for rank, count in value.items()} if isinstance(value, dict) else value

@@ -190,14 +190,15 @@ def test_group_by(run: Main, tmp_path: Path) -> None:
 
 
 def test_buffers(run: Main, tmp_path: Path) -> None:
-    """What no name tells to be a buffer is one by --buffers, typed or from the file; typing wins."""
+    """A tensor that may be a parameter is a buffer by --buffers, typed or from the file; typing wins."""
     for rank in range(2):
-        save_pth(tmp_path / f"plain_rank{rank}.pth", {"w": np.ones(2, np.float32), "memory": np.ones(2, np.float32)})
-    files = ("plain_rank0.pth", "plain_rank1.pth", "--only-buffers")
-    assert run(*files).code == 2
+        odd = np.full(2, rank, np.float32)
+        save_pth(tmp_path / f"plain_rank{rank}.pth", {"fc.weight": np.ones(2, np.float32), "memory": odd})
+    files = ("plain_rank0.pth", "plain_rank1.pth", "--only-params")
+    assert run(*files).code == 1
     assert run(*files, "--buffers", "mem*").code == 0
     assert run(*files, table="buffers = ['mem*']").code == 0
-    assert run(*files, "--buffers", "nothing", table="buffers = ['mem*']").code == 2
+    assert run(*files, "--buffers", "nothing", table="buffers = ['mem*']").code == 1
 
 
 def test_format(run: Main) -> None:

@@ -76,7 +76,7 @@ def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     """Return all that is known of each tensor of a snapshot, its bytes included."""
     shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
     parameters = [name for name, tensor in snapshot.tensors.items() if tensor.parameter]
-    kinds, guessed = kinds_of(shapes, snapshot.metadata, parameters=parameters)
+    kinds, guessed, _ = kinds_of(shapes, snapshot.metadata, parameters=parameters)
     found: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
     with Files() as files:
         for name, t in snapshot.tensors.items():

@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, judge
-from syncheck.comparison import hyperparameters, kinds_by_name, reference
+from syncheck.comparison import hyperparameters, kinds_asked_for, reference
 from syncheck.comparison.replica_groups import divide, positions_of
 from syncheck.errors import UsageError
-from syncheck.kinds import selector
 from syncheck.layout.groups import Replicas
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.catalogue import untold
@@ -174,10 +173,10 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
         for name, tensor in held.tensors.items():
             digests.setdefault(held.short[name], set()).add(tensor.same)
     selection = options.selection()
-    asked = selector(selection.only, selection.include, selection.exclude)
-    # Names alone do not say what kind a tensor is of, and that is asked for by few.
-    kinds = kinds_by_name(holdings.snapshots(), selection) if selection.only else {}
-    apart = [name for name, several in digests.items() if len(several) > 1 and asked(name, kinds.get(name, ""))]
+    # Most ask for all, and to sort out what is asked for takes a look at every name of every rank.
+    some = selection.only or selection.include or selection.exclude
+    asked = kinds_asked_for(holdings.snapshots(), selection) if some else digests
+    apart = [name for name, several in digests.items() if len(several) > 1 and name in asked]
     found: dict[str, dict[int, Tensor]] = {name: {} for name in apart}
     for rank in holdings.places:
         held = holdings.of(rank)

@@ -86,7 +86,7 @@ def members_of(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool) -
 
 def in_order(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
     """List a model's parameters. models: shapes of all tensors by name, in the order of the state dict."""
-    kinds, _ = kinds_of(models, metadata)
+    kinds = kinds_of(models, metadata).by_name
     return [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_BESIDE)]
 
 
