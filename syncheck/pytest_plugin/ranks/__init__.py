@@ -52,6 +52,20 @@ class RanksPlugin:
                     "Leave them out with -m 'not syncheck'."
                 )
 
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print which tests needed more than one start of their ranks, also those that passed."""
+        retried = [
+            f"{report.nodeid}: {value}"
+            for reports in terminalreporter.stats.values()
+            for report in reports
+            if getattr(report, "when", "") == "call"
+            for name, value in report.user_properties
+            if name == marker.RETRIED
+        ]
+        if retried:
+            terminalreporter.section("ranks that were started again before the test began")
+            terminalreporter.write_line("\n".join(retried))
+
 
 def generate(metafunc: pytest.Metafunc) -> None:
     """Make one test of each entry of `ranks=[2, 4]`."""

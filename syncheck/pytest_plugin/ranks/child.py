@@ -7,6 +7,7 @@ destructors of a process group may abort there.
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import json
 import os
@@ -15,12 +16,13 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
-from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
+from syncheck.pytest_plugin.ranks.process import CUT_OFF, STACK_SIGNAL
 
-# Bound now: a test may patch the module.
-_encode = json.JSONEncoder(default=repr).encode
+# Bound now: a test may patch the modules.
+_encode, _fstat = json.JSONEncoder(default=repr).encode, os.fstat
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -31,16 +33,23 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     connection = socket.socket(fileno=descriptor)
-    own = os.getpid()
+    own, given = os.getpid(), _fstat(descriptor)
     # A process that a test forks must neither answer for the rank nor keep its connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, messages), name="syncheck", daemon=True).start()
+    folders: list[str] = []
+    threading.Thread(target=_listen, args=(connection, messages, folders), name="syncheck", daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
         if os.getpid() != own:
             os._exit(1)
-        connection.sendall(_encoded(message) + b"\n")
+        try:
+            # The test may have closed it by its number, and opened a file that has the number now.
+            if not os.path.samestat(_fstat(descriptor), given):
+                raise OSError(errno.EBADF, "another file has this number")
+            connection.sendall(_encoded(message) + b"\n")
+        except OSError:
+            _cut_off(folders)
 
     from syncheck.pytest_plugin.ranks import session
 
@@ -55,14 +64,27 @@ def _adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Take messages in a thread: that pytest is gone must be noticed in the middle of a test too."""
+def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], folders: list[str]) -> None:
+    """Take messages in a thread: that pytest is gone must be noticed in the middle of a test too.
+
+    folders: filled with those of the tests, in which each rank has one.
+    """
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
-                messages.put(json.loads(line))
+                message = json.loads(line)
+                folders += [message["run"]["folder"]] if "run" in message else []
+                messages.put(message)
     finally:
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        _cut_off(folders)
+
+
+def _cut_off(folders: list[str]) -> NoReturn:
+    """End this process, which can no longer reach pytest; leave a file from which pytest learns the reason."""
+    with suppress(OSError, IndexError):
+        open(os.path.join(folders[-1], CUT_OFF), "ab").close()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _encoded(message: dict[str, Any]) -> bytes:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # Lines of a stack that are not the test's: pytest's and ours, up to the start of the process.
 _FRAMEWORK = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/syncheck/pytest_plugin/|<string>)')
+_DOCTEST = re.compile(r"^(UNEXPECTED EXCEPTION: .*|(Expected|Differences)\b(.*\n)+?(?=\s*$))", re.MULTILINE)
+# The verbosity at which failures of other ranks are shown in full.
+FULL = 2
 # Of a failure that came after the first one.
 MOST_LINES = 6
 _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in _listen")
@@ -54,11 +57,11 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
     for key, same in alike.items():
         if not late and all(_unnumbered(_told(r)) == first_text for r in same):
             told = "with the same failure\n"
-        elif item.config.get_verbosity() > 1:
+        elif (missing := FULL - item.config.get_verbosity()) <= 0:
             told = "\n".join(map(_told, same))
         else:
             place = "" if late or key != _key(first) else "at the same place\n"
-            told = f"{place}{_shortened(same[0])}-vv shows all of it\n"
+            told = f"{place}{_shortened(same[0])}add -{'v' * missing} to see all of it\n"
         shown.addsection(f"{_named(same)}: failed too", told)
     _add_stacks(shown, results)
     return RanksFailed(shown)
@@ -76,7 +79,9 @@ def disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequen
 
 def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
     for result in results:
-        if not result.over:
+        if not result.over and not result.began and result.ready is not None:
+            shown.addsection(f"rank {result.rank}: had not begun the test", "it waited for the other ranks\n")
+        elif not result.over:
             where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
             in_teardown = ", having failed, the teardown of its fixtures" if result.failed else ""
             title = f"rank {result.rank}: had not finished{in_teardown}; its stack, innermost call first"
@@ -84,19 +89,26 @@ def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
 
 
 def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
-    """Show a rank's own failure: the repr that its pytest made, behind a line that says whose it is."""
+    """Show a rank's own failure: the repr that its pytest made, behind a line with the rank; later failures below."""
+    (phase, text), *later = _failures(result)
+    title = f"rank {result.rank} of {world} failed{phase}:\n"
     report = next((report for report in result.reports if report.outcome == "failed"), None)
-    if report is None or not isinstance(report.longrepr, ExceptionChainRepr):
-        told = _told(result)
-        return _text(item, [f"rank {result.rank} of {world} failed:\n", told], f"rank {result.rank}: {_brief(told)}")
-    shown = report.longrepr
+    if report is not None and isinstance(report.longrepr, ExceptionChainRepr):
+        made = _titled(report.longrepr, title, result.rank)
+    else:
+        made = _text(item, [title, f"{text}\n"], f"rank {result.rank}: {_brief(text)}")
+    for phase, text in later:
+        made.addsection(f"rank {result.rank}: failed{phase} too", f"{text}\n")
+    return made
+
+
+def _titled(shown: ExceptionChainRepr, title: str, rank: int) -> ExceptionChainRepr:
     crash = shown.reprcrash
-    phase = "" if report.when == "call" else f" in {report.when}"
-    title = ReprTraceback([ReprEntryNative([f"rank {result.rank} of {world} failed{phase}:\n"])], None, "native")
     *before, (traceback, _, text) = shown.chain
     if crash is not None:
-        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
-    made = ExceptionChainRepr([(title, None, None), *before, (traceback, crash, text)])
+        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {rank}: {crash.message}")
+    first = ReprTraceback([ReprEntryNative([title])], None, "native")
+    made = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, text)])
     for name, content, separator in shown.sections:
         made.addsection(name, content, separator)
     return made
@@ -110,10 +122,15 @@ def _text(item: pytest.Item, lines: list[str], headline: str) -> ExceptionChainR
 
 def _told(result: Result) -> str:
     """Return all that a rank told of its failure."""
-    texts = [report.longreprtext for report in result.reports if report.outcome == "failed"] + result.problems
-    if result.left_with is not None:
-        texts.append(result.fate())
-    return "\n".join(texts) + "\n"
+    return "\n".join(text for _, text in _failures(result)) + "\n"
+
+
+def _failures(result: Result) -> list[tuple[str, str]]:
+    """Return each failure of a rank: the phase other than the call, as " in setup", and the text."""
+    failed = [report for report in result.reports if report.outcome == "failed"]
+    found = [("" if report.when == "call" else f" in {report.when}", report.longreprtext) for report in failed]
+    found += [("", problem) for problem in result.problems]
+    return found if result.left_with is None else [*found, ("", result.fate())]
 
 
 def _shortened(result: Result) -> str:
@@ -145,7 +162,11 @@ def _named(results: Sequence[Result]) -> str:
 
 
 def _brief(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    """Return one line of a text: of a doctest what it expected, of a traceback the error."""
+    doctest = _DOCTEST.search(text)
+    error = re.search(r"^E +(.+)", text, re.MULTILINE)
+    line = doctest[0] if doctest else error[1] if error else text.strip().partition("\n")[0]
+    return " ".join(line.split())
 
 
 def _key(result: Result) -> tuple[str, ...]:

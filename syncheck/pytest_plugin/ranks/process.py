@@ -17,6 +17,8 @@ from syncheck.pytest_plugin.ranks import guard
 
 # What the tests themselves are unlikely to use; macOS has no real-time signals.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+# A file that a rank leaves in its folder when it can no longer send.
+CUT_OFF = "cut_off"
 # Not `-m`: a spawned grandchild would import that module anew as its own main module.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -126,6 +128,13 @@ class RankProcess:
             return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # reaped by someone else
             return True
+
+    def wait_until_ended(self, seconds: float) -> bool:
+        """Wait for the process to end by itself; return whether it has."""
+        deadline = time.monotonic() + seconds
+        while not (ended := self.ended()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return ended
 
     def wait_until_idle(self, seconds: float) -> bool:
         """Wait until it has let go of its last test; return whether it has, and lives."""

@@ -8,7 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from syncheck.pytest_plugin.ranks.process import CUT_OFF
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
@@ -23,8 +26,12 @@ class Result:
 
     rank: int
     folder: Path
+    joining: bool = False
+    """Whether the rank began to join the process group: the test is collected, and none of its code has run."""
     ready: float | None = None
     """When its process group was ready, None before."""
+    began: bool = False
+    """Whether it was sent to run the test, which happens once all ranks are ready."""
     reports: list[pytest.TestReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What went wrong outside the test: an import that failed, no process group, `pytest.exit`."""
@@ -35,6 +42,8 @@ class Result:
     done: bool = False
     left_with: int | None = None
     """Exit code, or minus a signal, of a process that ended by itself in the middle of the test."""
+    cut_off: bool = False
+    """Whether the process lost its connection to pytest, which then ended it."""
     reusable: bool = False
 
     def add(self, report: pytest.TestReport) -> None:
@@ -85,14 +94,27 @@ class Result:
     def fate(self) -> str:
         """Say how the process ended."""
         assert self.left_with is not None
+        before = "while it joined the process group" if self.joining else "before the test"
+        when = "in the middle of the test" if self.began else before
+        if self.cut_off or (self.folder / CUT_OFF).exists():
+            return f"its process lost its connection to pytest {when}: was a file descriptor closed by its number?"
         if self.left_with >= 0:
-            return f"its process left with exit code {self.left_with} in the middle of the test"
+            return f"its process left with exit code {self.left_with} {when}"
         try:
             name = signal.Signals(-self.left_with).name
         except ValueError:
             name = f"signal {-self.left_with}"
         hint = " (if you did not send it, the machine may have run out of memory)" if name == "SIGKILL" else ""
-        return f"its process was ended by {name} in the middle of the test{hint}"
+        return f"its process was ended by {name} {when}{hint}"
+
+
+def failed_start(results: Sequence[Result]) -> str:
+    """Return why the ranks could not be started, or "" if test code may have run or a rank failed in another way."""
+    failed = [result for result in results if result.failed]
+    if not all(result.joining and not result.began for result in failed):
+        return ""
+    reasons = ((r.rank, r.fate() if r.left_with is not None else r.problems[0].strip()) for r in failed)
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons)
 
 
 def is_whole(report: pytest.TestReport) -> bool:
