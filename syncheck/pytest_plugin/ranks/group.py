@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from syncheck.testing import Rank
 
 # Seconds that a collective waits beyond the test's limit: the limit comes first, and shows where each rank stands.
 LONGER = 30.0
+_held: list[Any] = []
 
 
 def prepare(task: dict[str, Any]) -> None:
@@ -46,13 +48,35 @@ def _join(task: dict[str, Any]) -> None:
     timeout = timedelta(seconds=task["limit"] + LONGER)
     store = dist.FileStore(task["store"], task["world_size"])
     dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
+    _hold_groups(dist)
 
 
 def destroy() -> None:
-    """Leave the process group, where there is one."""
+    """Leave the process group, if there is one; release groups that nothing else refers to."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
+        _hold_groups(dist)
         dist.destroy_process_group()
+    alone = sys.getrefcount((probe := [object()])[0])
+    for index in reversed(range(len(_held))):  # groups before their backends, to which they refer
+        if sys.getrefcount(_held[index]) <= alone:
+            del _held[index]
+    del probe
+
+
+def _hold_groups(dist: Any) -> None:
+    """Keep each group and its gloo backend until this thread can release them.
+
+    A callback of a future is released by a thread of the backend, after the waiting thread has gone on. PowerSGD's
+    callback refers to the group. If that is the last reference, the backend's destructor joins the thread in which it
+    runs, and the process aborts: mostly in init_process_group of the next test.
+    """
+    with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a backend for the CPU
+        groups = list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+        cpu = sys.modules["torch"].device("cpu")
+        found = [*(group._get_backend(cpu) for group in groups), *groups]  # noqa: SLF001
+        known = set(map(id, _held))
+        _held.extend(part for part in found if id(part) not in known)
 
 
 def settings() -> tuple[Any, ...]:

@@ -84,6 +84,8 @@ class Pool:
                 out, err = result.folder / "stdout", result.folder / "stderr"
                 process = RankProcess(self._start_in, out, err, self._guard)
                 self._processes[number] = process
+            else:
+                result.joining = True
             running.append(process)
         return running
 

@@ -27,7 +27,7 @@ class Result:
     rank: int
     folder: Path
     joining: bool = False
-    """Whether the rank began to join the process group: the test is collected, and none of its code has run."""
+    """Whether the test is collected: until it begins, none of its code runs."""
     ready: float | None = None
     """When its process group was ready, None before."""
     began: bool = False
@@ -94,8 +94,7 @@ class Result:
     def fate(self) -> str:
         """Say how the process ended."""
         assert self.left_with is not None
-        before = "while it joined the process group" if self.joining else "before the test"
-        when = "in the middle of the test" if self.began else before
+        when = "in the middle of the test" if self.began else "before the test began"
         if self.cut_off or (self.folder / CUT_OFF).exists():
             return f"its process lost its connection to pytest {when}: was a file descriptor closed by its number?"
         if self.left_with >= 0:
