@@ -54,17 +54,10 @@ class RanksPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print which tests needed more than one start of their ranks, also those that passed."""
-        retried = [
-            f"{report.nodeid}: {value}"
-            for reports in terminalreporter.stats.values()
-            for report in reports
-            if getattr(report, "when", "") == "call"
-            for name, value in report.user_properties
-            if name == marker.RETRIED
-        ]
-        if retried:
-            terminalreporter.section("ranks that were started again before the test began")
-            terminalreporter.write_line("\n".join(retried))
+        reports = [r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "call"]
+        found = [(r.nodeid, reason) for r in reports for name, reason in r.user_properties if name == marker.RETRIED]
+        for nodeid, reason in found:
+            terminalreporter.write_line(f"{nodeid}: {reason}; the ranks were started again")
 
 
 def generate(metafunc: pytest.Metafunc) -> None:

@@ -7,7 +7,6 @@ destructors of a process group may abort there.
 from __future__ import annotations
 
 import ctypes
-import errno
 import faulthandler
 import json
 import os
@@ -17,9 +16,9 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
-from syncheck.pytest_plugin.ranks.process import CUT_OFF, STACK_SIGNAL
+from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
 # Bound now: a test may patch the modules.
 _encode, _fstat = json.JSONEncoder(default=repr).encode, os.fstat
@@ -27,8 +26,8 @@ _encode, _fstat = json.JSONEncoder(default=repr).encode, os.fstat
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(descriptor: int) -> None:
-    """Serve tests until the other end of the connection is closed."""
+def main(descriptor: int, lost: str) -> None:
+    """Serve tests until the other end of the connection is closed. lost: created when this end is."""
     _adopt()
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
@@ -37,8 +36,7 @@ def main(descriptor: int) -> None:
     # A process that a test forks must neither answer for the rank nor keep its connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    folders: list[str] = []
-    threading.Thread(target=_listen, args=(connection, messages, folders), name="syncheck", daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, messages, lost), name="syncheck", daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
         if os.getpid() != own:
@@ -46,10 +44,10 @@ def main(descriptor: int) -> None:
         try:
             # The test may have closed it by its number, and opened a file that has the number now.
             if not os.path.samestat(_fstat(descriptor), given):
-                raise OSError(errno.EBADF, "another file has this number")
+                raise OSError
             connection.sendall(_encoded(message) + b"\n")
         except OSError:
-            _cut_off(folders)
+            _end(lost)
 
     from syncheck.pytest_plugin.ranks import session
 
@@ -64,27 +62,21 @@ def _adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], folders: list[str]) -> None:
-    """Take messages in a thread: that pytest is gone must be noticed in the middle of a test too.
-
-    folders: filled with those of the tests, in which each rank has one.
-    """
+def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], lost: str) -> None:
+    """Take messages in a thread: that pytest is gone must be noticed in the middle of a test too."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
-                message = json.loads(line)
-                folders += [message["run"]["folder"]] if "run" in message else []
-                messages.put(message)
+                messages.put(json.loads(line))
     finally:
-        _cut_off(folders)
+        _end(lost)
 
 
-def _cut_off(folders: list[str]) -> NoReturn:
-    """End this process, which can no longer reach pytest; leave a file from which pytest learns the reason."""
-    with suppress(OSError, IndexError):
-        open(os.path.join(folders[-1], CUT_OFF), "ab").close()
+def _end(lost: str) -> None:
+    """End this process, which cannot reach pytest; create the file that gives pytest the reason."""
+    with suppress(OSError):
+        open(lost, "ab").close()
     os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
 
 
 def _encoded(message: dict[str, Any]) -> bytes:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 # Lines of a stack that are not the test's: pytest's and ours, up to the start of the process.
 _FRAMEWORK = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/syncheck/pytest_plugin/|<string>)')
-_DOCTEST = re.compile(r"^(UNEXPECTED EXCEPTION: .*|(Expected|Differences)\b(.*\n)+?(?=\s*$))", re.MULTILINE)
-# The verbosity at which failures of other ranks are shown in full.
-FULL = 2
+# The error of a traceback, the expectation of a doctest.
+_BRIEF = re.compile(r"^(E .+|UNEXPECTED EXCEPTION: .*|(Expected|Differences)\b(.*\n)+?(?=\s*$))", re.MULTILINE)
 # Of a failure that came after the first one.
 MOST_LINES = 6
 _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in _listen")
@@ -57,7 +56,7 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
     for key, same in alike.items():
         if not late and all(_unnumbered(_told(r)) == first_text for r in same):
             told = "with the same failure\n"
-        elif (missing := FULL - item.config.get_verbosity()) <= 0:
+        elif (missing := 2 - item.config.get_verbosity()) <= 0:
             told = "\n".join(map(_told, same))
         else:
             place = "" if late or key != _key(first) else "at the same place\n"
@@ -79,7 +78,7 @@ def disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequen
 
 def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
     for result in results:
-        if not result.over and not result.began and result.ready is not None:
+        if not result.over and result.ready is not None and any(r.ready is None for r in results):
             shown.addsection(f"rank {result.rank}: had not begun the test", "it waited for the other ranks\n")
         elif not result.over:
             where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
@@ -92,25 +91,19 @@ def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
     """Show a rank's own failure: the repr that its pytest made, behind a line with the rank; later failures below."""
     (phase, text), *later = _failures(result)
     title = f"rank {result.rank} of {world} failed{phase}:\n"
-    report = next((report for report in result.reports if report.outcome == "failed"), None)
-    if report is not None and isinstance(report.longrepr, ExceptionChainRepr):
-        made = _titled(report.longrepr, title, result.rank)
+    shown = next((report.longrepr for report in result.reports if report.outcome == "failed"), None)
+    if isinstance(shown, ExceptionChainRepr):
+        *before, (traceback, crash, description) = shown.chain
+        if crash is not None:
+            crash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
+        first = ReprTraceback([ReprEntryNative([title])], None, "native")
+        made = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, description)])
+        for name, content, separator in shown.sections:
+            made.addsection(name, content, separator)
     else:
         made = _text(item, [title, f"{text}\n"], f"rank {result.rank}: {_brief(text)}")
-    for phase, text in later:
-        made.addsection(f"rank {result.rank}: failed{phase} too", f"{text}\n")
-    return made
-
-
-def _titled(shown: ExceptionChainRepr, title: str, rank: int) -> ExceptionChainRepr:
-    crash = shown.reprcrash
-    *before, (traceback, _, text) = shown.chain
-    if crash is not None:
-        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {rank}: {crash.message}")
-    first = ReprTraceback([ReprEntryNative([title])], None, "native")
-    made = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, text)])
-    for name, content, separator in shown.sections:
-        made.addsection(name, content, separator)
+    for in_phase, other in later:
+        made.addsection(f"rank {result.rank}: failed{in_phase} too", f"{other}\n")
     return made
 
 
@@ -162,11 +155,8 @@ def _named(results: Sequence[Result]) -> str:
 
 
 def _brief(text: str) -> str:
-    """Return one line of a text: of a doctest what it expected, of a traceback the error."""
-    doctest = _DOCTEST.search(text)
-    error = re.search(r"^E +(.+)", text, re.MULTILINE)
-    line = doctest[0] if doctest else error[1] if error else text.strip().partition("\n")[0]
-    return " ".join(line.split())
+    found = _BRIEF.search(text)
+    return " ".join((found[0] if found else text.strip().partition("\n")[0]).removeprefix("E ").split())
 
 
 def _key(result: Result) -> tuple[str, ...]:

@@ -14,13 +14,12 @@ from syncheck.testing import Rank
 
 # Seconds that a collective waits beyond the test's limit: the limit comes first, and shows where each rank stands.
 LONGER = 30.0
-_held: list[Any] = []
+_held: list[Any] = []  # process groups that were destroyed, and their backends
 
 
 def prepare(task: dict[str, Any]) -> None:
     """Seed the random number generators and join the process group, unless the test wants to do that itself."""
-    # Torch logs every failed collective to this logger, whose only handler discards it. Pytest would show it: 8 if it
-    # propagated, 9.2 because it does not.
+    # Torch logs failed collectives to nowhere; pytest 8 shows a logger that propagates, 9.2 one that does not.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if task["group"]:
         import_module("torch")
@@ -48,35 +47,24 @@ def _join(task: dict[str, Any]) -> None:
     timeout = timedelta(seconds=task["limit"] + LONGER)
     store = dist.FileStore(task["store"], task["world_size"])
     dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
-    _hold_groups(dist)
 
 
 def destroy() -> None:
-    """Leave the process group, if there is one; release groups that nothing else refers to."""
+    """Leave the process group, if there is one; release groups that nothing else refers to, here and only here.
+
+    A thread of gloo releases a future's callback, such as PowerSGD's, after the waiting thread was woken. If that has
+    the last reference to the group, the destructor joins its own thread: abort, mostly in the next init_process_group.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        _hold_groups(dist)
+        with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a backend for the CPU
+            cpu = sys.modules["torch"].device("cpu")
+            _held.extend(group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+            _held.extend(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
         dist.destroy_process_group()
-    alone = sys.getrefcount((probe := [object()])[0])
     for index in reversed(range(len(_held))):  # groups before their backends, to which they refer
-        if sys.getrefcount(_held[index]) <= alone:
+        if sys.getrefcount(_held[index]) <= 2:  # the list and the argument
             del _held[index]
-    del probe
-
-
-def _hold_groups(dist: Any) -> None:
-    """Keep each group and its gloo backend until this thread can release them.
-
-    A callback of a future is released by a thread of the backend, after the waiting thread has gone on. PowerSGD's
-    callback refers to the group. If that is the last reference, the backend's destructor joins the thread in which it
-    runs, and the process aborts: mostly in init_process_group of the next test.
-    """
-    with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a backend for the CPU
-        groups = list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
-        cpu = sys.modules["torch"].device("cpu")
-        found = [*(group._get_backend(cpu) for group in groups), *groups]  # noqa: SLF001
-        known = set(map(id, _held))
-        _held.extend(part for part in found if id(part) not in known)
 
 
 def settings() -> tuple[Any, ...]:

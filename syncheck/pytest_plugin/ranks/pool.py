@@ -85,7 +85,7 @@ class Pool:
                 process = RankProcess(self._start_in, out, err, self._guard)
                 self._processes[number] = process
             else:
-                result.joining = True
+                result.reused = True
             running.append(process)
         return running
 
@@ -118,8 +118,7 @@ class Pool:
                     return f"the ranks' process groups were not ready in {STARTUP:g} s"
             elif not began and not left:  # as one: no rank runs code of the test that another rank never reaches
                 began = True
-                for process, result in zip(running, results, strict=True):
-                    result.began = True
+                for process in running:
                     process.send({"begin": True})
             elif began and now > max(ready) + limit:
                 return f"time limit of {limit:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
@@ -144,7 +143,7 @@ class Pool:
                 result.done, result.reusable = True, message["done"]["reusable"]
 
     def _gone(self, process: RankProcess, result: Result) -> None:
-        result.cut_off = not process.wait_until_ended(1.0)  # a process that ends closes its files a moment before
+        result.cut_off = process.lost_connection()
         result.left_with = process.kill()
         result.fail()
 

@@ -17,12 +17,10 @@ from syncheck.pytest_plugin.ranks import guard
 
 # What the tests themselves are unlikely to use; macOS has no real-time signals.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-# A file that a rank leaves in its folder when it can no longer send.
-CUT_OFF = "cut_off"
 # Not `-m`: a spawned grandchild would import that module anew as its own main module.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]))"
+    "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]), sys.argv[3])"
 )
 _CHUNK = 1 << 20
 
@@ -79,11 +77,12 @@ class RankProcess:
         """Start it. folder: where to work. out, err: files for what it writes before its first task."""
         self._guard = watched_by
         self.socket, there = socket.socketpair()
+        self._lost = err.with_name("connection_lost")
         with there, out.open("ab") as stdout, err.open("ab") as stderr:
             # A session of its own: Ctrl-C reaches pytest alone, and its own children can be ended with it.
             # -P: a json.py in the current folder is not the one that is meant.
             self.popen = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", _START, json.dumps(import_path()), str(there.fileno())],
+                [sys.executable, "-uPc", _START, json.dumps(import_path()), str(there.fileno()), str(self._lost)],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -129,12 +128,12 @@ class RankProcess:
         except ChildProcessError:  # reaped by someone else
             return True
 
-    def wait_until_ended(self, seconds: float) -> bool:
-        """Wait for the process to end by itself; return whether it has."""
+    def lost_connection(self, seconds: float = 1.0) -> bool:
+        """Return whether it is cut off: it ended itself for that reason, or does not end although no more can come."""
         deadline = time.monotonic() + seconds
-        while not (ended := self.ended()) and time.monotonic() < deadline:
+        while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
-        return ended
+        return self._lost.exists() or not self.ended()
 
     def wait_until_idle(self, seconds: float) -> bool:
         """Wait until it has let go of its last test; return whether it has, and lives."""

@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from syncheck.pytest_plugin.ranks.process import CUT_OFF
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -26,12 +24,12 @@ class Result:
 
     rank: int
     folder: Path
+    reused: bool = False
+    """Whether the process ran a test before, and so has imported this one."""
     joining: bool = False
-    """Whether the test is collected: until it begins, none of its code runs."""
+    """Whether the rank began to join the process group, the last thing before the test."""
     ready: float | None = None
-    """When its process group was ready, None before."""
-    began: bool = False
-    """Whether it was sent to run the test, which happens once all ranks are ready."""
+    """When its process group was ready, None before. The test begins when all are."""
     reports: list[pytest.TestReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What went wrong outside the test: an import that failed, no process group, `pytest.exit`."""
@@ -94,8 +92,8 @@ class Result:
     def fate(self) -> str:
         """Say how the process ended."""
         assert self.left_with is not None
-        when = "in the middle of the test" if self.began else "before the test began"
-        if self.cut_off or (self.folder / CUT_OFF).exists():
+        when = "in the middle of the test" if self.ready is not None else "before the test began"
+        if self.cut_off:
             return f"its process lost its connection to pytest {when}: was a file descriptor closed by its number?"
         if self.left_with >= 0:
             return f"its process left with exit code {self.left_with} {when}"
@@ -108,12 +106,11 @@ class Result:
 
 
 def failed_start(results: Sequence[Result]) -> str:
-    """Return why the ranks could not be started, or "" if test code may have run or a rank failed in another way."""
+    """Return why the ranks could not be started; "" if they could, or if code of the test may have failed."""
     failed = [result for result in results if result.failed]
-    if not all(result.joining and not result.began for result in failed):
-        return ""
-    reasons = ((r.rank, r.fate() if r.left_with is not None else r.problems[0].strip()) for r in failed)
-    return "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons)
+    at_start = all(r.joining or (r.reused and not r.problems) for r in failed) and any(r.ready is None for r in results)
+    reasons = (f"rank {r.rank}: {r.problems[0].strip() if r.problems else r.fate()}" for r in failed)
+    return "; ".join(reasons) if at_start else ""
 
 
 def is_whole(report: pytest.TestReport) -> bool:

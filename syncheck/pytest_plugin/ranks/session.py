@@ -61,9 +61,8 @@ _REPLACED = ("randomly", "rerunfailures")
 def serve(task: Task, receive: Receive, send: Send) -> None:
     """Run tests as they come; return when the session is over, which only an error or pytest.exit makes it.
 
-    task: the first. receive: waits for the next message. Sent for each test: `joining` before the process group is made
-    and `ready` after; once `begin` has come, `report`s, `warning`s and `problem`s, and at last `done`; and `released`
-    when the process group is gone.
+    task: the first. receive: waits for the next message. Sent for each test: `joining` and `ready`, before and after
+    the process group is made; after `begin`, `report`s, `warning`s, `problem`s, at last `done`; `released` without it.
     """
     state.enter(task)
     measured = coverage.start(task["coverage"])
