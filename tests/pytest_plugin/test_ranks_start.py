@@ -1,4 +1,4 @@
-"""Ranks that die before the test begins are started again, visibly; what the test's own code does is never repeated."""
+"""Process groups of ranks: a failed start is repeated, visibly, the test's code never; leaving a group is safe."""
 
 from __future__ import annotations
 
@@ -126,3 +126,40 @@ def test_gloo_ranks_start_again(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("--junitxml=junit.xml", timeout=110)
     result.assert_outcomes(passed=1)
     assert len(retried(pytester)) == 1
+
+
+LEAVING = """
+import os, pathlib, time
+import pytest, torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.syncheck(ranks=2)
+
+class Slow:
+    def __del__(self): time.sleep(0.5)
+
+@pytest.mark.parametrize("i", range(3))
+def test_callback(i):
+    pathlib.Path("pids").open("a").write(f"{os.getpid()}\\n")
+    a_group, z_slow = dist.group.WORLD, Slow()  # cells are released from the last to the first
+    def then(future):
+        return (a_group, z_slow) and future.value()
+    dist.all_reduce(torch.ones(2), async_op=True).get_future().then(then).wait()
+
+def test_log():
+    with pytest.raises(RuntimeError):
+        dist.broadcast(torch.ones(2), src=7)
+    assert 0
+"""
+
+
+@pytest.mark.slow
+def test_gloo_releases_a_callback_late(pytester: pytest.Pytester) -> None:
+    """A callback with the last reference to the group ends no rank; torch's log of failed collectives is not shown."""
+    pytester.makepyfile(LEAVING)
+    result = pytester.runpytest_subprocess(timeout=110)
+    result.assert_outcomes(passed=3, failed=1)
+    pids = (pytester.path / "pids").read_text().split()
+    assert len(pids) == 6
+    assert len(set(pids)) == 2
+    assert "Captured log" not in result.stdout.str()

@@ -32,7 +32,7 @@ def main(descriptor: int, lost: str) -> None:
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     connection = socket.socket(fileno=descriptor)
-    own, given = os.getpid(), _fstat(descriptor)
+    own, given = os.getpid(), _fstat(descriptor)[:3]
     # A process that a test forks must neither answer for the rank nor keep its connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -43,7 +43,7 @@ def main(descriptor: int, lost: str) -> None:
             os._exit(1)
         try:
             # The test may have closed it by its number, and opened a file that has the number now.
-            if not os.path.samestat(_fstat(descriptor), given):
+            if _fstat(descriptor)[:3] != given:  # mode, inode, device
                 raise OSError
             connection.sendall(_encoded(message) + b"\n")
         except OSError:
