@@ -235,7 +235,7 @@ def test_summary_names_rank_and_reason(done: tuple[Path, str]) -> None:
     """The short summary has one line a test, which begins with the rank."""
     assert "FAILED test_suite.py::test_own_assertion - rank 1: assert [1, 2" in done[1]
     assert re.search(r"FAILED test_suite.py::test_hangs - time limit of 1 s passed", done[1])
-    assert "FAILED test_suite.py::test_unknown_fixture - rank 0: fixture 'there_is_none' not found" in done[1]
+    assert "FAILED test_suite.py::test_unknown_fixture - rank 0: fixture 'there_is_none'" in done[1]
 
 
 def test_the_next_test_runs(done: tuple[Path, str]) -> None:
