@@ -80,6 +80,39 @@ def ends_badly():
 def test_teardown(ends_badly):
     pass
 
+@pytest.fixture
+def leaks():
+    yield
+    assert 0, "LEAK"
+
+@on_ranks
+def test_body_and_teardown(leaks):
+    assert 0, "the body"
+
+@pytest.fixture
+def leaves_at_the_end():
+    yield
+    os._exit(3)
+
+@on_ranks
+def test_body_and_exit(leaves_at_the_end):
+    assert 0, "the body"
+
+@on_ranks
+def test_closes_files(syncheck_rank):
+    if syncheck_rank.rank == 0:
+        os.closerange(3, 100)
+
+@on_ranks
+def test_takes_the_connection(syncheck_rank, tmp_path):
+    if syncheck_rank.rank == 1:
+        file = os.open(tmp_path / "file", os.O_CREAT | os.O_WRONLY)
+        for number in range(3, 40):
+            os.dup2(file, number)
+
+@on_ranks
+def test_unknown_fixture(there_is_none): pass
+
 @on_ranks
 def test_breakpoint():
     breakpoint()
@@ -161,6 +194,15 @@ def shown(done: tuple[Path, str], test: str) -> str:
         ("test_skips_on_one", ["do not agree on the outcome: passed on rank 0; skipped on rank 1"]),
         ("test_setup", ["rank 0 of 2 failed in setup:", "ValueError: the fixture is broken"]),
         ("test_teardown", ["rank 0 of 2 failed in teardown:", "ValueError: the end is broken"]),
+        (
+            "test_body_and_teardown",
+            ["rank 0 of 2 failed:", "AssertionError: the body", "rank 0: failed in teardown too"],
+        ),
+        ("test_body_and_teardown", ["AssertionError: LEAK", "rank 1: failed too", "with the same failure"]),
+        ("test_body_and_exit", ["AssertionError: the body", "left with exit code 3 in the middle of the test"]),
+        ("test_closes_files", ["rank 0 of 2 failed:", "lost its connection to pytest in the middle of the test"]),
+        ("test_takes_the_connection", ["rank 1 of 2 failed:", "lost its connection to pytest in the middle of"]),
+        ("test_unknown_fixture", ["rank 0 of 2 failed in setup:", "fixture 'there_is_none' not found"]),
         ("test_breakpoint", ["breakpoint() in a test on several ranks: a rank has no terminal"]),
         ("test_another_error_than_expected", ["ValueError: not a KeyError"]),
         ("test_strict", ["[XPASS(strict)] should fail"]),
@@ -177,6 +219,12 @@ def test_failure_is_told(done: tuple[Path, str], test: str, texts: list[str]) ->
         assert expected in text, text
 
 
+def test_only_what_used_up_memory_is_called_so(done: tuple[Path, str]) -> None:
+    """The hint at a lack of memory belongs to SIGKILL that the plugin did not send."""
+    for test in ("test_closes_files", "test_takes_the_connection"):
+        assert "SIGKILL" not in shown(done, test)
+
+
 def test_nothing_of_ours_is_shown(done: tuple[Path, str]) -> None:
     """No traceback leads through the plugin's own files."""
     told = done[1].replace(shown(done, "test_segfault"), "")  # there, the interpreter tells of every thread
@@ -187,11 +235,12 @@ def test_summary_names_rank_and_reason(done: tuple[Path, str]) -> None:
     """The short summary has one line a test, which begins with the rank."""
     assert "FAILED test_suite.py::test_own_assertion - rank 1: assert [1, 2" in done[1]
     assert re.search(r"FAILED test_suite.py::test_hangs - time limit of 1 s passed", done[1])
+    assert "FAILED test_suite.py::test_unknown_fixture - rank 0: fixture 'there_is_none'" in done[1]
 
 
 def test_the_next_test_runs(done: tuple[Path, str]) -> None:
     """After all of these, a test on ranks passes; what leaves a process behind passes too, but is not used again."""
-    assert "16 failed, 2 passed" in done[1]
+    assert "21 failed, 2 passed" in done[1]
 
 
 def test_no_process_is_left(done: tuple[Path, str]) -> None:

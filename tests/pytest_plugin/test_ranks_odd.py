@@ -224,3 +224,26 @@ def test_subtests_do_not_decide(pytester: pytest.Pytester) -> None:
     )
     result = pytester.runpytest_subprocess()
     assert re.search(r"\b1 failed, 1 passed\b", result.stdout.str())
+
+
+TEXTS = """
+'''
+>>> 1 + 1
+3
+'''
+import pytest
+pytestmark = pytest.mark.syncheck(ranks=2, group=False)
+def test_differs(syncheck_rank): assert syncheck_rank.rank == 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"), [("-q -vv", "add -v to"), ("-v", "add -v to"), ("-q", "add -vvv to"), ("-vv", "")]
+)
+def test_summary_and_hint(pytester: pytest.Pytester, options: str, hint: str) -> None:
+    """A doctest's summary has its expectation; how to see all of a failure depends on the verbosity there is."""
+    pytester.makepyfile(TEXTS)
+    result = pytester.runpytest_subprocess("--doctest-modules", *options.split())
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["FAILED *::test_summary_and_hint - rank 0: Expected: 3 *"])
+    assert [line.partition(" see")[0] for line in result.outlines if "to see all" in line] == ([hint] if hint else [])

@@ -52,6 +52,13 @@ class RanksPlugin:
                     "Leave them out with -m 'not syncheck'."
                 )
 
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print which tests needed more than one start of their ranks, also those that passed."""
+        reports = [r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "call"]
+        found = [(r.nodeid, reason) for r in reports for name, reason in r.user_properties if name == marker.RETRIED]
+        for nodeid, reason in found:
+            terminalreporter.write_line(f"{nodeid}: {reason}; the ranks were started again")
+
 
 def generate(metafunc: pytest.Metafunc) -> None:
     """Make one test of each entry of `ranks=[2, 4]`."""

@@ -15,32 +15,39 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
-# Bound now: a test may patch the module.
-_encode = json.JSONEncoder(default=repr).encode
+# Bound now: a test may patch the modules.
+_encode, _fstat = json.JSONEncoder(default=repr).encode, os.fstat
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(descriptor: int) -> None:
-    """Serve tests until the other end of the connection is closed."""
+def main(descriptor: int, lost: str) -> None:
+    """Serve tests until the other end of the connection is closed. lost: created when this end is."""
     _adopt()
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     connection = socket.socket(fileno=descriptor)
-    own = os.getpid()
+    own, given = os.getpid(), _fstat(descriptor)[:3]
     # A process that a test forks must neither answer for the rank nor keep its connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, messages), name="syncheck", daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, messages, lost), name="syncheck", daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
         if os.getpid() != own:
             os._exit(1)
-        connection.sendall(_encoded(message) + b"\n")
+        try:
+            # The test may have closed it by its number, and opened a file that has the number now.
+            if _fstat(descriptor)[:3] != given:  # mode, inode, device
+                raise OSError
+            connection.sendall(_encoded(message) + b"\n")
+        except OSError:
+            _end(lost)
 
     from syncheck.pytest_plugin.ranks import session
 
@@ -55,14 +62,21 @@ def _adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], lost: str) -> None:
     """Take messages in a thread: that pytest is gone must be noticed in the middle of a test too."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
                 messages.put(json.loads(line))
     finally:
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        _end(lost)
+
+
+def _end(lost: str) -> None:
+    """End this process, which cannot reach pytest; create the file that gives pytest the reason."""
+    with suppress(OSError):
+        open(lost, "ab").close()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _encoded(message: dict[str, Any]) -> bytes:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Lines of a stack that are not the test's: pytest's and ours, up to the start of the process.
 _FRAMEWORK = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/syncheck/pytest_plugin/|<string>)')
+# The error of a traceback, the expectation of a doctest.
+_BRIEF = re.compile(r"^(E .+|UNEXPECTED EXCEPTION: .*|(Expected|Differences)\b(.*\n)+?(?=\s*$))", re.MULTILINE)
 # Of a failure that came after the first one.
 MOST_LINES = 6
 _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in _listen")
@@ -54,11 +56,11 @@ def failure(item: pytest.Item, results: Sequence[Result], late: str) -> RanksFai
     for key, same in alike.items():
         if not late and all(_unnumbered(_told(r)) == first_text for r in same):
             told = "with the same failure\n"
-        elif item.config.get_verbosity() > 1:
+        elif (missing := 2 - item.config.get_verbosity()) <= 0:
             told = "\n".join(map(_told, same))
         else:
             place = "" if late or key != _key(first) else "at the same place\n"
-            told = f"{place}{_shortened(same[0])}-vv shows all of it\n"
+            told = f"{place}{_shortened(same[0])}add -{'v' * missing} to see all of it\n"
         shown.addsection(f"{_named(same)}: failed too", told)
     _add_stacks(shown, results)
     return RanksFailed(shown)
@@ -76,7 +78,9 @@ def disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequen
 
 def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
     for result in results:
-        if not result.over:
+        if not result.over and result.ready is not None and any(r.ready is None for r in results):
+            shown.addsection(f"rank {result.rank}: had not begun the test", "it waited for the other ranks\n")
+        elif not result.over:
             where = _trimmed(result.output("stacks")) or "it did not tell its stack\n"
             in_teardown = ", having failed, the teardown of its fixtures" if result.failed else ""
             title = f"rank {result.rank}: had not finished{in_teardown}; its stack, innermost call first"
@@ -84,21 +88,22 @@ def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
 
 
 def _own(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
-    """Show a rank's own failure: the repr that its pytest made, behind a line that says whose it is."""
-    report = next((report for report in result.reports if report.outcome == "failed"), None)
-    if report is None or not isinstance(report.longrepr, ExceptionChainRepr):
-        told = _told(result)
-        return _text(item, [f"rank {result.rank} of {world} failed:\n", told], f"rank {result.rank}: {_brief(told)}")
-    shown = report.longrepr
-    crash = shown.reprcrash
-    phase = "" if report.when == "call" else f" in {report.when}"
-    title = ReprTraceback([ReprEntryNative([f"rank {result.rank} of {world} failed{phase}:\n"])], None, "native")
-    *before, (traceback, _, text) = shown.chain
-    if crash is not None:
-        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
-    made = ExceptionChainRepr([(title, None, None), *before, (traceback, crash, text)])
-    for name, content, separator in shown.sections:
-        made.addsection(name, content, separator)
+    """Show a rank's own failure: the repr that its pytest made, behind a line with the rank; later failures below."""
+    (phase, text), *later = _failures(result)
+    title = f"rank {result.rank} of {world} failed{phase}:\n"
+    shown = next((report.longrepr for report in result.reports if report.outcome == "failed"), None)
+    if isinstance(shown, ExceptionChainRepr):
+        *before, (traceback, crash, description) = shown.chain
+        if crash is not None:
+            crash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
+        first = ReprTraceback([ReprEntryNative([title])], None, "native")
+        made = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, description)])
+        for name, content, separator in shown.sections:
+            made.addsection(name, content, separator)
+    else:
+        made = _text(item, [title, f"{text}\n"], f"rank {result.rank}: {_brief(text)}")
+    for in_phase, other in later:
+        made.addsection(f"rank {result.rank}: failed{in_phase} too", f"{other}\n")
     return made
 
 
@@ -110,10 +115,15 @@ def _text(item: pytest.Item, lines: list[str], headline: str) -> ExceptionChainR
 
 def _told(result: Result) -> str:
     """Return all that a rank told of its failure."""
-    texts = [report.longreprtext for report in result.reports if report.outcome == "failed"] + result.problems
-    if result.left_with is not None:
-        texts.append(result.fate())
-    return "\n".join(texts) + "\n"
+    return "\n".join(text for _, text in _failures(result)) + "\n"
+
+
+def _failures(result: Result) -> list[tuple[str, str]]:
+    """Return each failure of a rank: the phase other than the call, as " in setup", and the text."""
+    failed = [report for report in result.reports if report.outcome == "failed"]
+    found = [("" if report.when == "call" else f" in {report.when}", report.longreprtext) for report in failed]
+    found += [("", problem) for problem in result.problems]
+    return found if result.left_with is None else [*found, ("", result.fate())]
 
 
 def _shortened(result: Result) -> str:
@@ -145,7 +155,8 @@ def _named(results: Sequence[Result]) -> str:
 
 
 def _brief(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    found = _BRIEF.search(text)
+    return " ".join((found[0] if found else text.strip().partition("\n")[0]).removeprefix("E ").split())
 
 
 def _key(result: Result) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from syncheck.testing import Rank
 
 # Seconds that a collective waits beyond the test's limit: the limit comes first, and shows where each rank stands.
 LONGER = 30.0
+_held: list[Any] = []  # process groups that were destroyed, and their backends
 
 
 def prepare(task: dict[str, Any]) -> None:
     """Seed the random number generators and join the process group, unless the test wants to do that itself."""
+    # Torch logs failed collectives to nowhere; pytest 8 shows a logger that propagates, 9.2 one that does not.
+    logging.getLogger("c10d-NullHandler-default").disabled = True
     if task["group"]:
         import_module("torch")
     torch: Any = sys.modules.get("torch")
@@ -24,8 +28,6 @@ def prepare(task: dict[str, Any]) -> None:
     random.seed(rank.seed)
     if torch is not None:
         torch.manual_seed(rank.seed)
-        # Torch logs every failed collective to a logger that is meant to go nowhere, and pytest would show it.
-        logging.getLogger("c10d-NullHandler-default").propagate = False
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(rank.seed)
     if task["group"]:
@@ -48,10 +50,21 @@ def _join(task: dict[str, Any]) -> None:
 
 
 def destroy() -> None:
-    """Leave the process group, where there is one."""
+    """Leave the process group, if there is one; release groups that nothing else refers to, here and only here.
+
+    A thread of gloo releases a future's callback, such as PowerSGD's, after the waiting thread was woken. If that has
+    the last reference to the group, the destructor joins its own thread: abort, mostly in the next init_process_group.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
+        with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a backend for the CPU
+            cpu = sys.modules["torch"].device("cpu")
+            _held.extend(group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+            _held.extend(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
         dist.destroy_process_group()
+    for index in reversed(range(len(_held))):  # groups before their backends, to which they refer
+        if sys.getrefcount(_held[index]) <= 2:  # the list and the argument
+            del _held[index]
 
 
 def settings() -> tuple[Any, ...]:

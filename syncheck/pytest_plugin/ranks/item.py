@@ -24,7 +24,7 @@ from syncheck.pytest_plugin.ranks import coverage, marker
 from syncheck.pytest_plugin.ranks.failure import RanksFailed, disagreement, failure
 from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
-from syncheck.pytest_plugin.ranks.results import Result, is_strict_xpass, is_whole
+from syncheck.pytest_plugin.ranks.results import Result, failed_start, is_strict_xpass, is_whole
 from syncheck.pytest_plugin.ranks.tail import Tail
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 POOL = pytest.StashKey[Pool]()
 LIMIT = pytest.StashKey[float]()
+# A process may abort while gloo connects it. No code of the test has run then, so the ranks are started anew.
+STARTS = 3
 
 
 class OnRanks:
@@ -77,6 +79,17 @@ def run(item: Any) -> None:
     assert wanted is not None
     if wanted.group and util.find_spec("torch") is None:
         pytest.fail("a test on several ranks needs torch: pip install 'syncheck[live]'", pytrace=False)
+    for attempt in range(1, STARTS + 1):
+        results, late = _run_once(item, wanted)
+        if attempt < STARTS and not late and (reason := failed_start(results)):
+            item.user_properties.append((marker.RETRIED, f"start {attempt} of {STARTS} failed: {reason}"))
+        else:
+            break
+    _judge(item, results, late)
+
+
+def _run_once(item: Any, wanted: marker.Wanted) -> tuple[list[Result], str]:
+    """Start the ranks and let them run the test; return their results and the time limit that passed, in words."""
     world = marker.ranks_of(item)
     limit = wanted.timeout or item.config.stash[LIMIT]
     shared = _folder(item)
@@ -95,7 +108,7 @@ def run(item: Any) -> None:
     finally:
         tail()
         _keep(item, results, output=not live)
-    _judge(item, results, late)
+    return results, late
 
 
 def _folder(item: pytest.Item) -> Path:

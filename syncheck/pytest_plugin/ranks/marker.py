@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 NAME = "syncheck"
+# The user property of a test whose ranks were started anew.
+RETRIED = "syncheck_retried_start"
 # The fixture through which `ranks=[2, 4]` becomes two tests; the test itself need not ask for it.
 PARAMETER = "_syncheck_ranks"
 # Each rank is a process with torch in it. More than this is taken for a mistake, not for a wish.

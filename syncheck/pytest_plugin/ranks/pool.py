@@ -84,6 +84,8 @@ class Pool:
                 out, err = result.folder / "stdout", result.folder / "stderr"
                 process = RankProcess(self._start_in, out, err, self._guard)
                 self._processes[number] = process
+            else:
+                result.reused = True
             running.append(process)
         return running
 
@@ -92,7 +94,7 @@ class Pool:
     ) -> str:
         """Take in messages until all ranks are done, one has failed and the others do not follow, or time is up."""
         by_socket = {process.socket: i for i, process in enumerate(running)}
-        started = time.monotonic()
+        started, began = time.monotonic(), False
         while not all(result.over for result in results):
             readable = wait([s for s, i in by_socket.items() if not results[i].over], timeout=TICK)
             for number in {by_socket[s] for s in readable}:  # type: ignore[index]
@@ -114,7 +116,11 @@ class Pool:
             if len(ready) < len(results):
                 if now > started + STARTUP:
                     return f"the ranks' process groups were not ready in {STARTUP:g} s"
-            elif now > max(ready) + limit:
+            elif not began and not left:  # as one: no rank runs code of the test that another rank never reaches
+                began = True
+                for process in running:
+                    process.send({"begin": True})
+            elif began and now > max(ready) + limit:
                 return f"time limit of {limit:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
         return ""
 
@@ -125,6 +131,7 @@ class Pool:
         for message in messages or ():
             if "report" in message:
                 result.add(self._report(message["report"]))
+            result.joining = result.joining or "joining" in message
             if "ready" in message:
                 result.ready = time.monotonic()
             if "problem" in message:
@@ -136,6 +143,7 @@ class Pool:
                 result.done, result.reusable = True, message["done"]["reusable"]
 
     def _gone(self, process: RankProcess, result: Result) -> None:
+        result.cut_off = process.lost_connection()
         result.left_with = process.kill()
         result.fail()
 

@@ -20,7 +20,7 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 # Not `-m`: a spawned grandchild would import that module anew as its own main module.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]))"
+    "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]), sys.argv[3])"
 )
 _CHUNK = 1 << 20
 
@@ -77,11 +77,12 @@ class RankProcess:
         """Start it. folder: where to work. out, err: files for what it writes before its first task."""
         self._guard = watched_by
         self.socket, there = socket.socketpair()
+        self._lost = err.with_name("connection_lost")
         with there, out.open("ab") as stdout, err.open("ab") as stderr:
             # A session of its own: Ctrl-C reaches pytest alone, and its own children can be ended with it.
             # -P: a json.py in the current folder is not the one that is meant.
             self.popen = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", _START, json.dumps(import_path()), str(there.fileno())],
+                [sys.executable, "-uPc", _START, json.dumps(import_path()), str(there.fileno()), str(self._lost)],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -126,6 +127,13 @@ class RankProcess:
             return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # reaped by someone else
             return True
+
+    def lost_connection(self, seconds: float = 1.0) -> bool:
+        """Return whether it is cut off: it ended itself for that reason, or does not end although no more can come."""
+        deadline = time.monotonic() + seconds
+        while not self.ended() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self._lost.exists() or not self.ended()
 
     def wait_until_idle(self, seconds: float) -> bool:
         """Wait until it has let go of its last test; return whether it has, and lives."""

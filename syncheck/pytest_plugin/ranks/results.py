@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
@@ -23,8 +24,12 @@ class Result:
 
     rank: int
     folder: Path
+    reused: bool = False
+    """Whether the process ran a test before, and so has imported this one."""
+    joining: bool = False
+    """Whether the rank began to join the process group, the last thing before the test."""
     ready: float | None = None
-    """When its process group was ready, None before."""
+    """When its process group was ready, None before. The test begins when all are."""
     reports: list[pytest.TestReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What went wrong outside the test: an import that failed, no process group, `pytest.exit`."""
@@ -35,6 +40,8 @@ class Result:
     done: bool = False
     left_with: int | None = None
     """Exit code, or minus a signal, of a process that ended by itself in the middle of the test."""
+    cut_off: bool = False
+    """Whether the process lost its connection to pytest, which then ended it."""
     reusable: bool = False
 
     def add(self, report: pytest.TestReport) -> None:
@@ -85,14 +92,25 @@ class Result:
     def fate(self) -> str:
         """Say how the process ended."""
         assert self.left_with is not None
+        when = "in the middle of the test" if self.ready is not None else "before the test began"
+        if self.cut_off:
+            return f"its process lost its connection to pytest {when}: was a file descriptor closed by its number?"
         if self.left_with >= 0:
-            return f"its process left with exit code {self.left_with} in the middle of the test"
+            return f"its process left with exit code {self.left_with} {when}"
         try:
             name = signal.Signals(-self.left_with).name
         except ValueError:
             name = f"signal {-self.left_with}"
         hint = " (if you did not send it, the machine may have run out of memory)" if name == "SIGKILL" else ""
-        return f"its process was ended by {name} in the middle of the test{hint}"
+        return f"its process was ended by {name} {when}{hint}"
+
+
+def failed_start(results: Sequence[Result]) -> str:
+    """Return why the ranks could not be started; "" if they could, or if code of the test may have failed."""
+    failed = [result for result in results if result.failed]
+    at_start = all(r.joining or (r.reused and not r.problems) for r in failed) and any(r.ready is None for r in results)
+    reasons = (f"rank {r.rank}: {r.problems[0].strip() if r.problems else r.fate()}" for r in failed)
+    return "; ".join(reasons) if at_start else ""
 
 
 def is_whole(report: pytest.TestReport) -> bool:

@@ -61,8 +61,8 @@ _REPLACED = ("randomly", "rerunfailures")
 def serve(task: Task, receive: Receive, send: Send) -> None:
     """Run tests as they come; return when the session is over, which only an error or pytest.exit makes it.
 
-    task: the first. receive: waits for the next message. Sent for each test: `ready` when its process group is, then
-    `report`s, `warning`s and `problem`s, and at last `done`; and `released` when the process group is gone.
+    task: the first. receive: waits for the next message. Sent for each test: `joining` and `ready`, before and after
+    the process group is made; after `begin`, `report`s, `warning`s, `problem`s, at last `done`; `released` without it.
     """
     state.enter(task)
     measured = coverage.start(task["coverage"])
@@ -181,6 +181,7 @@ class _Plugin:
         return f"there is no test {nodeid} in it. Has the test the same id in every process?"
 
     def _prepared(self) -> bool:
+        self.send({"joining": True})
         try:
             group.prepare(self.task)
         except Exception as error:  # noqa: BLE001 - the test must be told of it
@@ -188,6 +189,8 @@ class _Plugin:
             self.problem(f"no process group: {type(error).__name__}: {error}")
             return False
         self.send({"ready": True})
+        while "begin" not in self.receive():
+            pass
         return True
 
     def _release(self) -> None:
