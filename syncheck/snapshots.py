@@ -192,5 +192,7 @@ class Snapshot:
     """The machine, if the path names it."""
     unassigned: int = 0
     """How many parameters the optimizer numbers, if nothing in the file says which parameters these are."""
+    aligned: tuple[str, ...] = ()
+    """The names that numbered parameters got, if only the shapes of some of the model's tensors give them."""
     shards: frozenset[str] = frozenset()
     """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""

@@ -59,9 +59,26 @@ def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapsho
         return snapshots, Parts({rank: _full(block.optimizer_parameters) for rank, block in blocks.items()})
     if any(snapshot.shards for snapshot in snapshots.values()):
         return snapshots, _by_label([snapshot.shards for snapshot in snapshots.values()], snapshots)
-    if len(snapshots) > 1 and any(snapshot.unassigned for snapshot in snapshots.values()):
-        return _by_number(snapshots)
+    numbered = snapshots
+    if len({snapshot.aligned for snapshot in snapshots.values()}) > 1:
+        # The ranks number other parameters, so the names prove nothing before the ranks are seen together.
+        numbered = {rank: _numbered(snapshot) for rank, snapshot in snapshots.items()}
+    if len(snapshots) > 1 and any(snapshot.unassigned for snapshot in numbered.values()):
+        made, parts = _by_number(numbered)
+        if parts != Parts():
+            return made, parts
     return snapshots, Parts()
+
+
+def _numbered(snapshot: Snapshot) -> Snapshot:
+    """Take back the names that an optimizer's numbered parameters got by their shapes."""
+    numbers = {f"optimizer.{name}": f"optimizer.{i}" for i, name in enumerate(snapshot.aligned)}
+    tensors = {}
+    for name, tensor in snapshot.tensors.items():
+        parameter, _, state = name.rpartition(".")
+        full = f"{numbers[parameter]}.{state}" if parameter in numbers else name
+        tensors[full] = tensor if full == name else replace(tensor, name=full)
+    return replace(snapshot, tensors=tensors, unassigned=snapshot.unassigned or len(snapshot.aligned))
 
 
 def _full(parameters: Sequence[str]) -> frozenset[str]:

@@ -72,6 +72,7 @@ def read(path: str) -> Snapshot:
         stubs,
         flat.metadata,
         unassigned=flat.unassigned,
+        aligned=flat.aligned,
     )
 
 

@@ -61,7 +61,10 @@ def read(path: str) -> Snapshot:
         big = archive.big_endian()
         tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
         archive.check_overlaps()
-    return Snapshot(path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata, unassigned=flat.unassigned)
+    return Snapshot(
+        path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata,
+        unassigned=flat.unassigned, aligned=flat.aligned,
+    )  # fmt: skip
 
 
 class _Bounded:

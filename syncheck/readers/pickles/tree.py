@@ -42,6 +42,7 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
     unassigned: int = 0
+    aligned: tuple[str, ...] = ()
     """Parameters of the only optimizer, if nothing says which these are."""
     nodes: int = 0
     letters: int = 0
@@ -114,6 +115,8 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         names = parameter_names(state, models, flat.metadata, ordered)
         if len(optimizers) == 1 and not names:
             flat.unassigned = sum(type(key) is int for key in ids_of(state))
+        elif len(optimizers) == 1 and len(names) < len(ordered) and not known_names(state, flat.metadata):
+            flat.aligned = tuple(names.values())
         _add_optimizer(state, prefix, names, flat, path)
 
 
