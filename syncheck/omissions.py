@@ -1,4 +1,4 @@
-"""Paths that are compared with nothing: links to other replicas, and files that only look like checkpoints."""
+"""Find paths without a comparison of their own: links to other replicas, and files named like checkpoints."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 _DIGITS = re.compile(r"\d+")
 _SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
-# Files that go with checkpoints and are none.
+# Extensions of files beside checkpoints: notes and pictures.
 _NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
 
 
 def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
-    """Yield what is named like the checkpoints of a folder but for its numbers, and is none.
+    """Yield files and folders without a checkpoint whose names differ from a checkpoint's only in the numbers.
 
-    rank_1, empty, beside rank_0 and rank_2; rank_1.npz; a folder rank_1/ that holds no checkpoint. A file that goes
-    with a checkpoint, as rank_0.json with rank_0.pth, has its numbers.
-    taken: the checkpoints. others: files that are none, and folders, which end in a slash.
+    Examples beside rank_0 and rank_2: an empty rank_1, rank_1.npz, a folder rank_1/ without a checkpoint. A file with
+    the same numbers belongs to its checkpoint, such as rank_0.json to rank_0.pth, and is not reported.
+    taken: paths of the checkpoints. others: paths of all other files, and of folders, with a slash at their end.
     """
     known: dict[str, dict[tuple[str, ...], str]] = {}
 
@@ -61,11 +61,14 @@ def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) ->
 
 
 def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
-    """Take out all but one of the checkpoints that are one file, or folders of the same files, by links of any kind."""
+    """Keep one of several paths to the same file, or to folders of the same files, and return the others as aliases.
+
+    Symbolic links, hard links and links to folders count alike.
+    """
     kept: dict[str, Snapshot] = {}
     aliases: list[Alias] = []
     by_files: dict[frozenset[tuple[int, int]], str] = {}
-    # A link comes last, so that the file that it leads to stands for both.
+    # Links come last, so the kept path is the file itself.
     for snapshot in sorted(snapshots, key=lambda s: os.path.islink(s.path)):
         files = _identities(snapshot)
         if files and files in by_files:
@@ -77,9 +80,9 @@ def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list
 
 
 def shared_files(ranks: Ranked) -> Iterator[Unreadable]:
-    """Yield the replicas of a group that share some of their files with another, by links.
+    """Yield the replicas of a group that share some of their files with another replica, by links.
 
-    Their own files can show that they differ, and nothing can show that they agree.
+    The shared files equal themselves, so such a replica may be out of sync but never in sync.
     """
     taken: dict[tuple[int, int], str] = {}
     for _, snapshot in ranks if len(ranks) > 1 else ():
@@ -92,10 +95,10 @@ def shared_files(ranks: Ranked) -> Iterator[Unreadable]:
 
 
 def _identities(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
-    """Return device and inode of each file that the tensors lie in; of the checkpoint's path if they lie in none."""
+    """Return device and inode of each file with tensors, or of the checkpoint's path if no tensor is in a file."""
     found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
     if not found:
         with contextlib.suppress(OSError):
             at = os.stat(snapshot.path)
             found = {(at.st_dev, at.st_ino)}
-    return frozenset((device, inode) for device, inode in found if inode)  # some file systems number no files
+    return frozenset((device, inode) for device, inode in found if inode)  # 0 on file systems without inode numbers

@@ -244,7 +244,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A path that leads to the bytes of another replica, by a link: not compared, for it would equal itself."""
+    """A link to another replica: not compared, because it would equal itself."""
 
     path: str
     """As it was given or found."""
@@ -281,7 +281,7 @@ class Report:
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
     aliases: tuple[Alias, ...] = ()
-    """Paths that lead to a checkpoint given, by links, and were not compared again."""
+    """Links to checkpoints that were compared under another path."""
     quick: bool = False
     """Whether stored checksums were compared in place of the bytes."""
     drift: tuple[DriftPoint, ...] = ()

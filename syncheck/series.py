@@ -33,9 +33,9 @@ def step_order(group: Group) -> int:
 
 
 def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return the steps of a run that a report shows: the last one, and any earlier one with something no later one has.
+    """Return the steps of a run to show: the last one, and each earlier step with a finding that no later step has.
 
-    That is a finding, or that nothing could be compared. Of an earlier step only such findings are left.
+    An earlier step without a comparison counts as well. Findings that a later step shows are removed from it.
     """
     shown: list[Group] = []
     seen: set[str] = set()

@@ -1,6 +1,6 @@
-"""Join groups that hold different ranks of one moment of one run: one folder a host, one file under another name.
+"""Join groups with different ranks of one step of one run: a folder for each host, or a file under another name.
 
-Left apart, each of them would be in sync with itself, and nobody would compare one host with another.
+Separate groups would each be in sync, and no host would be compared with another.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def join_hosts(groups: list[Replicas]) -> list[Replicas]:
-    """Join groups whose ranks are known and do not repeat.
+    """Join groups with known ranks if no rank repeats.
 
-    Their paths are equal but for the rank, or for the rank and one folder, the host. Failing that, a group of one run
-    by its metadata, or a file that is alone, joins the only group that lacks its ranks.
+    First, groups whose paths differ only in the rank, or in the rank and one folder (the host). Then a group of the
+    same run by its metadata, or a single file, joins the only group without its ranks.
     """
     depth = max((template_of(g.ranks[0][1]).count("/") for g in groups), default=0)
     for opened in (None, *range(depth)):
         joined: list[Replicas] = []
         for key, alike in classes(groups, lambda g, at=opened: _key(g, at)).items():  # type: ignore[misc]
-            # Within a run, an older step in a file is a finding and keeps no host apart, unless ranks repeat.
+            # An older step in a file is a finding, not another group, unless ranks repeat.
             parts = [alike] if _fit(alike) else classes(alike, lambda g: g.step).values()
             for part in parts:
                 joined += [_joined(part, opened)] if key is not None and _fit(part) else part
@@ -55,7 +55,7 @@ def _fit(groups: Sequence[Replicas]) -> bool:
 
 
 def _ranks(groups: Sequence[Replicas]) -> list[int] | None:
-    """Return the ranks of all members, if they do not repeat: as they are known, else by name, for a copied file."""
+    """Return the ranks of all members if none repeats: by metadata, else by name (a copied file has another's block)."""
     members = [pair for group in groups for pair in group.ranks]
     known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
     named = [rank for _, snapshot in members if (rank := rank_by_name(snapshot)) is not None]
@@ -95,11 +95,11 @@ def _joined(groups: Sequence[Replicas], opened: int | None = None) -> Replicas:
 
 
 def _join_leftovers(groups: list[Replicas]) -> list[Replicas]:
-    """Join each group of one run, and each file that is alone, with the only other group that may lack its ranks."""
+    """Join each group, and each single file, with the only other group of its run that lacks its ranks."""
     while True:
         for group in groups:
             if any(rank == 0 for rank, _ in group.ranks):
-                continue  # it lacks no first rank; of two that belong together, the other one does
+                continue  # of two groups to join, at most one has rank 0; the other one is tried
             others = [other for other in groups if other is not group and _belong(group, other)]
             if others and _fit([group, *others]):
                 groups = [g for g in groups if g is not group and g not in others]
@@ -110,7 +110,7 @@ def _join_leftovers(groups: list[Replicas]) -> list[Replicas]:
 
 
 def _belong(group: Replicas, other: Replicas) -> bool:
-    """Whether two groups have no rank in common and are of one run, by the metadata or for want of another name."""
+    """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
     if not _fit([group, other]):
         return False
     fixed = [take_apart(g.ranks[0][1].path).fixed() for g in (group, other)]

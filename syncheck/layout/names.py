@@ -1,4 +1,4 @@
-"""What the numbers in a file's path mean: rank, node, step, mesh coordinate, part of a snapshot, or not known."""
+"""Classify the numbers in a path: rank, node, step, mesh coordinate, part of a checkpoint, or unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Found = Role | Literal["short", "device"]  # before the other words of the path
 
 _NUMBER = re.compile(r"\d+")
 _START = r"(?:^|[^a-z])"
-# What stands right before a number that is a moment of the run: never a rank.
+# Words right before the number of a step or an epoch, which is never a rank.
 _STEP = re.compile(
     _START + r"(?:global_?step|step|epoch|ep|iter|iteration|batch|ba|update|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE
 )
@@ -40,12 +40,12 @@ _ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]
 _MESH = re.compile(
     _START + r"(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$", re.IGNORECASE
 )
-# These are also an epoch, a checkpoint and a speed: dimensions only beside another one, or with the word rank.
+# These words also abbreviate an epoch or a checkpoint: mesh dimensions only beside another one, or with the word rank.
 _AMBIGUOUS: dict[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
 # Megatron's and DeepSpeed's model-parallel coordinate: files that differ here hold different parts of the model.
 _MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
-# DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline. What stands before the
-# number and after it; ZeRO's model states have the rank in their name too, and hold what all ranks have alike.
+# DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline, by the text before and
+# after the number. ZeRO's model states have a rank in their names too, and are replicas.
 _DEEPSPEED = (
     (re.compile(r"(?:zero_pp|expp)_rank_$"), re.compile(r"_mp_rank_\d+(?:_\d+)*_optim_states$")),
     (re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
@@ -56,10 +56,10 @@ _ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|
 
 @dataclass(frozen=True, slots=True)
 class PathNumbers:
-    """A path taken apart at its numbers.
+    """A path split at its numbers.
 
-    texts: what stands between them; equal texts are "otherwise equal names". numbers, roles: one each per number.
-    folders: for each number, whether it stands in a folder's name. host: the machine, as the path names it.
+    texts: the text between the numbers; names with equal texts differ only in numbers. numbers, roles: one each per
+    number. folders: whether each number is in a folder's name. host: the machine, as the path names it.
     """
 
     texts: tuple[str, ...]
@@ -103,13 +103,13 @@ class PathNumbers:
         return found
 
     def is_glued(self, position: int) -> bool:
-        """Whether a letter stands right before the number, as in seed3: it then belongs to a name, and is no step."""
+        """Whether a letter precedes the number, as in seed3: such a number is part of a name, not a step."""
         return self.texts[position][-1:].isalpha()
 
 
 @lru_cache(maxsize=2**16)
 def take_apart(path: str) -> PathNumbers:
-    """Split a path at its numbers and name their roles by what stands before them. The ending is no part of it."""
+    """Split a path at its numbers and classify them by the text before them. The file extension is removed."""
     stem = _ENDINGS.sub("", path.replace(os.sep, "/"))
     name_starts = stem.rfind("/") + 1
     addresses = [match.span() for match in _ADDRESS.finditer(stem)]
@@ -163,7 +163,7 @@ def _role(before: str, after: str) -> _Found:
 
 
 def _settled(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
-    """Decide what depends on the other words of the path."""
+    """Resolve the roles that depend on other words of the path."""
     dimensions = {i: match for i, role in enumerate(roles) if role == "mesh" and (match := _MESH.search(texts[i]))}
     certain = any(match[1].lower() not in _AMBIGUOUS for match in dimensions.values())
     only_data = all(match[1].lower() == "dp" for match in dimensions.values())
