@@ -55,7 +55,7 @@ def _fit(groups: Sequence[Replicas]) -> bool:
 
 
 def _ranks(groups: Sequence[Replicas]) -> list[int] | None:
-    """Return the ranks of all members if none repeats: by metadata, else by name (a copied file has another's block)."""
+    """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
     members = [pair for group in groups for pair in group.ranks]
     known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
     named = [rank for _, snapshot in members if (rank := rank_by_name(snapshot)) is not None]
