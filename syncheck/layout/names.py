@@ -12,6 +12,7 @@ Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"
 _Found = Role | Literal["short", "device"]  # before the other words of the path are known
 
 _NUMBER = re.compile(r"\d+")
+_LONGEST = 80  # characters before a number that can have a meaning: bounds the time for long names
 _START = r"(?:^|[^a-z])"
 # Words right before the number of a step or an epoch, which is never a rank.
 _STEP = re.compile(
@@ -118,7 +119,7 @@ def take_apart(path: str) -> PathNumbers:
     for match in _NUMBER.finditer(stem):
         texts.append(stem[last : match.start()])
         numbers.append(int(match.group()))
-        before = _last_segment(stem[: match.start()])
+        before = _last_segment(stem[: match.start()])[-_LONGEST:]
         in_address = any(start <= match.start() < end for start, end in addresses)
         roles.append("node" if in_address else _role(before, stem[match.end() :]))
         folders.append(match.start() < name_starts)
@@ -134,9 +135,9 @@ def _last_segment(path: str) -> str:
 
 
 def _word(before: str) -> str:
-    """Return the word that a text ends with: node_ of run7_node_."""
-    found = re.search(r"(?:[a-z]+[-_=]?)*$", before, re.IGNORECASE)
-    return found.group() if found else ""
+    """Return the word at the end of a text: node_ of run7_node_."""
+    found = re.search(r"[a-z_=-]*$", before, re.IGNORECASE)
+    return found.group().lstrip("-_=") if found else ""
 
 
 def _role(before: str, after: str) -> _Found:
