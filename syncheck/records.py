@@ -305,7 +305,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def names_text(names: Sequence[str], most: int = 3) -> str:
-    """Return the first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+def names_text(names: Sequence[str], most: int = 3, count: int | None = None) -> str:
+    """Return the first few names, and how many more there are. count: of all names, if only the first are given."""
+    count = len(names) if count is None else count
+    more = f" and {count - most} more" if count > most else ""
     return ", ".join(names[:most]) + more

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
 from syncheck.comparison.assembled import is_mixed, wholes
-from syncheck.comparison.optimizer_parts import lost_parts, partitioned
+from syncheck.comparison.optimizer_parts import Parts, lost_parts, partitioned
 from syncheck.comparison.reference import described
 from syncheck.comparison.replica_groups import divide, mesh_of, positions_of
 from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
@@ -24,7 +24,6 @@ from syncheck.tolerance import Tolerances
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from syncheck.comparison.optimizer_parts import Parts
     from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import Replicas
     from syncheck.snapshots import Snapshot, Tensor
@@ -75,8 +74,8 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     }
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
     kept = selector(frozenset(), (), selection.exclude)
-    dealt_out = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
-    values = compare_values(snapshots, wanted, kept, dealt_out=dealt_out)
+    sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+    values = compare_values(snapshots, wanted, kept, dealt_out=sharded or parts != Parts())
     return Group(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,

@@ -48,11 +48,7 @@ def render(report: Report) -> str:
     lines: list[str] = []
     for level in LEVELS:
         lines += map(command, _bounded([one for one in found if one.level == level]))
-    return "".join(f"{line}\n" for line in [*lines, *words.omission_lines(report), *_closing(report)])
-
-
-def _closing(report: Report) -> tuple[str, str]:
-    return words.verdict_line(report), words.counts_line(report)
+    return "".join(f"{line}\n" for line in [*lines, words.verdict_line(report), words.counts_line(report)])
 
 
 def command(annotation: Annotation) -> str:
@@ -93,7 +89,10 @@ def _untold(report: Report) -> Iterator[Annotation]:
         more = (f"and {len(names) - MOST} more",) if len(names) > MOST else ()
         yield Annotation("warning", "syncheck: could not tell of some groups", (*names[:MOST], *more))
     if omitted := words.omission_lines(report):
-        yield Annotation("warning", "syncheck: some of what was given was not compared", tuple(omitted))
+        paths = [group.replicas[0].path for group in report.groups if group.verdict == "alone"]
+        paths += [alias.path for alias in report.aliases]
+        title = "syncheck: some of the paths given were not compared"
+        yield Annotation("warning", title, tuple(omitted), paths[0] if paths else "")
 
 
 def _findings(report: Report) -> list[Annotation]:

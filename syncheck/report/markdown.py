@@ -94,7 +94,7 @@ def _tail(report: Report) -> list[str]:
     return [
         *(["Not read:\n\n" + "\n".join(f"- {line}" for line in unread)] if unread else []),
         *([f"In sync: {_listed(in_sync)}"] if in_sync else []),
-        *map(text, words.omission_lines(report)),
+        *words.omission_lines(report, name),
     ]
 
 

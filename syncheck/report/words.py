@@ -10,7 +10,7 @@ from syncheck.evidence.suspects import sets_within
 from syncheck.records import names_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from syncheck.records import Counts, Finding, Group, Report, TensorDiff, ValueDiff
 
@@ -94,17 +94,18 @@ def _why_undecided(report: Report) -> str:
     return "no tensor was compared; options may leave all of them out"
 
 
-def omission_lines(report: Report) -> list[str]:
-    """Return a line for each reason why paths given were compared with nothing, and how many there are."""
+def omission_lines(report: Report, name: Callable[[str], str] | None = None) -> list[str]:
+    """Return a line for each reason why paths given were compared with nothing. name: writes a path."""
+    name = name or _short
     lines = []
     alone = [group for group in report.groups if group.verdict == "alone"]
     if alone and len(report.groups) > 1:
         many = f"{len(alone)} checkpoint{'s' * (len(alone) > 1)}"
-        paths = names_text([_short(group.replicas[0].path) for group in alone], 6)
+        paths = names_text([name(group.replicas[0].path) for group in alone[:7]], 6, len(alone))
         lines.append(f"{many} without a replica, compared with nothing: {paths}")
     if report.aliases:
         count = len(report.aliases)
-        links = names_text([f"{_short(alias.path)} is {_short(alias.of)}" for alias in report.aliases], 6)
+        links = names_text([f"{name(alias.path)} is {name(alias.of)}" for alias in report.aliases[:7]], 6, count)
         lines.append(f"{count} path{'s' * (count > 1)} not compared, for a link leads to a checkpoint given: {links}")
     if report.skipped:
         plural = (
