@@ -193,9 +193,9 @@ class _Known(NamedTuple):
 
 
 def _is_state(parts: Sequence[str], dtype: str) -> bool:
-    """Whether a row of integers below `rng` is a generator's state; signed ones only if nothing else is in its name."""
+    """Whether a row of integers below `rng` is a generator's state; signed ones only at the top, or if named so."""
     own = next((part for part in reversed(parts) if not part.isdecimal()), "")
-    return dtype.startswith(("uint", "unknown")) or (dtype.startswith("int") and is_random((own,)))
+    return dtype.startswith(("uint", "unknown")) or (dtype.startswith("int") and is_random((parts[0], own)))
 
 
 def _named_as_parameter(name: str) -> bool:

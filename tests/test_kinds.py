@@ -71,7 +71,7 @@ def test_a_submodule_may_have_the_name_of_a_helper() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [("uint8", "rng"), ("uint32", "rng"), ("float32", "parameter"), ("int64", "parameter")]
+    ("dtype", "kind"), [("uint8", "rng"), ("uint32", "rng"), ("float32", "parameter"), ("int64", "rng")]
 )
 def test_the_state_of_a_generator_has_no_floats(dtype: str, kind: str) -> None:
     """A tensor of floats below `rng` is a layer's; one of bytes or words is the state of a generator."""

@@ -13,7 +13,7 @@ from syncheck.comparison.reference import described
 from syncheck.comparison.replica_groups import divide, mesh_of, positions_of
 from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
-from syncheck.comparison.values import compare_values, in_memory, lacking, stores_progress
+from syncheck.comparison.values import compare_values, in_memory, is_membership, lacking, stores_progress
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
 from syncheck.names import normalize
@@ -74,8 +74,7 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
     }
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
     kept = selector(frozenset(), (), selection.exclude)
-    sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
-    values = compare_values(snapshots, wanted, kept, dealt_out=sharded or parts != Parts())
+    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
     return Group(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
@@ -102,6 +101,18 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         metadata=metadata,
         hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
     )
+
+
+def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
+    """Return a function that finds values of a partitioned optimizer: members of its groups, values of one part."""
+    sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+
+    def is_partial(name: str) -> bool:
+        if parts.labels and parts.holds(name, of_optimizer=False):
+            return True
+        return (sharded or parts != Parts()) and is_membership(name)
+
+    return is_partial
 
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:

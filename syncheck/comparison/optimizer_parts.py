@@ -108,6 +108,8 @@ def _by_number(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot
     conflict = any(
         one[i] != other[i] for one, other in combinations(held.values(), 2) for i in one.keys() & other.keys()
     )
+    # Replicas number equally many parameters.
+    conflict = conflict or (total == len(parameters) and len(set(counts.values())) > 1)
     # A rank without parameters of its own has the state of all, or none.
     whole = [rank for rank, s in snapshots.items() if rank not in counts and any(map(_is_state, s.tensors))]
     names = _predicted(parameters, counts, held, tuple(snapshots)) if conflict or whole else {}

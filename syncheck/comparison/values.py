@@ -23,8 +23,7 @@ def compare_values(
     snapshots: Mapping[int, Snapshot],
     wanted: Callable[[str, str], bool],
     kept: Callable[[str, str], bool],
-    *,
-    dealt_out: bool = False,
+    is_partial: Callable[[str], bool],
 ) -> list[ValueDiff]:
     """List the Python values that are not equal on all replicas.
 
@@ -33,15 +32,15 @@ def compare_values(
     counts in memory and is only listed between files. A setting or a scaler's state that some files lack counts if
     they lack its whole container, or have another class of it. In memory every missing value counts.
 
-    wanted: whether a name and kind is asked for; kept: whether it is not excluded. dealt_out: whether each rank's
-    optimizer has parameters of its own.
+    wanted: whether a name and kind is asked for; kept: whether it is not excluded. is_partial: whether a value belongs
+    to a part of the optimizer that not every rank has.
     """
     memory = in_memory(snapshots)
     values = {rank: _values(snapshot) for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, of in values.items():
         for name, value in of.items():
-            if not (dealt_out and is_membership(name)):
+            if not is_partial(name):
                 by_name[name][rank] = value
     kind_of, containers = value_kinds(by_name), _Containers(snapshots, values)
     one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from syncheck.records import Group
 
 # What these explain sets any two ranks apart, suspects or not; all others explain what sets the suspects apart.
-_EVERY_RANK = frozenset("SYN101 SYN102 SYN201 SYN202 SYN204 SYN231 SYN240 SYN241 SYN299".split())
+_EVERY_RANK = frozenset("SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299".split())
 # In the order of precedence. SYN103, SYN104 and SYN105 cover nothing, so their place does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",

@@ -166,7 +166,6 @@ def test_json_of_awkward_values(cli: Run, tmp_path: Path) -> None:
             "c": b"\xff",
             "d": 1j,
             "e": 10**5000 + rank,
-            "epoch": 10**5000 + rank,
         }
         weight = np.array([np.nan if rank else np.inf, 1], np.float32)
         save_pth(tmp_path / f"rank{rank}.pth", {"w": weight, "step": rank, **values})

@@ -151,7 +151,9 @@ def test_an_optimizer_of_some_parameters_that_lost_state_is_no_partition(tmp_pat
                 state["param_groups"][0]["params"] = [0, 1]
         torch.save(content | {"optimizer": state}, tmp_path / f"m_rank{rank}.pth")
     (group,) = syncheck.compare(tmp_path).groups
-    assert [finding.code for finding in group.findings if finding.fails] == ["SYN101"]
+    # A group that lists fewer parameters is a setting of its own.
+    codes = [finding.code for finding in group.findings if finding.fails]
+    assert codes == (["SYN101", "SYN107"] if lose == "group" else ["SYN101"])
 
 
 def nodes(folder: Path, ranks: list[list[int]], size: int = 4, value: float = 0.0) -> list[Path]:

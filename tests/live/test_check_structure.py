@@ -50,9 +50,9 @@ UNLIKE: dict[str, tuple[Any, str, str]] = {
     "fewer tensors": (lambda m, o: (*fewer(m, o), scaler()), "SYN101", "not on rank 1"),
     "another shape": (lambda m, o: (*reshaped(m, o), scaler()), "SYN102", "[3, 4] on rank 1"),
     "another dtype": (lambda m, o: (m.double(), o, scaler()), "SYN102", "float64 on rank 1"),
-    "another optimizer": (lambda m, o: (*plain("SGD"), scaler()), "SYN101", "optimizer.fc.weight.exp_avg"),
+    "another optimizer": (lambda m, o: (*plain("SGD"), scaler()), "SYN215", "rank 1 holds no state"),
     "no optimizer": (lambda m, o: (m, None, scaler()), "SYN101", "optimizer.fc.weight.exp_avg"),
-    "no scaler": (lambda m, o: (m, o, None), "SYN299", "scaler"),
+    "no scaler": (lambda m, o: (m, o, None), "SYN101", "scaler"),
     "an optimizer that has not run": (
         lambda m, o: (m, torch.optim.AdamW(m.parameters(), lr=1e-2), scaler()),
         "SYN215",

@@ -15,7 +15,6 @@ from torch import nn
 import syncheck
 from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
-from syncheck.comparison.values import is_membership
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import kinds_of
@@ -83,11 +82,6 @@ def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
             data = None if t.refused else bytes(files.read(t, 0, t.numel, 0))
             found[name] = (t.name, kinds[name], None if t.refused else (t.dtype, t.shape), t.refused, data)
     return found
-
-
-def stored(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the values that a file has too: not which parameters are in which group."""
-    return {name: value for name, value in snapshot.values.items() if not is_membership(name)}
 
 
 def plain() -> Any:
@@ -181,7 +175,7 @@ def test_a_checkpoint_in_memory_is_what_its_file_is(make: Callable[[], Any], tmp
     file, memory = syncheck.read(str(tmp_path / "checkpoint.pth")), snapshot(tree)
     assert whole(memory) == whole(file)
     assert list(memory.tensors) == list(file.tensors)
-    values = stored(memory)
+    values = memory.values
     assert values == file.values
     assert memory.metadata == file.metadata
     assert {k: type(v) for k, v in values.items()} == {k: type(v) for k, v in file.values.items()}
@@ -198,7 +192,7 @@ def test_modules_are_what_a_described_file_is(make: Any, with_tied: bool, tmp_pa
     assert memory.pop("mask")[1] == "buffer"
     assert memory == file
     assert whole(snapshot(model, optimizer, persistent=True)) == file
-    assert stored(snapshot(model, optimizer)) == syncheck.read(str(tmp_path / "checkpoint.pth")).values
+    assert snapshot(model, optimizer).values == syncheck.read(str(tmp_path / "checkpoint.pth")).values
 
 
 def test_a_module_knows_its_kinds() -> None:

@@ -46,7 +46,8 @@ def test_a_fault_beside_dealt_out_states_is_found(syncheck_rank: Any) -> None:
         flip(model.module.fc.weight)
         optimizer.param_groups[0]["lr"] = optimizer.optim.param_groups[0]["lr"] = 0.5
     outcomes = each_rank(check, model, optimizer)
-    assert "0.01 on rank 0; 0.5 on rank 1" in outcomes[0].findings[0].evidence
+    (settings,) = (found for found in outcomes[0].findings if found.code == "SYN107")
+    assert settings.values == ("optimizer.param_groups.0.lr",)
 
 
 @pytest.mark.syncheck(ranks=3)
