@@ -47,7 +47,7 @@ _SCALING = frozenset(
     "scale growth_factor backoff_factor growth_interval growth_tracker _scale _growth_factor _backoff_factor "
     "_growth_interval _growth_tracker".split()
 )
-_EMA = frozenset("ema model_ema ema_model swa swa_model n_averaged shadow ema_state_dict".split())
+AVERAGED = frozenset("ema model_ema ema_model swa swa_model n_averaged shadow ema_state_dict".split())
 _SCALAR: tuple[tuple[int, ...], ...] = ((), (1,))
 
 
@@ -85,7 +85,7 @@ def kinds_of(
         shapes, dtypes or {}, model, recorded, bool(metadata and metadata.optimizer_parameters), trained,
         tuple(buffer_globs),
     )  # fmt: skip
-    averaged = [name for name in shapes if not known.of_model(name) and not _EMA.isdisjoint(name.split("."))]
+    averaged = [name for name in shapes if not known.of_model(name) and not AVERAGED.isdisjoint(name.split("."))]
     aside = frozenset(averaged)
     found = {name: known.kind(name) for name in shapes if name not in aside}
     copies = _copies(averaged, found, known) if averaged else frozenset()
@@ -211,7 +211,7 @@ def _copies(averaged: Iterable[str], found: Mapping[str, tuple[str, bool]], know
     below: dict[str, list[str]] = {}
     for name in averaged:
         parts = name.split(".")
-        at = next(i for i, part in enumerate(parts) if part in _EMA)
+        at = next(i for i, part in enumerate(parts) if part in AVERAGED)
         below.setdefault(".".join(parts[: at + 1]), []).append(name)
     parameters = [name for name, (kind, _) in found.items() if kind == "parameter"]
     moved = [name for name in parameters if name in known.trained]

@@ -59,7 +59,9 @@ def compare_values(
             missing = missing and one_format and kind in ("setting", "scaler")
             missing = missing and (bool(lost) or containers.differ(name, lacking, next(iter(found))))
         asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
-        counts = (differ or missing) and asked and not is_own(name)
+        # A rank's own loss in LBFGS's state may differ, but not be lost with the state.
+        own = is_own(name) and not (lost and name.startswith("optimizer."))
+        counts = (differ or missing) and asked and not own
         by_rank = {rank: found.get(rank) for rank in snapshots}
         diffs.append(ValueDiff(name, by_rank, counts=counts, kind=kind, lost=lost))
     return diffs

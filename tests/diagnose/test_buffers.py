@@ -110,13 +110,13 @@ def test_ids_without_names_and_a_buffer() -> None:
 
 @pytest.mark.parametrize("state", ["exp_avg", "momentum_buffer"])
 def test_settings_that_differ_come_first(state: str) -> None:
-    """A learning rate of a rank's own is no reason to blame the gradients, of all or of a part of the model."""
+    """A learning rate of a rank's own is reported first, also if the moments show that gradients differ too."""
     value = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.05}, counts=True, kind="setting")
     tensors = unreduced(state)
     optimizer = SGD if state == "momentum_buffer" else ("exp_avg", "step")
     for part in (tensors, [d for d in tensors if ".fc." in f".{d.name}"]):
         case = group(*part, optimizer=optimizer, values=(value,))
-        assert not {"SYN211", "SYN212", "SYN213"} & set(found(case))
+        assert next(iter(found(case))) == "SYN107"
 
 
 def test_modules_called_scaler_or_ema() -> None:

@@ -143,7 +143,8 @@ def test_ids_of_parameters_that_are_no_keys(params: Any) -> None:
     """Ids of parameters that cannot be keys of a dictionary name nothing."""
     state = {"state": {0: {"step": 3}}, "param_groups": [{"params": params, "param_names": ["a"]}]}
     values = flat(pickle.dumps(state, 2)).values
-    assert values.keys() == {"optimizer.0.step", "optimizer.param_groups.0.(positions)"}
+    assert values["optimizer.0.step"] == 3
+    assert not any(name.endswith(".params") for name in values)
 
 
 @pytest.mark.parametrize(

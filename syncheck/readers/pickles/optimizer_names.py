@@ -6,7 +6,7 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import kinds_of
+from syncheck.kinds import AVERAGED, kinds_of
 from syncheck.names import normalize
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorPlace
@@ -43,6 +43,9 @@ def parameter_names(
     if found := known_names(state, metadata):
         return found
     groups = [_listed(group, "params") for group in state["param_groups"]]
+    # As many ids as tensors outside of `ema` and the like: these are the parameters, and that is their average.
+    plain = [name for name in ordered if name.partition(".")[0] not in AVERAGED]
+    ordered = plain if len(plain) == len(ids) else ordered
     shapes = {key: _shapes(state["state"].get(key)) for key in ids}
     # Groups are made from the parameters in order, but the order of the groups is the user's.
     for parts in ([ids], groups) if len(ids) == len(ordered) or len(groups) == 1 else (groups,):
