@@ -97,8 +97,11 @@ def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str]
     tensors = tuple(fact for diff in group.tensors if diff.out_of_sync for fact in diff.facts or (diff,))
     by_rank = {diff.name: diff.by_rank for diff in group.values}
     values = tuple(diff.name for diff in group.values if diff.counts)
-    findings = []
-    for rule in RULES:
+    findings: list[Finding] = []
+    # Local statistics stay beside another cause too, once that cause has taken the parameters.
+    rules = list(RULES)
+    rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
+    for rule in rules:
         match = rule.apply(Case(group, tensors, values, series or (group,)))
         if match is None:
             continue
