@@ -56,6 +56,8 @@ def compare_values(
         # Two replicas may know the members of a group in two ways, by name and by position.
         missing = bool(lacking) and not is_membership(name)
         if not memory:
+            # With --only-params, a file of the model alone lacks nothing.
+            missing = missing and wanted(name, "optimizer")
             missing = missing and one_format and kind in ("setting", "scaler")
             missing = missing and (bool(lost) or containers.differ(name, lacking, next(iter(found))))
         asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
