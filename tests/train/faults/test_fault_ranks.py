@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
 
 # On all ranks alike, or on every rank its own; differs-by-node needs four ranks.
-EVERY_RANK = {"buffers-never-synced", "forward-through-module", "late-head", "differs-by-node"}
+EVERY_RANK = {"buffers-never-synced", "forward-through-module", "late-head", "differs-by-node", "local-normalizer"}
 # One of each kind by default: at the start, in memory, in the reduction, in the files. The others are many.
 BY_DEFAULT = {"frozen-not-broadcast", "bit-flip-weight", "clip-on-one-rank", "stale-rank"}
 ODD = [
