@@ -101,8 +101,8 @@ def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
 def _place(path: str) -> str:
     """Return a path from the top, the same however it was written; the shell may know this folder by a link."""
     try:
-        if "/../" in path:  # above a folder that is a link lies the folder that the link leads to
-            above, _, rest = path.rpartition("/../")
+        if "/../" in f"{path}/":  # above a folder that is a link lies the folder that the link leads to
+            above, _, rest = f"{path}/".rpartition("/../")
             path = os.path.join(os.path.realpath(f"{above}/.."), rest)
         path, shell = os.path.abspath(path), os.environ.get("PWD", "")
     except FileNotFoundError:

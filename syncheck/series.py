@@ -38,15 +38,15 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
     An earlier step without a comparison counts as well. Findings that a later step shows are removed from it.
     """
     shown: list[Group] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, bool]] = set()  # a code that a baseline accepts at one step may fail at another
+    undecided_shown = False
     for group in reversed(groups):
-        own = tuple(finding for finding in group.findings if finding.code not in seen)
-        news = {finding.code for finding in own if finding.severity != "info"} | (
-            {group.verdict} & {"undecided"} - seen
-        )
-        if not shown or news:
+        own = tuple(finding for finding in group.findings if (finding.code, finding.fails) not in seen)
+        undecided = group.verdict == "undecided"
+        if not shown or any(finding.severity != "info" for finding in own) or (undecided and not undecided_shown):
             shown.append(replace(group, findings=own))
-            seen |= news | {finding.code for finding in own}
+            seen |= {(finding.code, finding.fails) for finding in own}
+            undecided_shown = undecided_shown or undecided
     return tuple(reversed(shown))
 
 
