@@ -249,15 +249,28 @@ def is_leaf(node: Any) -> bool:
 CONTAINERS = set("model state_dict model_state_dict model_state module net network weights params app".split())
 
 
-def walk(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Name what lies in a tree that torch loaded: keys joined by dots, without the key of a model's state dict."""
+def walk(tree: Any) -> list[tuple[str, Any]]:
+    """Name what lies in a tree that torch loaded: keys joined by dots.
+
+    The key of a model's state dict is left out, unless there are two such keys or two tensors would get one name.
+    """
+    found = list(_walk(tree, ""))
+    leaves = [name for name, node in found if is_leaf(node)]
+    return found if len(set(leaves)) == len(leaves) else list(_walk(tree, "", whole=True))
+
+
+def _walk(node: Any, name: str, *, whole: bool = False) -> Iterator[tuple[str, Any]]:
     parts = [(str(key), child) for key, child in node.items()] if isinstance(node, dict) else None
     if isinstance(node, (list, tuple)):
         parts = [(str(i), child) for i, child in enumerate(node)]
     if parts is None:
         yield name or "tensor", node
         return
-    if isinstance(node, dict) and any(map(is_leaf, node.values())) and name.split(".")[-1] in CONTAINERS:
-        name = ".".join(name.split(".")[:-1])
+    models = [key for key, child in parts if key in CONTAINERS and isinstance(child, dict) and _holds_leaf(child)]
     for key, child in parts:
-        yield from walk(child, f"{name}.{key}" if name else key)
+        short = [key] == models and not whole
+        yield from _walk(child, name if short else f"{name}.{key}" if name else key, whole=whole)
+
+
+def _holds_leaf(node: dict[Any, Any]) -> bool:
+    return any(map(is_leaf, node.values()))
