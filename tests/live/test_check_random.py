@@ -158,10 +158,6 @@ def test_a_check_tells_what_files_would_tell(syncheck_rank: Rank, seeds: range) 
         torch.save(state, folder / f"run_rank{rank}.pth")
         syncheck_rank.barrier()
         stored = syncheck.compare(folder)
-        if any(diff.facts for group in stored.groups for diff in group.tensors):
-            # Files of equal shape are compared beside one of another shape; a live check does not fetch these yet.
-            assert live.verdict == stored.verdict, seed
-            continue
         assert told(live) == told(stored), seed
         verdicts.add(live.verdict)
         if rank == 0:

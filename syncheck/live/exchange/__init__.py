@@ -188,12 +188,16 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
     wanted: dict[str, dict[bytes, Wanted]] = {}
     for name, tensors in found.items():
         for members in divide(tensors, tuple(holdings.places), places, replicated=name in whole).comparable:
-            first = tensors[members[0]]
-            alike = all((tensors[r].dtype, tensors[r].shape) == (first.dtype, first.shape) for r in members)
-            if alike and len({tensors[rank].same for rank in members} - {b""}) > 1:
-                for rank in reversed(members):  # of equal ones the first stays
-                    key = tensors[rank].same
-                    wanted.setdefault(name, {})[key] = Wanted(name, key, rank, size_of(first))
+            # Ranks with another shape or dtype cannot be compared with these, but those of one form can.
+            by_form: dict[Any, dict[bytes, Wanted]] = {}
+            for rank in reversed(members):  # of equal ones the first stays
+                tensor = tensors[rank]
+                if tensor.same:
+                    one = Wanted(name, tensor.same, rank, size_of(tensor))
+                    by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = one
+            for several in by_form.values():
+                if len(several) > 1:
+                    wanted.setdefault(name, {}).update(several)
     return wanted
 
 
