@@ -4,7 +4,7 @@
     python -m benchmarks compare --rounds 3    # one, quicker and noisier
 
 Each time is a whole process's wall time unless the section says otherwise, and the median counts. All take about
-half an hour, 11 GiB of disk where `TMPDIR` points, and as much memory to keep the files in, or they measure the disk.
+an hour and a half, an hour of it the rank tests, 11 GiB of disk where `TMPDIR` points, and as much memory to keep the files in, or they measure the disk.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks import (
     many_ranks,
     many_small,
     memory,
+    rank_tests,
     scale,
     sparse,
 )
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "many_small": many_small,
     "sparse": sparse,
     "distributed_tests": distributed_tests,
+    "rank_tests": rank_tests,
     "digest": digest,
     "live": live,
     "scale": scale,
