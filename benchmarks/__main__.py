@@ -4,7 +4,8 @@
     python -m benchmarks compare --rounds 3    # one, quicker and noisier
 
 Each time is a whole process's wall time unless the section says otherwise, and the median counts. All take about
-an hour and a half, an hour of it the rank tests, 11 GiB of disk where `TMPDIR` points, and as much memory to keep the files in, or they measure the disk.
+an hour and a half, an hour of it the rank tests, 11 GiB of disk where `TMPDIR` points, and as much memory to keep the
+files in, or they measure the disk.
 """
 
 from __future__ import annotations

@@ -15,14 +15,12 @@ SYNCHECK = {
     "What all parts speak of": (
         "errors dtypes snapshots clues records names kinds value_kinds tensor_parallel tolerance metadata_block"
     ),
-    "From paths to groups of replicas": (
-        "paths omissions readers layout layout.names layout.metadata layout.joining layout.groups"
-    ),
+    "From paths to groups of replicas": ("paths omissions readers layout layout.names layout.joining layout.groups"),
     "Bytes": (
         "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
         "kernel.moments"
     ),
-    "Gaps": "gaps gaps.floats gaps.integers gaps.measured",
+    "Gaps": "gaps gaps.floats gaps.measured",
     "One group": (
         "comparison comparison.tensors comparison.values comparison.replica_groups comparison.optimizer_parts "
         "comparison.assembled comparison.ties comparison.reference"

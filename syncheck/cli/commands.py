@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.cli import baselines, output
+from syncheck.cli import output
 from syncheck.errors import CheckpointError, UsageError, logged, one_line
 from syncheck.report import files
 
@@ -13,8 +13,56 @@ if TYPE_CHECKING:
     import argparse
 
     from syncheck.api import Options
+    from syncheck.baseline import Known
     from syncheck.config import Config
     from syncheck.records import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The file that a run goes by. path: None where it goes by none. known: what the file has had at the start."""
+
+    path: str | None = None
+    known: Known = frozenset()
+    update: bool = False
+    quiet: bool = False
+
+    def judged(self, found: Report) -> tuple[Report, UsageError | None]:
+        """Return a report as the baseline has it, which is brought up to date first where that was asked for.
+
+        Returns also why it was not: what could not be told cannot be accepted, and the file stays as it was.
+        """
+        if self.path is None:
+            return found, None
+        from syncheck import baseline
+
+        known, failed = self.known, None
+        if self.update:
+            try:
+                made = baseline.updated(found, known)
+                baseline.write(self.path, made)
+            except UsageError as error:
+                failed = error
+                output.tell(f"error: {self.path}: {error}")
+            else:
+                if not self.quiet:
+                    output.tell(f"{self.path}: {baseline.change(known, made)}")
+                known = made
+        return baseline.accepted(found, known), failed
+
+
+def _baseline(arguments: argparse.Namespace, options: Options) -> Baseline:
+    """Read the baseline before anything is compared. Raises UsageError if it cannot be used."""
+    path, update = options.baseline, arguments.update_baseline
+    if path is None:
+        if update:
+            raise UsageError("--update-baseline: needs --baseline FILE, or baseline in the table tool.syncheck")
+        return Baseline()
+    from syncheck import baseline
+
+    known = baseline.read_for_update(path) if update else baseline.read(path)
+    return Baseline(path, known, update, arguments.quiet)
+
 
 # What holds where neither the command line nor pyproject.toml says anything.
 _PRINTING: dict[str, Any] = {
@@ -47,7 +95,7 @@ def _across_ranks(arguments: argparse.Namespace) -> int:
     def prepare() -> ranks.Task:
         options, option = _chosen(arguments, _project(arguments))
         # The first process alone needs the file; that of a project has another path on each machine.
-        baseline = _baseline(arguments, options) if ranks.leads() else baselines.Baseline()
+        baseline = _baseline(arguments, options) if ranks.leads() else Baseline()
         return ranks.Task(
             replace(options, baseline=None),
             files.asks_for_histograms(arguments.output),
@@ -116,11 +164,7 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
     return told(arguments, found, layout, option, baseline)
 
 
-def _baseline(arguments: argparse.Namespace, options: Options) -> baselines.Baseline:
-    return baselines.opened(options.baseline, update=arguments.update_baseline, quiet=arguments.quiet)
-
-
-def told(arguments: argparse.Namespace, found: Report, layout: str, option: str, baseline: baselines.Baseline) -> int:
+def told(arguments: argparse.Namespace, found: Report, layout: str, option: str, baseline: Baseline) -> int:
     """Write and print a report as the arguments ask for; return the exit code.
 
     A file that cannot be written is told of, and makes it 2; the others and what is printed come out all the same.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncheck.dtypes import DTYPES, DType
-from syncheck.gaps.floats import Where, float_gaps, widened
-from syncheck.gaps.integers import integer_gaps
+from syncheck.gaps.floats import Where, float_gaps, pairs, widened
 from syncheck.gaps.measured import Statistics
 from syncheck.kernel.shares import in_shares
 
@@ -25,6 +24,22 @@ if TYPE_CHECKING:
     from syncheck.tolerance import Tolerance
 
     Array = NDArray[Any]
+    from syncheck.dtypes import DType
+
+
+def integer_gaps(row: DType, arrays: Sequence[Array], where: Where, total: Statistics, majority: bool) -> None:
+    """Take in the gaps of integers and bools, against the first array or, per element, from the lowest to the highest.
+
+    where: says what elements of the tensor these are.
+    """
+    kind = np.int64 if row.family == "int" else np.uint64
+    for low, high in pairs([array.astype(kind) for array in arrays], majority):
+        gap = high.view(np.uint64) - low.view(np.uint64)  # what overflows wraps round, to the right number
+        at = int(np.argmax(gap))
+        total.keep(int(gap[at]), where[at])
+        scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
+        total.keep_relative(float((gap.astype(np.float64) / np.maximum(scale, 1)).max()))
+
 
 # glibc gives freed memory back to the system, page by page, unless a larger piece was freed before (mallopt(3),
 # M_MMAP_THRESHOLD: it adapts). Without this, half of the time would go into getting the same pages again.

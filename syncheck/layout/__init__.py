@@ -12,9 +12,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from syncheck.layout.groups import Ranked, Replicas, classes, distinct, numbered, title_of
+from syncheck.layout.groups import Ranked, Replicas, classes, distinct, group_by_metadata, numbered, title_of
 from syncheck.layout.joining import join_hosts
-from syncheck.layout.metadata import group_by_metadata
 from syncheck.layout.names import PathNumbers, take_apart
 
 if TYPE_CHECKING:

@@ -11,17 +11,62 @@ from importlib import resources
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from syncheck.errors import one_line
 from syncheck.records import Counts
-from syncheck.report import histogram, tensor_table, when, words
+from syncheck.report import histogram, when, words
 from syncheck.report.curves import curves
 from syncheck.report.heat import heat
-from syncheck.report.markup import table, text
+from syncheck.report.markup import data, table, text
 from syncheck.series import by_run, shown_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.records import Finding, Group, Report
+    from syncheck.records import Finding, Group, Report, TensorDiff
+
+COLUMNS = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
+
+# Rows that a reader without JavaScript sees.
+MOST_ROWS = 500
+# Rows of all tables of a page together, about 100 bytes each; the JSON document has them all.
+MOST_DATA = 100_000
+
+
+def _page_script() -> str:
+    """Return the script that sorts, filters and turns the pages of the tables."""
+    return resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+
+
+def _tensor_table(group: Group, most_data: int = MOST_DATA) -> list[str]:
+    """Return the parts of the page that list a group's tensors, worst first; none where there are none."""
+    listed = words.listed(group)
+    if not listed:
+        return []
+    shown, more = listed[:MOST_ROWS], listed[MOST_ROWS : MOST_ROWS + most_data]
+    parts = ["<h3>Tensors that are not identical</h3>", '<div class="tensors">']
+    parts.append(table(COLUMNS, [_cells(diff) for diff in shown], numbers=COLUMNS[4:]))
+    if more:
+        parts.append(f'<script type="application/json">{_data(more)}</script>')
+        parts.append(f'<p class="note unscripted">... and {len(listed) - MOST_ROWS} more, which need JavaScript.</p>')
+    if len(listed) > len(shown) + len(more):
+        left_out = len(listed) - len(shown) - len(more)
+        parts.append(f'<p class="note">{left_out} more are not on this page; the JSON report has all.</p>')
+    return [*parts, "</div>"]
+
+
+def _cells(diff: TensorDiff) -> tuple[str, ...]:
+    return diff.name, diff.kind, words.clusters_text(diff), *words.gap_cells(diff)
+
+
+def _data(diffs: Sequence[TensorDiff]) -> str:
+    """Write the rows as names and, for the other cells, places in a list of texts: few of those are unlike."""
+    texts: dict[str, int] = {}
+    rows = [
+        [one_line(name), *(texts.setdefault(one_line(cell), len(texts)) for cell in cells)]
+        for name, *cells in map(_cells, diffs)
+    ]
+    return data({"texts": list(texts), "rows": rows})
+
 
 # Runs with charts of their own, a third of a second and 50 kB each; those out of sync come first.
 _MOST_DRAWN = 10
@@ -50,7 +95,7 @@ def render(report: Report, version: str) -> str:
     for run, groups in runs.items():
         shown = shown_steps(groups)
         for group in reversed(shown):
-            most = tensor_table.MOST_DATA // len(runs) // len(shown)
+            most = MOST_DATA // len(runs) // len(shown)
             body += _group(group, charts=run in drawn and group is shown[-1], most_data=most)
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
@@ -58,7 +103,7 @@ def render(report: Report, version: str) -> str:
     body += [f'<p class="note">{text(line)}</p>' for line in words.omission_lines(report)]
     body.append(f'<p class="note">syncheck {text(version)}</p>')
     title = text(f"syncheck: {words.VERDICTS[report.verdict].lower()}")
-    script = tensor_table.script()
+    script = _page_script()
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     # Nothing is loaded, and no script runs but the one that syncheck wrote, whatever a file's names hold.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -125,7 +170,7 @@ def _group(group: Group, *, charts: bool, most_data: int) -> list[str]:
         *_history(group, charts=charts),
         *(_heatmap(group) if charts else []),
         *histogram.draw(group, charts=charts),
-        *tensor_table.draw(group, most_data),
+        *_tensor_table(group, most_data),
     ]
 
 

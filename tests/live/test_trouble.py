@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncheck.live.monitor.trouble import Trouble
+from syncheck.live.monitor import Trouble
 from syncheck.records import Counts, Finding, Group, Report
 
 

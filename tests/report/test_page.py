@@ -13,7 +13,7 @@ from browser import opened
 from large import group, names, report, tensor
 
 from syncheck.records import Report
-from syncheck.report import html, tensor_table
+from syncheck.report import html
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def test_the_size_of_a_page_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     page = html.render(report(50_000), "0")
     assert len(page) < 6_000_000
     assert len(data(page)["rows"]) == 49_500
-    monkeypatch.setattr(tensor_table, "MOST_DATA", 1000)
+    monkeypatch.setattr(html, "MOST_DATA", 1000)
     first, second = report(1200).groups[0], replace(report(1200).groups[0], run="other")
     page = html.render(Report("out_of_sync", (first, second)), "0")
     assert page.count("200 more are not on this page; the JSON report has all.") == 2

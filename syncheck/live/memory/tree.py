@@ -21,10 +21,10 @@ from syncheck.live.memory.modules import (
     has_extra_state,
     is_sharded,
     is_sharding,
+    own_state,
     transient_buffers,
 )
 from syncheck.live.memory.optimizers import FLAT, own_part, with_names
-from syncheck.live.memory.saved import own_state
 from syncheck.live.memory.things import attributes, has_tensor, insides, is_bundle, is_module, is_optimizer, is_stateful
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import operator
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
-from syncheck.errors import OutOfSync, UsageError, brief
-from syncheck.live.channel import Channel, world_size
+from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
+from syncheck.live.channel import MOST_TOLD, Channel, by_answer, world_size
 from syncheck.live.checks import check, group_of
-from syncheck.live.monitor.agreement import agree, call_together
 from syncheck.live.monitor.telling import Checked, Teller
-from syncheck.live.monitor.trouble import Trouble
-from syncheck.records import Report
+from syncheck.records import Report, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +21,71 @@ if TYPE_CHECKING:
     from typing import Self
 
     Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
+    from syncheck.records import Finding
+
+
+def agree(channel: Channel, mine: tuple[int, int, str]) -> None:
+    """Raise on all ranks unless all are at the same step of equal monitors. mine: step, every= and on_desync=."""
+    found = channel.gather(mine, "monitor")
+    steps, intervals, actions = ({rank: sent[i] for rank, sent in found.items()} for i in range(3))
+    for name, answers in (("every", intervals), ("on_desync", actions)):
+        if len(set(answers.values())) > 1:
+            raise UsageError(f"{name}= is not the same on all ranks: {_told(answers)}")
+    if len(set(steps.values())) > 1:
+        raise RankFailed(
+            f"the monitors are at different steps: {_told(steps)}; call step() on every rank once after each "
+            "optimizer step, with the same step= if any"
+        )
+
+
+def _told(answers: Mapping[int, object]) -> str:
+    """Write what ranks answered: '5 on rank 0, 10 on ranks 1, 2'."""
+    ranks = by_answer(dict(sorted(answers.items())))
+    return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MOST_TOLD])
+
+
+def call_together(channel: Channel, action: Callable[[Report], object], report: Report) -> None:
+    """Call a function on every rank. Where it raises on some ranks only, the others raise RankFailed."""
+    try:
+        action(report)
+    except (Exception, SystemExit) as error:
+        with suppress(SyncheckError):  # where others are gone, this rank's own error is what matters
+            channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
+        raise
+    sent = channel.gather("", "on_desync")
+    failed = {rank: text for rank, text in sent.items() if text}
+    if failed:
+        raise RankFailed(f"on_desync raised {_told(failed)}")
+
+
+class Trouble:
+    """What is known to be wrong, so that only what is new is told at length.
+
+    good: the last step that was in sync. since: the step at which ranks were first seen apart, None in sync.
+    """
+
+    def __init__(self, good: int | None = None) -> None:
+        self.good = good
+        self.since: int | None = None
+        self._known: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+
+    def seen(self, step: int, report: Report) -> tuple[Finding, ...]:
+        """Take note of a check; returns the findings that fail and are new in code, ranks or tensors."""
+        if report.verdict == "in_sync":
+            self.good, self.since = step, None
+            self._known.clear()
+        if report.verdict != "out_of_sync":
+            return ()
+        self.since = step if self.since is None else self.since
+        new = []
+        for finding in (finding for group in report.groups for finding in group.findings if finding.fails):
+            named = {*finding.tensors, *finding.values}
+            known = self._known.get((finding.code, finding.ranks))
+            if known is None or not named <= known:
+                new.append(finding)
+            self._known[finding.code, finding.ranks] = named | (known or set())
+        return tuple(new)
+
 
 ACTIONS = ("raise", "warn", "resync")
 _ALONE = "there is no other rank in the process group, so there is nothing to compare with"

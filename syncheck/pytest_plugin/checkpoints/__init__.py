@@ -10,15 +10,146 @@ import pytest
 
 from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import Asked, asked_for, is_same
-from syncheck.pytest_plugin.checkpoints.header import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterable, Iterator
+    from pathlib import Path
 
+    from syncheck.pytest_plugin.checkpoints.arguments import Asked
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.pytest_plugin.checkpoints.update import Update
     from syncheck.records import Report
+
+
+class Checkpoints(pytest.Collector):
+    """A folder of checkpoints, or a run in it: the levels of an id above the items."""
+
+    def __init__(self, *, planned: list[Planned], judge: Judge, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.planned = planned
+        self.judge = judge
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Return the runs of a folder, the items of a run."""
+        if not isinstance(self.parent, Checkpoints):
+            return [
+                Checkpoints.from_parent(self, name=owner, planned=planned, judge=self.judge)
+                for owner, planned in _sorted(self.planned, "owner").items()
+            ]
+        return [
+            CheckpointItem.from_parent(self, name=planned.item, planned=planned, judge=self.judge)
+            for planned in self.planned
+        ]
+
+
+class CheckpointItem(pytest.Item):
+    """Judges one kind of tensor of one group of replicas, or says why it cannot."""
+
+    def __init__(self, *, planned: Planned, judge: Judge, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.planned = planned
+        self.judge = judge
+        self._headline = ""
+
+    def runtest(self) -> None:
+        """Compare, and fail or skip with a text of ours instead of a traceback."""
+        __tracebackhide__ = True
+        from syncheck.pytest_plugin.checkpoints.outcomes import outcome
+
+        ended = outcome(self.planned, self.judge)
+        # A plugin that runs failed tests again runs the same item.
+        kept = [(name, value) for name, value in self.user_properties if not name.startswith("syncheck_")]
+        self.user_properties[:] = [*kept, *ended.properties]
+        self._headline = ended.headline
+        if ended.status == "failed":
+            pytest.fail(ended.body, pytrace=False)
+        if ended.status == "skipped":
+            pytest.skip(ended.body)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return the failure as pytest draws it, with our line for the short summary instead of `Failed: ...`."""
+        drawn = super().repr_failure(excinfo, style)
+        crash = getattr(drawn, "reprcrash", None)
+        if isinstance(excinfo.value, pytest.fail.Exception) and crash is not None:
+            crash.message = self._headline
+            crash.path, crash.lineno = str(self.reportinfo()[0]), 0  # for --tb=line: the folder, not a line of ours
+        return drawn
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Return where the item is, and the title of its failure.
+
+        The folder is escaped: not every name of one can be sent to another process or written to XML. With the id
+        alone as the title, pytest's -v would take the dots in a run's name for its own.
+        """
+        return self.config.rootpath / self.planned.shown, None, f"syncheck {self.nodeid}"
+
+
+def tree(session: pytest.Session, planned: list[Planned], judge: Judge) -> list[Checkpoints]:
+    """Return the collectors of the folders."""
+    return [
+        Checkpoints.from_parent(session, name=shown, nodeid=shown, path=of[0].folder, planned=of, judge=judge)
+        for shown, of in _sorted(planned, "shown").items()
+    ]
+
+
+def _sorted(planned: list[Planned], level: str) -> dict[str, list[Planned]]:
+    found: dict[str, list[Planned]] = {}
+    for one in planned:
+        found.setdefault(getattr(one, level), []).append(one)
+    return found
+
+
+class Header:
+    """Adds lines to the head of a run; where there is nothing to say, none."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+        """Tell what would be missed in silence, and options that excuse differences where nobody remembers them."""
+        lines = [
+            f"syncheck: only tests are taken from {path}: --syncheck {path} judges its checkpoints too"
+            for path in self.asked.passed
+        ]
+        if self.asked.unused:
+            lines.append(f"syncheck_checkpoints: not judged, {self.asked.unused}")
+        lines += _of_the_project(config)
+        if not lines:
+            return []
+        from syncheck.errors import one_line
+
+        return [one_line(line) for line in lines]
+
+
+def _of_the_project(config: pytest.Config) -> list[str]:
+    """Name the options of [tool.syncheck]: the fixture takes them, and so do the tests of checkpoints."""
+    if not any(map(_mentions_us, (config.rootpath, *config.rootpath.parents))):
+        return []  # as in most projects, and then nothing is imported
+    from syncheck import config as project
+    from syncheck.errors import SyncheckError
+
+    try:
+        found = project.load(config.rootpath)
+    except SyncheckError as error:
+        return [f"syncheck: {error}"]  # what needs the options fails; nothing else has to
+    parts = [
+        f"{key} {options.written(found.values[key.replace('-', '_')])}"
+        for key in project.applied(found, **options.given(config))
+    ]
+    if not parts or found.path is None:
+        return []
+    return [f"syncheck: options from {os.path.relpath(found.path, config.rootpath)}: {'; '.join(parts)}"]
+
+
+def _mentions_us(folder: Path) -> bool:
+    try:
+        return b"syncheck" in (folder / "pyproject.toml").read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
 
 _MOST_IDS = 6
 
@@ -175,7 +306,7 @@ class CheckpointPlugin:
         """Add the checkpoints to what the session collects, so that pytest counts and selects them as its own."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
-            from syncheck.pytest_plugin.checkpoints.items import tree
+            from syncheck.pytest_plugin.checkpoints import tree
 
             report.result.extend(tree(collector, self.planned, self.judge))
         return report
@@ -183,7 +314,7 @@ class CheckpointPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Name the folder as the place of a skip of ours, where pytest would name a line of its own."""
-        from syncheck.pytest_plugin.checkpoints.items import CheckpointItem
+        from syncheck.pytest_plugin.checkpoints import CheckpointItem
 
         report = yield
         if isinstance(item, CheckpointItem) and report.skipped and isinstance(report.longrepr, tuple):

@@ -13,6 +13,7 @@ import tempfile
 import types
 import warnings
 import zlib
+from collections import defaultdict
 from contextlib import suppress
 from importlib import util
 from pathlib import Path
@@ -25,10 +26,33 @@ from syncheck.pytest_plugin.ranks.failure import RanksFailed, disagreement, fail
 from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
 from syncheck.pytest_plugin.ranks.results import Result, failed_start, is_strict_xpass, is_whole
-from syncheck.pytest_plugin.ranks.tail import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class Tail:
+    """Called again and again, it passes on what came since the last time, whole lines only. live: else does nothing."""
+
+    def __init__(self, results: Sequence[Result], live: bool) -> None:
+        self._results = results if live else ()
+        self._read: dict[tuple[int, str], int] = defaultdict(int)  # bytes
+
+    def __call__(self) -> None:
+        """Pass on what is new."""
+        for result in self._results:
+            for stream in ("stdout", "stderr"):
+                try:
+                    with (result.folder / stream).open("rb") as file:
+                        file.seek(self._read[result.rank, stream])
+                        new = file.read()
+                except OSError:
+                    continue
+                whole = new if result.over else new[: new.rfind(b"\n") + 1]
+                self._read[result.rank, stream] += len(whole)
+                for line in whole.decode(errors="replace").splitlines():
+                    getattr(sys, stream).write(f"[rank {result.rank}] {line}\n")
+
 
 POOL = pytest.StashKey[Pool]()
 LIMIT = pytest.StashKey[float]()

@@ -6,14 +6,22 @@ fixtures of all scopes, for what the other ranks run next may be another test.
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
+import resource
+import signal
 import sys
+import threading
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.pytest_plugin.ranks import coverage, group, state
+from syncheck.pytest_plugin.ranks import coverage, group
+from syncheck.pytest_plugin.ranks.guard import descendants
+from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
 if TYPE_CHECKING:
     import warnings
@@ -24,6 +32,66 @@ if TYPE_CHECKING:
     Task = dict[str, Any]
     Send = Callable[[dict[str, Any]], None]
     Receive = Callable[[], dict[str, Any]]
+
+_STREAMS = (sys.stdin, sys.stdout, sys.stderr)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGALRM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+    signal.SIGPIPE,
+)
+_LIMITS = (
+    resource.RLIMIT_NOFILE,
+    resource.RLIMIT_AS,
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_STACK,
+    resource.RLIMIT_CPU,
+)
+_stacks: list[Any] = []
+
+
+def _enter(task: dict[str, Any]) -> None:
+    """Set files, folder, environment and import path as the outer pytest has them now."""
+    folder = Path(task["folder"])
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        opened = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdin, sys.stdout, sys.stderr = _STREAMS
+    os.chdir(task["cwd"])
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    sys.path[:] = task["path"]
+    stacks = (folder / "stacks").open("w")
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    while _stacks:
+        _stacks.pop().close()
+    _stacks.append(stacks)
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    """Return the same before and after a test that leaves nothing behind: threads, processes, signals, limits, ..."""
+    umask = os.umask(0o22)
+    os.umask(umask)
+    torch = sys.modules.get("torch")
+    return (
+        {thread.ident for thread in threading.enumerate()},
+        set(descendants(os.getpid())),
+        [signal.getsignal(number) for number in _SIGNALS],
+        signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        [resource.getrlimit(limit) for limit in _LIMITS],
+        umask,
+        gc.isenabled(),
+        sys.getrecursionlimit(),
+        [stream is None or stream.closed for stream in _STREAMS],
+        # Before torch is there, it has the threads that OMP_NUM_THREADS says.
+        torch.get_num_threads() if torch is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1"),
+    )
+
 
 TASK = pytest.StashKey["Task"]()
 """Of a rank's config: the test that runs, as the pytest that gave it wrote it."""
@@ -64,7 +132,7 @@ def serve(task: Task, receive: Receive, send: Send) -> None:
     task: the first. receive: waits for the next message. Sent for each test: `joining` and `ready`, before and after
     the process group is made; after `begin`, `report`s, `warning`s, `problem`s, at last `done`; `released` without it.
     """
-    state.enter(task)
+    _enter(task)
     measured = coverage.start(task["coverage"])
     plugin = _Plugin(task, receive, send, measured)
     try:
@@ -155,12 +223,12 @@ class _Plugin:
             while "run" not in (message := self.receive()):
                 self._release()
             self.task, self.told = message["run"], False
-            state.enter(self.task)
+            _enter(self.task)
 
     def _run(self, session: pytest.Session) -> None:
         """Run the test of the task, and tell how it went."""
         item = self.items.get(self.task["nodeid"])
-        before = state.fingerprint()
+        before = _fingerprint()
         if item is not None:
             self.config.stash[TASK] = self.task
             settings = group.settings()
@@ -171,7 +239,7 @@ class _Plugin:
             self.problem(self._missing())
         coverage.save(self.measured)
         stopped = session.shouldfail or session.shouldstop
-        self.send({"done": {"reusable": not stopped and state.fingerprint() == before}})
+        self.send({"done": {"reusable": not stopped and _fingerprint() == before}})
 
     def _missing(self) -> str:
         nodeid = self.task["nodeid"]
