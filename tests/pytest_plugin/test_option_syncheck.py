@@ -101,7 +101,7 @@ def test_a_pytest_without_checkpoints_pays_nothing(project: Path) -> None:
     """A run of a suite alone imports neither numpy nor what compares; nor does importing the plugin."""
     (project / "tests" / "test_suite.py").write_text(
         "import sys\n\ndef test_own():\n"
-        "    heavy = {'numpy', 'torch', 'rich', 'syncheck.api', 'syncheck.pytest_plugin.checkpoints'}\n"
+        "    heavy = {'numpy', 'torch', 'rich', 'syncheck.api', 'syncheck.pytest_plugin.checkpoints.judge'}\n"
         "    assert not heavy & set(sys.modules)\n"
     )
     ended = session(project, "-p", "no:cacheprovider")
