@@ -14,6 +14,7 @@ import pytest
 from checkpoints import save_pth
 
 import syncheck
+from syncheck import baseline, series
 from syncheck.report import github, junit, markdown, plain, text
 from syncheck.report.json_document import render as render_json
 
@@ -38,6 +39,13 @@ def by_dots() -> list[str]:
     os.makedirs("elsewhere/deep")
     os.symlink("elsewhere/deep", "link")
     return ["x_rank0", "x_rank1", "link/../x_rank0"]
+
+
+def folder_above_link() -> list[str]:
+    save("x_rank0.pth"), save("y/x_rank0.pth", 1), save("y/x_rank1.pth")
+    os.makedirs("y/deep")
+    os.symlink("y/deep", "link")
+    return ["link/.."]
 
 
 def linked_file() -> list[str]:
@@ -145,6 +153,7 @@ def ranks_of_nodes(pattern: str) -> Callable[[], list[str]]:
 
 ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
     "1 a folder above a link": (by_dots, {1}),
+    "1 a folder that ends above a link": (folder_above_link, {1}),
     "2 a link to a file": (linked_file, {2}),
     "2 a hard link": (hard_link, {2}),
     "2 a link to a folder, given": (linked_folder_given, {2}),
@@ -247,6 +256,24 @@ def test_an_earlier_step_that_differs_is_shown(tmp_path: Path, monkeypatch: pyte
     for drawn in everywhere(report):
         assert code in drawn
         assert "step 1" in drawn or '"step": 1' in drawn or 'value="1"' in drawn
+
+
+def test_an_earlier_step_that_fails_is_shown_before_a_later_one_that_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A baseline accepts the finding of step 2: the same finding at step 1, on another tensor, fails and is shown."""
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        weights = {"w": np.ones(3, np.float32) + np.float32(rank), "b": np.zeros(2, np.float32)}
+        save(f"c/step_1/rank_{rank}.pth", model=weights)
+        save(f"c/step_2/rank_{rank}.pth", 5.0 + rank)
+    found = syncheck.compare("c")
+    first, last = found.groups
+    assert {finding.code for finding in first.findings} == {finding.code for finding in last.findings}
+    known = frozenset(known for known in baseline.updated(found, frozenset()) if "b" in known)
+    report = baseline.accepted(found, known)
+    assert [finding.fails for group in report.groups for finding in group.findings] == [True, False]
+    assert [group.step for group in series.shown_steps(report.groups)] == [1, 2]
 
 
 def random_folder(seed: int, root: Path) -> tuple[list[str], list[Path]]:
