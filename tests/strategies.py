@@ -36,7 +36,7 @@ set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis
 
 # How many cases: few by default, hundreds among the slow tests.
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
-EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(500, marks=SLOW)])
+EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(150, marks=SLOW)])
 # A number here: that many, and others in each run. For a search of mistakes.
 SEARCH = int(os.environ.get("SYNCHECK_EXAMPLES", "0"))
 

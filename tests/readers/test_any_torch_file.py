@@ -36,7 +36,7 @@ from malformed.torch_parts import (
 
 set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
-EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=SLOW)])
+EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(500, marks=SLOW)])
 FORMATS = pytest.mark.parametrize("form", sorted(INTACT))
 
 # What a grammar of opcodes is made of: those that push, those that take, and calls of what files name.

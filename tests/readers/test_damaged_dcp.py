@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FILES = (".metadata", "__0_0.distcp")
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "bn": {"running_mean": torch.ones(2)}, "epoch": 3}
 # Every so many bytes are damaged.
-STEPS = [101, pytest.param(3, marks=pytest.mark.slow)]
+STEPS = [101, pytest.param(17, marks=pytest.mark.slow)]
 
 
 def outcome(left: Path, right: Path) -> int:
