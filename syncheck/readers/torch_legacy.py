@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.readers.opening import regular
-from syncheck.readers.pickles import memo
+from syncheck.readers.pickles.limits import Scan, scan
 from syncheck.readers.pickles.places import Record, tensor_at
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
@@ -93,12 +93,12 @@ class _Bounded:
     def readline(self) -> bytes:
         return self._file.readline(_MOST)
 
-    def memo_fault(self) -> str:
+    def scan(self) -> Scan:
         start = self._file.tell()
         if start >= os.fstat(self._file.fileno()).st_size:
-            return ""
+            return Scan()
         with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-            return memo.fault(whole, start)
+            return scan(whole, start)
 
 
 def _records(file: BinaryIO, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:

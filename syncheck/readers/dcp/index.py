@@ -59,7 +59,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     Raises MalformedFile where the file is missing or inconsistent, UnsupportedFormat for what other writers put there.
     """
     data = _content(folder)
-    tree, _ = unpickle(data, folder, METADATA, most=(bounds.MOST_INDEX_TEXTS, bounds.MOST_INDEX_OBJECTS))
+    tree, _ = unpickle(data, folder, METADATA, most=bounds.MOST_INDEX_OBJECTS)
     fields = _fields(tree, "Metadata", folder, METADATA)
     known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(known, dict) or not isinstance(stored, dict):

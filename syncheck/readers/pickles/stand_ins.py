@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
-from syncheck.readers.pickles.hashing import light
+from syncheck.readers.pickles.limits import light
 from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from typing import Any, ClassVar, Protocol
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers import bounds
-from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.dtensor import SUBCLASSES
-from syncheck.readers.pickles.hashing import MANY, Salted, SaltedSet, light
 from syncheck.readers.pickles.inert import Inert
+from syncheck.readers.pickles.limits import Keys, Scan, light, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
 from syncheck.readers.pickles.stand_ins import Counted, StandIn, Storage, StorageType, TensorPlace
@@ -72,8 +71,8 @@ class Source(Protocol):
     def readline(self) -> bytes:
         """Return a line."""
 
-    def memo_fault(self) -> str:
-        """Return what `memo.fault` says of the pickle that comes next."""
+    def scan(self) -> Scan:
+        """Return what `limits.scan` finds in the pickle that comes next."""
 
 
 class _Bytes:
@@ -82,11 +81,11 @@ class _Bytes:
     Never more is made than there are bytes, as io.BufferedReader would.
     """
 
-    def __init__(self, data: bytes, most: tuple[int, int] | None) -> None:
+    def __init__(self, data: bytes, most: int | None) -> None:
         self._data, self._at, self._most = data, 0, most
 
-    def memo_fault(self) -> str:
-        return memo.fault(self._data, 0, self._most)
+    def scan(self) -> Scan:
+        return scan(self._data, 0, self._most)
 
     def peek(self, size: int) -> bytes:
         return self._data[self._at : self._at + size]
@@ -181,19 +180,28 @@ class _Unpickler(_Rules, pickle.Unpickler):
 
 
 _Slow: Any = pickle._Unpickler  # noqa: SLF001 - Python's own, in which each opcode can be another
+# Opcodes that hash, and which of the top of the stack.
+_HASHED = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
 
 
-class _SaltedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
-    """Some twenty times as slow: its tuples and frozen sets have hashes that nobody can foresee."""
+class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
+    """Checks each key before it is hashed."""
 
+    keys: Keys
     dispatch: ClassVar[dict[int, Any]] = dict(_Slow.dispatch)
 
-    def _salt(self, opcode: int) -> None:
-        _Slow.dispatch[opcode](self)
-        self.stack[-1] = (SaltedSet if opcode == pickle.FROZENSET[0] else Salted)(self.stack[-1])
+    def _check(self, opcode: bytes) -> None:
+        self.keys.check(self.stack[_HASHED[opcode]])
+        _Slow.dispatch[opcode[0]](self)
 
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET):
-        dispatch[_code[0]] = partial(_salt, opcode=_code[0])
+    for _opcode in _HASHED:
+        dispatch[_opcode[0]] = partial(_check, opcode=_opcode)
 
 
 def unpickle(
@@ -201,26 +209,28 @@ def unpickle(
     path: str,
     place: str,
     storages: dict[str, Storage] | None = None,
-    most: tuple[int, int] | None = None,
+    most: int | None = None,
     made: list[TensorPlace] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
     data: the pickle, or a source that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. most: texts and objects of bytes, where not those of `bounds`. made:
+    of before torch 1.6 only, to be filled by key. most: objects of bytes, where not those of `bounds`. made:
     to be filled with every tensor that the pickle rebuilds, also if nothing in the tree refers to it. Raises
     RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
     """
     source = _Bytes(data, most) if isinstance(data, bytes) else data
-    wrong = source.memo_fault()
-    if wrong and wrong != MANY:
+    found = source.scan()
+    if found.fault:
         raise MalformedFile(
-            path, place=place, found=f"the pickle would take all memory or time: {wrong}",
+            path, place=place, found=f"the pickle would take all memory or time: {found.fault}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(
+    unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(
         source, path, place, storages, [] if made is None else made
     )
+    if isinstance(unpickler, _CheckedUnpickler):
+        unpickler.keys = Keys(found.size)
     try:
         tree = unpickler.load()
     except (RefusedFile, MemoryError):  # what it asks for was held against the file before
