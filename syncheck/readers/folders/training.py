@@ -1,7 +1,8 @@
 """Folders with one file for each thing that is saved: weights, optimizer, scheduler, scaler, random states.
 
 transformers' Trainer (`checkpoint-500/`) and Accelerate's `save_state` write them, with the names of
-transformers/trainer.py and accelerate/utils/constants.py. Weights may be one file or shards with an index.
+transformers/trainer.py and accelerate/utils/constants.py. Weights may be one file, or several that an index names:
+`model.safetensors.index.json`, which huggingface_hub/serialization/_base.py writes, or `pytorch_model.bin.index.json`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.readers.assembly import Assembly, as_stored
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.files import read_file
 from syncheck.readers.folders.inside import names_in, numbered, read_json
-from syncheck.readers.folders.weight_index import INDEX, SHARD, read_index
 from syncheck.readers.pickles.optimizer_names import named_by_order
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot
 
+
+_INDEX = re.compile(r"(?P<stem>[^/]+)\.(?P<ending>safetensors|bin)\.index(?:\.[\w-]+)?\.json")
+_SHARD = re.compile(r"[^/]+-\d{5}-of-\d{5}(?:\.[\w-]+)?\.(?:safetensors|bin)")
+_AGAIN = "save or copy the whole folder again"
 _WEIGHTS = re.compile(
     r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?P<number>_\d+)?\.(?P<ending>safetensors|bin)"
 )
@@ -45,9 +50,58 @@ _PROGRESS = "trainer_state.json"
 _COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_config.json", _PROGRESS})
 
 
+def _read_index(path: str) -> Snapshot:
+    """Open the weights that an index names. path: the index.
+
+    Raises CheckpointError, of the index, when a file is missing or lies outside the folder, when a tensor is not in
+    its file, and when a file holds one that the index gives to no file or to another.
+    """
+    folder = os.path.dirname(path)
+    where = _weight_map(path)
+    whole = Assembly(folder, "")
+    tensors_in: dict[str, dict[str, None]] = {}  # in the order of the index
+    for tensor, name in where.items():
+        tensors_in.setdefault(name, {})[tensor] = None
+    for name, wanted in sorted(tensors_in.items()):
+        file = os.path.join(folder, name)
+        if not os.path.lexists(file):
+            first = next(iter(wanted))
+            raise UnreadableFile(path, place=f"tensor '{first}'", found=f"the file {name} is missing", next_step=_AGAIN)
+        part = read_file(file)
+        for tensor in part.tensors:
+            if where.get(tensor) != name:
+                other = where.get(tensor)
+                gives = f"the index gives it to {other}" if other else "the index does not name it"
+                raise _malformed(path, tensor, f"it is in {name}, but {gives}", "one file for each tensor")
+        for tensor in sorted(wanted.keys() - part.tensors.keys()):
+            raise _malformed(path, tensor, f"it is not in {name}", f"{len(wanted)} tensors in that file")
+        whole.add(part)
+    whole.bytes += os.stat(path).st_size
+    # In the order of the index, which is that of the model where nobody sorted it.
+    whole.tensors = {tensor: whole.tensors[tensor] for tensor in where}
+    return whole.snapshot()
+
+
+def _weight_map(path: str) -> dict[str, str]:
+    """Return which file holds which tensor, with no file outside the folder."""
+    where: Any = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise MalformedFile(
+            path, place="weight_map", found=brief(where), needed="a file name for each tensor", next_step=_AGAIN
+        )
+    for tensor, name in where.items():
+        if not name or "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name):
+            raise _malformed(path, tensor, f"the file {brief(name)}", "a file in the folder of the index")
+    return where
+
+
+def _malformed(path: str, tensor: str, found: str, needed: str) -> MalformedFile:
+    return MalformedFile(path, place=f"tensor '{tensor}'", found=found, needed=needed, next_step=_AGAIN)
+
+
 def has_weights(names: Iterable[str]) -> bool:
     """Whether there are weights among the files of a folder, as one file of a known name or with an index."""
-    return any(_WEIGHTS.fullmatch(name) or INDEX.fullmatch(name) for name in names)
+    return any(_WEIGHTS.fullmatch(name) or _INDEX.fullmatch(name) for name in names)
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
@@ -56,7 +110,7 @@ def is_checkpoint(names: Iterable[str]) -> bool:
     On other nodes than the first, Trainer saves all but the weights.
     """
     names = list(names)
-    if any(INDEX.fullmatch(name) for name in names):
+    if any(_INDEX.fullmatch(name) for name in names):
         return True
     beside = any(pattern.fullmatch(name) for pattern in _BESIDE for name in names)
     if _PROGRESS in names and beside:
@@ -66,7 +120,7 @@ def is_checkpoint(names: Iterable[str]) -> bool:
 
 def holds(relative: str) -> bool:
     """Whether a file, by its path below the folder, belongs to such a checkpoint."""
-    patterns = (_WEIGHTS, SHARD, INDEX, *_BESIDE)
+    patterns = (_WEIGHTS, _SHARD, _INDEX, *_BESIDE)
     return relative == _PROGRESS or any(pattern.fullmatch(relative) for pattern in patterns)
 
 
@@ -119,13 +173,13 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
     slots = _weights(names)
     for slot, name in slots.items():
         path = os.path.join(whole.folder, name)
-        part = read_index(path) if INDEX.fullmatch(name) else read_file(path)
+        part = _read_index(path) if _INDEX.fullmatch(name) else read_file(path)
         # Accelerate saves several models side by side: model.safetensors, model_1.safetensors.
         # One with a number is not the first, also where that is missing.
         first = slot == next(iter(slots)) and not ((one := _WEIGHTS.fullmatch(name)) and one["number"])
         whole.add(part, as_stored if first else _below(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
-    weights = {name for name in names if _WEIGHTS.fullmatch(name) or SHARD.fullmatch(name)}
+    weights = {name for name in names if _WEIGHTS.fullmatch(name) or _SHARD.fullmatch(name)}
     for name in sorted(weights - used - set(slots.values())):
         # Another copy of the weights, or a shard that the index no longer names: libraries may load it instead.
         whole.add(read_file(os.path.join(whole.folder, name)), _below(name, ""))
@@ -145,7 +199,7 @@ def _weights(names: list[str]) -> dict[str, str]:
     """Choose the file or index of each model: where both formats lie there, safetensors, as transformers does."""
     found: dict[str, tuple[int, int, str]] = {}
     for name in names:
-        index, one = INDEX.fullmatch(name), _WEIGHTS.fullmatch(name)
+        index, one = _INDEX.fullmatch(name), _WEIGHTS.fullmatch(name)
         match = index or one
         if match is None:
             continue

@@ -119,6 +119,6 @@ REBUILT: dict[str, Any] = {
     "torch.UntypedStorage": StorageType(None),
     "torch.QInt32Storage": StorageType(None, 4),
     **{f"torch.{name}Storage": StorageType(None) for name in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
-    **{f"torch.{name}": StorageType(row) for name, row in BY_STORAGE.items()},
+    **{f"torch.{name}": StorageType(row, row.size) for name, row in BY_STORAGE.items()},
     **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *NOT_READ)},
 }
