@@ -17,7 +17,7 @@ from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat, br
 from syncheck.readers import bounds
 from syncheck.readers.opening import regular
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.unpickle import unpickle
+from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     Raises MalformedFile where the file is missing or inconsistent, UnsupportedFormat for what other writers put there.
     """
     data = _content(folder)
-    tree, _ = unpickle(data, folder, METADATA, most=bounds.MOST_INDEX_OBJECTS)
+    tree, _ = unpickle(Stream(data, most=bounds.MOST_INDEX_OBJECTS), folder, METADATA)
     fields = _fields(tree, "Metadata", folder, METADATA)
     known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(known, dict) or not isinstance(stored, dict):

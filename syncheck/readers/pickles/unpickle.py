@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers import bounds
 from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.limits import Keys, Scan, light, scan
+from syncheck.readers.pickles.limits import Keys, light, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
 from syncheck.readers.pickles.stand_ins import (
@@ -32,6 +32,9 @@ from syncheck.readers.pickles.stand_ins import (
     refused_place,
 )
 from syncheck.snapshots import MOST_ELEMENTS
+
+if TYPE_CHECKING:
+    from mmap import mmap
 
 
 def _refuse(reason: str) -> StandIn:
@@ -124,53 +127,42 @@ def is_refused(module: str, name: str) -> bool:
     return root in REFUSED_MODULES or full in REFUSED_NAMES or f"{full}.".startswith(REFUSED_PREFIXES)
 
 
-class Source(Protocol):
-    """What a pickle is read from: it then stands behind the pickle's last byte."""
+class Stream:
+    """Bytes with pickles in a row: `at` is where the next one begins, and after reading it, where it ended.
 
-    def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes."""
-
-    def readline(self) -> bytes:
-        """Return a line."""
-
-    def scan(self) -> Scan:
-        """Return what `limits.scan` finds in the pickle that comes next."""
-
-
-class _Bytes:
-    """Bytes as a source: of what has a `peek` the unpickler takes more than an opcode at a time.
-
-    Never more is made than there are bytes, as io.BufferedReader would.
+    A pickle never gets more than there are bytes. most: objects that one may make, where not those of `bounds`. With
+    its `peek` the unpickler takes more than an opcode at a time.
     """
 
-    def __init__(self, data: bytes, most: int | None) -> None:
-        self._data, self._at, self._most = data, 0, most
-
-    def scan(self) -> Scan:
-        return scan(self._data, 0, self._most)
+    def __init__(self, data: bytes | mmap, at: int = 0, most: int | None = None) -> None:
+        self.data, self.at, self.most = data, at, most
 
     def peek(self, size: int) -> bytes:
-        return self._data[self._at : self._at + size]
+        """Return the next bytes without moving on."""
+        return self.data[self.at : self.at + size]
 
     def read(self, size: int) -> bytes:
-        found = self._data[self._at : self._at + size]
-        self._at += len(found)
+        """Return the next bytes."""
+        found = self.data[self.at : self.at + size]
+        self.at += len(found)
         return found
 
     def readinto(self, buffer: bytearray) -> int:
+        """Fill a buffer as far as there are bytes."""
         found = self.read(len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
     def readline(self) -> bytes:
-        return self.read((self._data.find(b"\n", self._at) + 1 or len(self._data)) - self._at)
+        """Return the rest of the line."""
+        return self.read((self.data.find(b"\n", self.at) + 1 or len(self.data)) - self.at)
 
 
 class _Rules:
     """What an unpickler makes of names and storages."""
 
     def __init__(
-        self, source: Source, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorPlace]
+        self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorPlace]
     ) -> None:
         super().__init__(source)  # type: ignore[call-arg]  # of the unpickler that it stands before
         self.made = made
@@ -267,22 +259,21 @@ class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
 
 
 def unpickle(
-    data: bytes | Source,
+    data: bytes | Stream,
     path: str,
     place: str,
     storages: dict[str, Storage] | None = None,
-    most: int | None = None,
     made: list[TensorPlace] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
-    data: the pickle, or a source that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. most: objects of bytes, where not those of `bounds`. made:
-    to be filled with every tensor that the pickle rebuilds, also if nothing in the tree refers to it. Raises
-    RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
+    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
+    of before torch 1.6 only, to be filled by key. made: to be filled with every tensor that the pickle rebuilds, also
+    if nothing in the tree refers to it. Raises RefusedFile for a global that can only be there to run something, and
+    MalformedFile for anything else that is wrong.
     """
-    source = _Bytes(data, most) if isinstance(data, bytes) else data
-    found = source.scan()
+    source = Stream(data) if isinstance(data, bytes) else data
+    found = scan(source.data, source.at, source.most)
     if found.fault:
         raise MalformedFile(
             path, place=place, found=f"the pickle would take all memory or time: {found.fault}",
