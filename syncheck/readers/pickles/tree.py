@@ -112,8 +112,8 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
     ordered = in_order(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
-        names = parameter_names(state, models, flat.metadata, ordered)
         known = known_names(state, flat.metadata)
+        names = known or parameter_names(state, models, ordered)
         if len(optimizers) == 1 and not names:
             flat.unassigned = sum(type(key) is int for key in ids_of(state))
         elif len(optimizers) == 1 and len(names) < len(ordered) and not known:
