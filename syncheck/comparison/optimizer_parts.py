@@ -59,15 +59,15 @@ def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapsho
         return snapshots, Parts({rank: _full(block.optimizer_parameters) for rank, block in blocks.items()})
     if any(snapshot.shards for snapshot in snapshots.values()):
         return snapshots, _by_label([snapshot.shards for snapshot in snapshots.values()], snapshots)
-    numbered = snapshots
-    if len({snapshot.aligned for snapshot in snapshots.values()}) > 1:
+    lists = {snapshot.numbered for snapshot in snapshots.values()}
+    names = [name for numbered in lists for name in numbered]
+    if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):
         # The ranks number other parameters, so the names prove nothing before the ranks are seen together.
-        numbered = {
-            rank: _renamed(s, {name: str(i) for i, name in enumerate(s.aligned)}) for rank, s in snapshots.items()
-        }
-    counts = {rank: s.unassigned or len(s.aligned) * (numbered is not snapshots) for rank, s in snapshots.items()}
-    if len(snapshots) > 1 and any(counts.values()):
-        made, parts = _by_number(numbered, counts)
+        numbers = {rank: {name: str(i) for i, name in enumerate(s.numbered)} for rank, s in snapshots.items()}
+        made, parts = _by_number(
+            {rank: _renamed(s, numbers[rank]) for rank, s in snapshots.items()},
+            {rank: len(s.numbered) for rank, s in snapshots.items()},
+        )
         if parts != Parts():
             return made, parts
     return snapshots, Parts()

@@ -61,7 +61,7 @@ def read(path: str) -> Snapshot:
     }
     return Snapshot(
         path, FORMAT, opened.st_size, tensors, flat.values, stubs, flat.metadata,
-        unassigned=flat.unassigned, aligned=flat.aligned,
+        numbered=flat.numbered,
     )  # fmt: skip
 
 

@@ -41,9 +41,8 @@ class Flat:
     """In the order of the containers, which is the order of the parameters."""
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
-    unassigned: int = 0
-    aligned: tuple[str, ...] = ()
-    """Parameters of the only optimizer, if nothing says which these are."""
+    numbered: tuple[str, ...] = ()
+    """Parameters of the only optimizer, if at most the shapes say which these are."""
     nodes: int = 0
     letters: int = 0
     most: int = MAX_NODES
@@ -114,10 +113,8 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
         known = known_names(state, flat.metadata)
         names = known or parameter_names(state, models, ordered)
-        if len(optimizers) == 1 and not names:
-            flat.unassigned = sum(type(key) is int for key in ids_of(state))
-        elif len(optimizers) == 1 and len(names) < len(ordered) and not known:
-            flat.aligned = tuple(names.values())
+        if len(optimizers) == 1 and not known and (not names or len(names) < len(ordered)):
+            flat.numbered = tuple(names.get(key) or keys.text(key) for key in ids_of(state) if type(key) is int)
         parts = _optimizer_parts(state, prefix, names, known)
         flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))
         flat.count(path, prefix, len(parts))
