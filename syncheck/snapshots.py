@@ -191,7 +191,7 @@ class Snapshot:
     host: str | None = None
     """The machine, if the path names it."""
     numbered: tuple[str, ...] = ()
-    """The names of the parameters that the optimizer numbers, if only the shapes of tensors give them, else the numbers;
-    empty if the file says which parameters these are."""
+    """The parameters that the optimizer numbers, by the names that the shapes of tensors give, or by their numbers; empty
+    if the file says which parameters these are."""
     shards: frozenset[str] = frozenset()
     """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""
