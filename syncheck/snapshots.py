@@ -191,7 +191,7 @@ class Snapshot:
     host: str | None = None
     """The machine, if the path names it."""
     numbered: tuple[str, ...] = ()
-    """The parameters that the optimizer numbers, by the names that the shapes of tensors give, or by their numbers; empty
-    if the file says which parameters these are."""
+    """Parameters of an optimizer that numbers them, by their names if the shapes of tensors give these, else by number.
+    Empty if the file names the parameters."""
     shards: frozenset[str] = frozenset()
     """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""

@@ -51,7 +51,7 @@ class Parts:
 
 
 def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
-    """Find out how optimizer state is partitioned; parameters that each rank numbers itself get the rank's number."""
+    """Detect how optimizer state is partitioned, and add the rank to parameters that each rank numbers from 0."""
     blocks = {
         rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
     }
@@ -62,7 +62,7 @@ def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapsho
     lists = {snapshot.numbered for snapshot in snapshots.values()}
     names = [name for numbered in lists for name in numbered]
     if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):
-        # The ranks number other parameters, so the names prove nothing before the ranks are seen together.
+        # Names from the shapes of one rank prove nothing if the ranks number different parameters.
         numbers = {rank: {name: str(i) for i, name in enumerate(s.numbered)} for rank, s in snapshots.items()}
         made, parts = _by_number(
             {rank: _renamed(s, numbers[rank]) for rank, s in snapshots.items()},
@@ -100,9 +100,9 @@ def _by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot
 
 
 def _by_number(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> tuple[Mapping[int, Snapshot], Parts]:
-    """Decide by the shapes whether the numbers of the ranks' parameters are those of parts of one model.
+    """Decide by shapes whether the ranks number different parameters of one model.
 
-    counts: of the parameters that each rank numbers.
+    counts: numbered parameters by rank.
     """
     model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
     parameters = [model[name] for name, kind in kinds_of(model, None).by_name.items() if kind == "parameter"]
@@ -115,7 +115,7 @@ def _by_number(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> 
     )
     # Replicas number equally many parameters.
     conflict = conflict or (total == len(parameters) and len({counts[rank] for rank in held}) > 1)
-    # A rank that numbers no parameters has none, or it has the state of all under other names.
+    # A rank that numbers no parameters has no state, or the state of all parameters by name.
     whole = any(
         name.startswith("optimizer.") for rank, s in snapshots.items() if rank not in held for name in s.tensors
     )

@@ -91,7 +91,7 @@ def set_of(given: Any = ()) -> set[Any]:
 
 
 class Frozen(frozenset[Any]):
-    """A frozen set whose hash nobody can foresee."""
+    """A frozen set with a hash that a file cannot predict."""
 
     __slots__ = ()
 

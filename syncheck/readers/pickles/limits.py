@@ -1,10 +1,10 @@
-"""What a pickle may cost, by its opcodes before it is built, and by its keys before they are hashed.
+"""Limit the memory and time of a pickle, by its opcodes before it is built and by its keys before they are hashed.
 
-- Memory: Python makes room for all numbers below that of a stored object (ten bytes could ask for 32 GB,
-  python/cpython#115952) and for the stated length of bytes. Objects are counted.
-- Time: the hash of a tuple is computed anew each time, from everything it unfolds to, and a dictionary is quadratic in
-  keys of one hash. Few files have keys that are tuples, sets or long integers; Python's own unpickler, some twenty
-  times as slow, reads these, and `Keys` looks at each key.
+- Memory: Python allocates room for all numbers below the number of a stored object (ten bytes could ask for 32 GB,
+  python/cpython#115952), and for the stated length of bytes. `scan` checks both, and counts objects.
+- Time: Python hashes a tuple anew each time, with everything it unfolds to, and a dictionary takes quadratic time for
+  keys of one hash. Few files have keys that are tuples, sets or long integers. Python's own unpickler, twenty times
+  slower, reads these files, and `Keys` checks each key.
 
 Opcodes: pickletools.py of Python 3.11 to 3.14, protocols 0 to 5.
 """
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from mmap import mmap
 
-# Parts that one key may unfold to, all keys beside those that a file has bytes for, and unequal keys of one hash.
+# Limits: parts of one key; parts of all keys, besides four for each byte of the file; unequal keys of one hash.
 MOST_PARTS = 10_000
 _MOST_ALL = 1_000_000
 _MOST_OF_ONE_HASH = 100
-# Numbers that cost some MB at most and are let pass.
+# Memo numbers below this cost some MB at most, and are not checked.
 _FEW = 1 << 20
 _ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
 _STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
-# The same without those that may share a hash with another: -1 and -2 have one, and so have 1.0 and 2.0**61.
+# The atoms without numbers that may share a hash: -1 and -2 have the same, and so have 1.0 and 2.0**61.
 _COUNT = rb"(?:[N\x88\x89]|K.|M..|J.{3}[\x00-\x7f])"
-# Tuples that nobody need look into: of a few numbers, or consumed at once by a call, which looks itself.
+# Harmless tuples: of a few numbers, or consumed at once by a call, which checks its arguments.
 _TUPLE = rb"\((?:COUNT{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
 _TUPLE = _TUPLE.replace(b"ATOM", _ATOM).replace(b"COUNT", _COUNT).replace(b"STORE", _STORE)
-# As many opcodes as stand between two texts, with arguments of a fixed size or up to the end of the line. What stores
-# at a number of _FEW or more is not among them, nor are other tuples, long integers and STOP.
+# A run of opcodes between two texts, with arguments of a fixed size or up to the end of the line. It ends before memo
+# numbers of _FEW or more, other tuples, long integers and STOP.
 _RUN = re.compile(
     rb"(?:" + _TUPLE + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
     rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
@@ -47,24 +47,24 @@ _RUN = re.compile(
 _COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
 # Integers: those of more than 64 bits may have one hash.
 _LONG = b"\x8a\x8bIL"
-# One opcode of a run, of which the first byte is kept, so that objects can be counted.
+# One opcode of a run. The first byte is kept to count objects.
 _OPCODE = re.compile(
     rb"(.)(?:(?<=[Khq\x80\x82]).|(?<=[M\x83])..|(?<=[Jjr\x84]).{4}|(?<=[G\x95]).{8}|(?<=[FSVPgpIL])[^\n]*\n"
     rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?",
     re.DOTALL,
 )
-# Free: opcodes that make nothing, or objects of which Python keeps one only, such as None and small integers.
-# Light: all but those that make an object of some hundred bytes (a call, a set), or let a dictionary grow by as much.
-# Such a one counts as _HEAVY light ones, and so does a text.
+# Free opcodes create nothing, or objects that Python creates once only, such as None and small integers. Light opcodes
+# are all others except calls, sets and dictionary items, which take some hundred bytes and count as _HEAVY light
+# opcodes. A text counts as much.
 _FREE = b"()012N.abceghjpqrK\x80\x82\x83\x84\x88\x89\x90\x93\x94\x95\x97\x98"
 _LIGHT = bytes(set(range(256)) - set(b"QRdiosu\x81\x8f\x91\x92"))
 _HEAVY = 4
-# Bytes of opcodes without texts that are let pass uncounted: of some 50,000 tensors. At worst they take a GB.
+# Bytes of opcodes without texts that are not counted: some 50,000 tensors. At worst they take a GB.
 _FEW_OPCODES = 1 << 22
 
 
 class Scan(NamedTuple):
-    """What the opcodes of a pickle say. fault: why it is refused, or empty. slow: whether its keys are to be checked.
+    """The result of a scan. fault: the reason to refuse the pickle, or empty. slow: whether keys must be checked.
 
     size: bytes from the start of the pickle to the end of the data.
     """
@@ -75,16 +75,16 @@ class Scan(NamedTuple):
 
 
 def _objects(run: bytes) -> int:
-    """Count what a run of opcodes makes, in hundreds of bytes."""
+    """Estimate the memory of a run of opcodes, in hundreds of bytes."""
     codes = _OPCODE.sub(rb"\1", run)
     return len(codes.translate(None, _FREE)) + (_HEAVY - 1) * len(codes.translate(None, _LIGHT))
 
 
 def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
-    """Look at the opcodes of the pickle that begins at `start`; nothing is built.
+    """Check the opcodes of the pickle that begins at `start`, and build nothing.
 
-    most: objects, if not those of `bounds`. What is no opcode, or has no end, is left for the unpickler to refuse: it
-    gets no further than that.
+    most: limit of objects in place of `bounds.MOST_OBJECTS`. The scan stops at bytes that are no opcode and at the end
+    of the data; the unpickler refuses both.
     """
     most = bounds.MOST_OBJECTS if most is None else most
     at, end, slow, passed, objects = start, len(data), False, 0, 0
@@ -103,7 +103,7 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
             slow = slow or (size > 8 and code in _LONG)
             if at > end and size > _FEW and code in b"B\x8e\x96":  # Python makes room for bytes before it reads them
                 return Scan(f"it asks for {size} bytes, beyond its end")
-        elif length:  # the run may have been as long as one may be
+        elif length:  # a run may have ended at its maximum length
             continue
         elif code in _LONG or code in b"t\x85\x86\x87\x91":
             slow, objects = True, objects + 1
@@ -121,7 +121,7 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
 
 
 def light(*given: Any) -> None:
-    """Check what a call is given. Raises UnpicklingError for tuples that unfold to more parts than a key may have."""
+    """Check the arguments of a call. Raises UnpicklingError for tuples that unfold to more parts than MOST_PARTS."""
     for part in given:
         if isinstance(part, (tuple, frozenset)):
             for inner in part:  # mostly a few numbers
@@ -131,7 +131,7 @@ def light(*given: Any) -> None:
 
 
 def _count_parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
-    """Return how many parts are hashed with a key. Raises UnpicklingError where they are too many."""
+    """Count the parts that Python hashes for a key. Raises UnpicklingError if there are too many."""
     count, stack = 1, [key]
     while stack:
         inside = stack.pop()
@@ -143,7 +143,7 @@ def _count_parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
 
 
 class Keys:
-    """The keys of a pickle, each of which is checked before it is hashed. size: bytes of the pickle."""
+    """The keys of a pickle, checked before Python hashes them. size: bytes of the pickle."""
 
     def __init__(self, size: int) -> None:
         self.left = _MOST_ALL + 4 * size
@@ -151,14 +151,14 @@ class Keys:
         self.hashes: Counter[int] = Counter()
 
     def check(self, keys: Iterable[Any]) -> None:
-        """Raise UnpicklingError for keys that take too long to hash, or to find among others of their hash."""
+        """Raise UnpicklingError for keys that take too long to hash, or that share a hash with too many keys."""
         for key in keys:
             if isinstance(key, (tuple, frozenset)):
                 self.left -= _count_parts(key)
             elif type(key) is not int or key.bit_length() <= 64:
                 continue
             if self.left < 0:
-                raise pickle.UnpicklingError(f"its keys unfold to more than {MOST_PARTS} parts each on the whole")
+                raise pickle.UnpicklingError("its keys unfold to too many parts")
             if key not in self.known:
                 self.known.add(key)
                 self.hashes[hash(key)] += 1
