@@ -190,9 +190,8 @@ class Snapshot:
     """The rank's coordinate by dimension of the mesh, if the file's name has it."""
     host: str | None = None
     """The machine, if the path names it."""
-    unassigned: int = 0
-    """How many parameters the optimizer numbers, if nothing in the file says which parameters these are."""
-    aligned: tuple[str, ...] = ()
-    """The names that numbered parameters got, if only the shapes of some of the model's tensors give them."""
+    numbered: tuple[str, ...] = ()
+    """Parameters of an optimizer that numbers them, by their names if the shapes of tensors give these, else by number.
+    Empty if the file names the parameters."""
     shards: frozenset[str] = frozenset()
     """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""

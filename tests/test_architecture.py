@@ -77,15 +77,13 @@ ALLOWED = {
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel"},
-    "comparison.assembled": BASE | {"comparison.replica_groups"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "gaps"},
     "comparison.tensors": BYTES | {"tolerance", "kernel.digests", "kernel.quick", "gaps", "comparison.replica_groups"},
     "comparison": BASE
     | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.quick"}
     | {"evidence", "evidence.histograms"}
     | {
-        f"comparison.{part}"
-        for part in ("assembled", "ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
+        f"comparison.{part}" for part in ("ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
     },
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},

@@ -23,7 +23,7 @@ SYNCHECK = {
     "Gaps": "gaps gaps.floats gaps.measured",
     "One group": (
         "comparison comparison.tensors comparison.values comparison.replica_groups comparison.optimizer_parts "
-        "comparison.assembled comparison.ties comparison.reference"
+        "comparison.ties comparison.reference"
     ),
     "A second look, and several steps of a run": (
         "evidence evidence.suspects evidence.histograms evidence.history evidence.stale evidence.free_running series"

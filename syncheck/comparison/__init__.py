@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import evidence
-from syncheck.comparison.assembled import is_mixed, wholes
 from syncheck.comparison.optimizer_parts import Parts, lost_parts, partitioned
 from syncheck.comparison.reference import described
-from syncheck.comparison.replica_groups import divide, mesh_of, positions_of
+from syncheck.comparison.replica_groups import divide, is_mixed, mesh_of, positions_of, wholes
 from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, lacking, stores_progress

@@ -51,7 +51,7 @@ class Parts:
 
 
 def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
-    """Find out how optimizer state is partitioned; parameters that each rank numbers itself get names of their own."""
+    """Detect how optimizer state is partitioned, and add the rank to parameters that each rank numbers from 0."""
     blocks = {
         rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
     }
@@ -59,26 +59,29 @@ def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapsho
         return snapshots, Parts({rank: _full(block.optimizer_parameters) for rank, block in blocks.items()})
     if any(snapshot.shards for snapshot in snapshots.values()):
         return snapshots, _by_label([snapshot.shards for snapshot in snapshots.values()], snapshots)
-    numbered = snapshots
-    if len({snapshot.aligned for snapshot in snapshots.values()}) > 1:
-        # The ranks number other parameters, so the names prove nothing before the ranks are seen together.
-        numbered = {rank: _numbered(snapshot) for rank, snapshot in snapshots.items()}
-    if len(snapshots) > 1 and any(snapshot.unassigned for snapshot in numbered.values()):
-        made, parts = _by_number(numbered)
+    lists = {snapshot.numbered for snapshot in snapshots.values()}
+    names = [name for numbered in lists for name in numbered]
+    if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):
+        # Names from the shapes of one rank prove nothing if the ranks number different parameters.
+        numbers = {rank: {name: str(i) for i, name in enumerate(s.numbered)} for rank, s in snapshots.items()}
+        made, parts = _by_number(
+            {rank: _renamed(s, numbers[rank]) for rank, s in snapshots.items()},
+            {rank: len(s.numbered) for rank, s in snapshots.items()},
+        )
         if parts != Parts():
             return made, parts
     return snapshots, Parts()
 
 
-def _numbered(snapshot: Snapshot) -> Snapshot:
-    """Take back the names that an optimizer's numbered parameters got by their shapes."""
-    numbers = {f"optimizer.{name}": f"optimizer.{i}" for i, name in enumerate(snapshot.aligned)}
+def _renamed(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
+    """Rename the optimizer's parameters. names: old to new."""
+    full = {f"optimizer.{old}": f"optimizer.{new}" for old, new in names.items()}
     tensors = {}
     for name, tensor in snapshot.tensors.items():
         parameter, _, state = name.rpartition(".")
-        full = f"{numbers[parameter]}.{state}" if parameter in numbers else name
-        tensors[full] = tensor if full == name else replace(tensor, name=full)
-    return replace(snapshot, tensors=tensors, unassigned=snapshot.unassigned or len(snapshot.aligned))
+        new = f"{full[parameter]}.{state}" if parameter in full else name
+        tensors[new] = tensor if new == name else replace(tensor, name=new)
+    return replace(snapshot, tensors=tensors)
 
 
 def _full(parameters: Sequence[str]) -> frozenset[str]:
@@ -96,33 +99,32 @@ def _by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot
     return Parts(labels=together, unclear="" if known else "the parts of the optimizer's state are not all there")
 
 
-def _by_number(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
-    """Decide by the shapes whether the numbers of the ranks' parameters are those of parts of one model."""
+def _by_number(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> tuple[Mapping[int, Snapshot], Parts]:
+    """Decide by shapes whether the ranks number different parameters of one model.
+
+    counts: numbered parameters by rank.
+    """
     model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
-    parameters = [(name, model[name]) for name, kind in kinds_of(model, None)[0].items() if kind == "parameter"]
-    counts = {rank: s.unassigned for rank, s in snapshots.items() if s.unassigned}
-    held = {rank: _shapes(snapshots[rank]) for rank in counts}
+    parameters = [model[name] for name, kind in kinds_of(model, None).by_name.items() if kind == "parameter"]
+    held = {rank: _shapes(snapshots[rank]) for rank, count in counts.items() if count}
     total, several = sum(counts.values()), Counter(shape for of in held.values() for shape in of.values())
-    if total > len(parameters) or several - Counter(shape for _, shape in parameters):
+    if total > len(parameters) or several - Counter(parameters):
         return snapshots, Parts()
     conflict = any(
         one[i] != other[i] for one, other in combinations(held.values(), 2) for i in one.keys() & other.keys()
     )
     # Replicas number equally many parameters.
-    conflict = conflict or (total == len(parameters) and len(set(counts.values())) > 1)
-    # A rank without parameters of its own has the state of all, or none.
-    whole = [rank for rank, s in snapshots.items() if rank not in counts and any(map(_is_state, s.tensors))]
-    names = _predicted(parameters, counts, held, tuple(snapshots)) if conflict or whole else {}
-    if not names and not conflict:
-        unclear = total == len(parameters) and len(counts) == len(snapshots) and all(held.values())
+    conflict = conflict or (total == len(parameters) and len({counts[rank] for rank in held}) > 1)
+    # A rank that numbers no parameters has no state, or the state of all parameters by name.
+    whole = any(
+        name.startswith("optimizer.") for rank, s in snapshots.items() if rank not in held for name in s.tensors
+    )
+    if whole or not conflict:
+        unclear = whole or (total == len(parameters) and len(held) == len(counts) and all(held.values()))
         return snapshots, Parts(unclear=_UNCLEAR if unclear else "")
-    names = names or {rank: [f"(rank {rank}).{i}" for i in range(count)] for rank, count in counts.items()}
-    made = {rank: _renamed(s, names[rank]) if rank in counts else s for rank, s in snapshots.items()}
-    return made, Parts({rank: _full(names.get(rank, ())) for rank in snapshots})
-
-
-def _is_state(name: str) -> bool:
-    return name.startswith("optimizer.")
+    names = {rank: {str(i): f"(rank {rank}).{i}" for i in range(count)} for rank, count in counts.items()}
+    made = {rank: _renamed(s, names[rank]) for rank, s in snapshots.items()}
+    return made, Parts({rank: _full(tuple(of.values())) for rank, of in names.items()})
 
 
 def _shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
@@ -132,38 +134,6 @@ def _shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
         if (match := _STATE.fullmatch(name)) and (tensor.shape or match[2] != "step"):
             found[int(match[1])] = max(found.get(int(match[1]), ()), tensor.shape, key=math.prod)
     return found
-
-
-def _predicted(
-    parameters: Sequence[tuple[str, tuple[int, ...]]], counts: Mapping[int, int], held: Shapes, ranks: tuple[int, ...]
-) -> dict[int, list[str]]:
-    """Partition the parameters as ZeroRedundancyOptimizer and as OSS do; empty if what the ranks hold fits neither.
-
-    Each parameter goes to the rank with the fewest elements; torch begins with the largest parameter.
-    """
-    for ordered in (sorted(parameters, key=lambda one: -math.prod(one[1])), parameters):
-        sizes = dict.fromkeys(ranks, 0)
-        lists: dict[int, list[tuple[str, tuple[int, ...]]]] = {rank: [] for rank in ranks}
-        for name, shape in ordered:
-            rank = min(sizes, key=lambda rank: (sizes[rank], rank))
-            lists[rank].append((name, shape))
-            sizes[rank] += math.prod(shape)
-        if all(
-            len(lists[rank]) == count
-            and all(lists[rank][i][1] == shape for i, shape in held[rank].items() if i < count)
-            for rank, count in counts.items()
-        ):
-            return {rank: [name for name, _ in of] for rank, of in lists.items()}
-    return {}
-
-
-def _renamed(snapshot: Snapshot, names: Sequence[str]) -> Snapshot:
-    tensors = {}
-    for name, tensor in snapshot.tensors.items():
-        match = _STATE.fullmatch(name)
-        full = f"optimizer.{names[int(match[1])]}.{match[2]}" if match and int(match[1]) < len(names) else name
-        tensors[full] = tensor if full == name else replace(tensor, name=full)
-    return replace(snapshot, tensors=tensors)
 
 
 def lost_parts(own: Own, found: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:

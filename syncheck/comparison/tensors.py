@@ -12,7 +12,7 @@ from syncheck.records import TensorDiff, ranks_text
 from syncheck.snapshots import index_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division, Sets
     from syncheck.kernel.blocks import Files
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from syncheck.records import Status
     from syncheck.snapshots import Tensor
     from syncheck.tolerance import Tolerance
+
+    Compare = Callable[[TensorDiff, Mapping[int, Tensor]], TensorDiff | None]
 
 # How the readers begin what they say of a shard.
 SHARDED = "sharded:"
@@ -44,12 +46,17 @@ def compare_tensor(
     tensors than the rest, so that one that is not everywhere is as it should be. quick: compare stored checksums and
     read nothing. Raises CheckpointError when a file can no longer be read.
     """
+
+    def compare(bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
+        told = _told(list(members.values()), files, quick=quick)
+        return _as_told(bare, tuple(members), told) if told else _by_bytes(bare, members, files, tolerance)
+
     missing = tuple(rank for rank in division.expected if rank not in tensors)
     bare = _bare(name, kind, tensors)
     diff = _unlike(bare, tensors, division)
     if diff is None:
-        diff = _by_groups(bare, tensors, division, files, tolerance, quick=quick)
-    elif values := _among_alike(diff, tensors, division, files, tolerance, quick=quick):
+        diff = _by_groups(bare, tensors, division, compare)
+    elif values := _among_alike(diff, tensors, division, compare):
         # What the reader refuses on some ranks is no difference by itself.
         diff = replace(diff, facts=(diff, values)) if diff.out_of_sync else replace(values, detail=diff.detail)
     if not missing:
@@ -141,13 +148,7 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division)
 
 
 def _among_alike(
-    unlike: TensorDiff,
-    tensors: Mapping[int, Tensor],
-    division: Division,
-    files: Files,
-    tolerance: Tolerance,
-    *,
-    quick: bool,
+    unlike: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
 ) -> TensorDiff | None:
     """Compare the ranks that hold a tensor alike, where not all do; None when these do not differ."""
     plain = {rank: tensor for rank, tensor in tensors.items() if not tensor.refused}
@@ -162,7 +163,7 @@ def _among_alike(
         return None
     among = replace(division, sets=tuple(sets), layout=division.layout or f"of one {unlike.reason}")
     first = {rank: plain[rank] for found in sets for rank in found}
-    diff = _by_groups(_bare(unlike.name, unlike.kind, first), first, among, files, tolerance, quick=quick)
+    diff = _by_groups(_bare(unlike.name, unlike.kind, first), first, among, compare)
     return diff if diff is not None and diff.out_of_sync else None
 
 
@@ -196,13 +197,7 @@ def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mappi
 
 
 def _by_groups(
-    bare: TensorDiff,
-    tensors: Mapping[int, Tensor],
-    division: Division,
-    files: Files,
-    tolerance: Tolerance,
-    *,
-    quick: bool,
+    bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
 ) -> TensorDiff | None:
     """Compare within each replica group; None when all are identical. Of several groups the worst gives the numbers."""
     if division.kind and not division.comparable:
@@ -217,8 +212,7 @@ def _by_groups(
             shapes = {rank: tensor.shape for rank, tensor in members.items()}
             diff: TensorDiff | None = _split(own, "shape", shapes, members)
         else:
-            told = _told(list(members.values()), files, quick=quick)
-            diff = _as_told(own, ranks, told) if told else _by_bytes(own, members, files, tolerance)
+            diff = compare(own, members)
         if diff is not None:
             diffs.append(diff)
     if not diffs or len(division.sets) == 1:

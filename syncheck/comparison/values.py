@@ -11,7 +11,7 @@ from syncheck.records import ValueDiff, names_text, ranks_text
 from syncheck.value_kinds import is_own, value_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from syncheck.snapshots import Snapshot
 
@@ -42,7 +42,7 @@ def compare_values(
         for name, value in of.items():
             if not is_partial(name):
                 by_name[name][rank] = value
-    kind_of, containers = value_kinds(by_name), _Containers(snapshots, values)
+    kind_of, keys = value_kinds(by_name), cache(lambda rank: _containers((*values[rank], *snapshots[rank].tensors)))
     one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
     diffs = []
     for name, found in by_name.items():
@@ -52,14 +52,14 @@ def compare_values(
         if not differ and not lacking:
             continue
         kind = kind_of(name)
-        lost = tuple(rank for rank in lacking if containers.lacks(rank, name))
+        lost = tuple(rank for rank in lacking if _owner(name) not in keys(rank))
         # Two replicas may know the members of a group in two ways, by name and by position.
         missing = bool(lacking) and not is_membership(name)
         if not memory:
             # With --only-params, a file of the model alone lacks nothing.
             missing = missing and wanted(name, "optimizer")
             missing = missing and one_format and kind in ("setting", "scaler")
-            missing = missing and (bool(lost) or containers.differ(name, lacking, next(iter(found))))
+            missing = missing and (bool(lost) or _differ(name, keys(next(iter(found))), map(keys, lacking)))
         asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
         # A rank's own loss in LBFGS's state may differ, but not be lost with the state.
         own = is_own(name) and not (lost and name.startswith("optimizer."))
@@ -69,36 +69,32 @@ def compare_values(
     return diffs
 
 
-class _Containers:
-    """The keys of each container of values and tensors, by rank."""
+def _containers(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return the keys of each container of values and tensors."""
+    keys: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        head, key = name, ""
+        while head:
+            if not is_membership(name):
+                keys[head].add(key)
+            head, _, key = head.rpartition(".")
+    return {head: found - {""} for head, found in keys.items()}
 
-    def __init__(self, snapshots: Mapping[int, Snapshot], values: Mapping[int, Mapping[str, Any]]) -> None:
-        self._snapshots, self._values = snapshots, values
-        self._keys = cache(self._by_container)
 
-    def lacks(self, rank: int, name: str) -> bool:
-        """Whether a rank has nothing of what a value belongs to: the optimizer, the scheduler, a top-level key."""
-        head, groups, _ = name.partition(".param_groups.")
-        return (head if groups else name.rpartition(".")[0] or name) not in self._keys(rank)
+def _owner(name: str) -> str:
+    """Name what a value belongs to: the optimizer, the scheduler, a top-level key."""
+    head, groups, _ = name.partition(".param_groups.")
+    return head if groups else name.rpartition(".")[0] or name
 
-    def differ(self, name: str, lacking: Sequence[int], having: int) -> bool:
-        """Whether a rank that lacks a value lacks its container, or has keys in it that the other rank lacks.
 
-        A container with fewer keys is of another version of the library.
-        """
-        home = name.rpartition(".")[0]
-        keys = [self._keys(rank).get(home, set()) for rank in lacking]
-        return not all(keys) or any(of - self._keys(having)[home] for of in keys)
+def _differ(name: str, having: Mapping[str, set[str]], lacking: Iterable[Mapping[str, set[str]]]) -> bool:
+    """Whether a rank that lacks a value lacks its container, or has keys in it that the rank that has it lacks.
 
-    def _by_container(self, rank: int) -> dict[str, set[str]]:
-        keys: dict[str, set[str]] = defaultdict(set)
-        for name in (*self._values[rank], *self._snapshots[rank].tensors):
-            head, key = name, ""
-            while head:
-                if not is_membership(name):
-                    keys[head].add(key)
-                head, _, key = head.rpartition(".")
-        return {head: found - {""} for head, found in keys.items()}
+    A container with fewer keys is of another version of the library. having, lacking: keys by container.
+    """
+    home = name.rpartition(".")[0]
+    found = [keys.get(home) for keys in lacking]
+    return not all(found) or any(of - having[home] for of in found if of)
 
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:

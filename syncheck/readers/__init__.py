@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from syncheck.errors import UnreadableFile, UsageError
 from syncheck.readers.files import ENDINGS, READERS, SETTINGS, read_file, sniff
-from syncheck.readers.kept import keep
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -54,3 +54,24 @@ def read(path: str) -> Snapshot:
         if found is not None:
             return found
     return read_file(path)
+
+
+def keep(path: str, option: str = "-o", *, but: ModuleType | None = None) -> None:
+    """Raise UsageError, naming the option, where a checkpoint lies, or a file of a folder that is one.
+
+    but: the reader of a format that may be replaced.
+    """
+    if os.path.isfile(path) and _is_part(path, but):
+        raise UsageError(f"{option} {path}: a checkpoint lies there, and it would be lost; name another file")
+
+
+def _is_part(path: str, but: ModuleType | None) -> bool:
+    try:
+        if sniff(path) not in (None, but):
+            return True
+        # An index or a list of settings is no checkpoint by itself.
+        folder, name = os.path.split(os.path.realpath(path))
+        whole = sniff_folder(folder)
+    except UnreadableFile:
+        return False
+    return whole is not None and bool(whole.holds(name))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 # Tensors of a safetensors file or a fingerprint.
 MOST_TENSORS = 1_000_000
-# Texts of a pickle, and parts of all its containers.
+# Parts of all containers of a pickle.
 MOST_ENTRIES = 5_000_000
 # Objects that a pickle builds, or JSON, each counted by what it takes in memory: 1 for some hundred bytes.
 MOST_OBJECTS = 20_000_000
 # The same of the `.metadata` of torch.distributed.checkpoint, which has several for each chunk: of a million chunks.
-MOST_INDEX_TEXTS, MOST_INDEX_OBJECTS = 20_000_000, 60_000_000
+MOST_INDEX_OBJECTS = 120_000_000
 # Names of classes that are not known.
 MOST_CLASSES = 10_000

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import struct
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.readers.opening import regular
-from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.places import Record, tensor_at
 from syncheck.readers.pickles.tree import flatten
-from syncheck.readers.pickles.unpickle import unpickle
+from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ FORMAT = "torch-legacy"
 MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _VERSION = 1001
 _COUNT = struct.Struct("<q")
-# Bytes that a pickle may ask for at a time: a stated length is no reason to allocate. Tensors lie outside of it.
-_MOST = 1 << 30
 _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
@@ -45,84 +41,51 @@ def read(path: str) -> Snapshot:
     Raises MalformedFile for a file that is cut short or inconsistent, RefusedFile for a pickle that wants to run
     something, UnsupportedFormat for another version of the format.
     """
-    with regular(path) as file:
+    with regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         opened = os.fstat(file.fileno())
-        stream = _Bounded(file)
-        file.seek(len(MAGIC))
+        stream = Stream(whole, len(MAGIC))
         version, _ = unpickle(stream, path, "protocol version")
         if version != _VERSION:
             raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
         unpickle(stream, path, "facts of the machine")
-        start = file.tell()
+        start = stream.at
         storages: dict[str, Storage] = {}
         made: list[TensorPlace] = []
         tree, stubs = unpickle(stream, path, "object", storages, made=made)
-        flat = flatten(tree, path, file.tell() - start, made)
+        flat = flatten(tree, path, stream.at - start, made)
         keys, _ = unpickle(stream, path, "keys of the storages")
-        records = _records(file, keys, storages, path)
+        records = _records(stream, keys, storages, path)
+    tensors = {
+        name: tensor_at(name, place, path, lambda storage: records[storage.key], opened=opened)
+        for name, place in flat.tensors.items()
+    }
     return Snapshot(
-        path,
-        FORMAT,
-        opened.st_size,
-        {
-            name: tensor_at(name, place, path, lambda storage: records[storage.key], opened=opened)
-            for name, place in flat.tensors.items()
-        },
-        flat.values,
-        stubs,
-        flat.metadata,
-        unassigned=flat.unassigned,
-        aligned=flat.aligned,
-    )
+        path, FORMAT, opened.st_size, tensors, flat.values, stubs, flat.metadata,
+        numbered=flat.numbered,
+    )  # fmt: skip
 
 
-class _Bounded:
-    """A stream that gives a pickle no more bytes at a time than one may need."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def read(self, size: int) -> bytes:
-        if size > _MOST:
-            raise pickle.UnpicklingError(f"it asks for {size} bytes")
-        return self._file.read(size)
-
-    def readinto(self, buffer: bytearray) -> int:
-        return self._file.readinto(buffer)  # type: ignore[attr-defined, no-any-return]  # every file has it
-
-    def readline(self) -> bytes:
-        return self._file.readline(_MOST)
-
-    def memo_fault(self) -> str:
-        start = self._file.tell()
-        if start >= os.fstat(self._file.fileno()).st_size:
-            return ""
-        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-            return memo.fault(whole, start)
-
-
-def _records(file: BinaryIO, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
-    """Find where each storage's bytes lie; the file stands at the first storage's count of elements."""
+def _records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
+    """Find where each storage's bytes lie; the stream stands at the first storage's count of elements."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise MalformedFile(path, place="keys of the storages", found=brief(keys), needed="texts", next_step=_AGAIN)
-    here, end, records = file.tell(), os.fstat(file.fileno()).st_size, dict[str, Record]()
+    end, records = len(stream.data), dict[str, Record]()
     for key in keys:
         label = f"storage {key!r:.40}"
-        file.seek(here)
-        head = file.read(_COUNT.size)
+        head = stream.read(_COUNT.size)
         count = _COUNT.unpack(head)[0] if len(head) == _COUNT.size else -1
         storage = storages.get(key)
         if storage is None or storage.itemsize is None or not 0 <= count <= end:
             raise MalformedFile(
                 path, place=label, found="no such storage, or no count of its elements", next_step=_AGAIN
             )
-        start, size = here + _COUNT.size, count * storage.itemsize
+        start, size = stream.at, count * storage.itemsize
         if start + size > end:
             raise MalformedFile(
                 path, place=label, found=f"ends at byte {start + size}", needed=f"at most {end}", next_step=_AGAIN
             )
         records[key] = Record(label, start, size)
-        here = start + size
+        stream.at = start + size
     missing = [key for key in storages if key not in records]
     if missing:
         raise MalformedFile(path, place="keys of the storages", found=f"none of {missing[0]!r:.40}", next_step=_AGAIN)

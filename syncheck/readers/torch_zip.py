@@ -63,7 +63,7 @@ def read(path: str) -> Snapshot:
         archive.check_overlaps()
     return Snapshot(
         path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata,
-        unassigned=flat.unassigned, aligned=flat.aligned,
+        numbered=flat.numbered,
     )  # fmt: skip
 
 

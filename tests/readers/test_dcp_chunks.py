@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from strategies import EXAMPLES, for_all
 
-from syncheck.readers.dcp.chunks import fault
+from syncheck.readers.dcp.index import fault
 
 ROWS = [((0, 0), (2, 3)), ((2, 0), (1, 3))]
 

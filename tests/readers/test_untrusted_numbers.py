@@ -66,7 +66,7 @@ def test_an_error_has_no_address() -> None:
     for data, said in (
         (b"\x80\x02cfoo\nBar\n)RQ.", "<foo.Bar>"),
         (b"\x80\x02cnumpy._core.multiarray\n_reconstruct\n)RQ.", "<_NumpyArray>"),
-        (b"\x80\x02ctorch\nSize\nQ.", "<Counted>"),
+        (b"\x80\x02ctorch\nSize\nQ.", "<StandIn>"),
     ):
         with pytest.raises(MalformedFile, match=f"persistent id {said} is not a storage"):
             unpickle(data, "a.pth", "data.pkl")

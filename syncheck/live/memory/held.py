@@ -68,7 +68,6 @@ class Held:
 class HeldPlace(TensorPlace):
     """A tensor in memory, in the shape in which `readers.pickles.tree` expects one of a file."""
 
-    __slots__ = ("held",)
     held: Held | None
 
     def __init__(
@@ -80,17 +79,14 @@ class HeldPlace(TensorPlace):
         sharding: Sharding | None = None,
     ) -> None:
         # A live check makes some hundred of these every time.
-        values = None, dtype, 0, shape, in_c_order(shape), "", refused, None, False, sharding, held
-        for put, value in zip(_PUT, values, strict=True):
-            put(self, value)
+        self.__dict__.update(
+            storage=None, dtype=dtype, offset=0, shape=shape, strides=in_c_order(shape), refused=refused,
+            sharding=sharding, held=held,
+        )  # fmt: skip
 
     def refuse(self, reason: str) -> HeldPlace:
         """Return the same place with a reason not to compare it."""
         return self if self.refused else HeldPlace(self.dtype, self.shape, None, reason)
-
-
-_FIELDS = "storage dtype offset shape strides lazy refused data big_endian sharding held".split()
-_PUT = [getattr(HeldPlace, name).__set__ for name in _FIELDS]
 
 
 def is_tensor(value: Any) -> bool:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
 from syncheck.readers import torch_zip
+from syncheck.readers.assembly import Assembly
 from syncheck.readers.bookkeeping import settled
-from syncheck.readers.dcp.beside import CHUNKS, EXTRAS, unlisted, with_extras
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.dcp.tree import rebuild
+from syncheck.readers.files import read_file
 from syncheck.readers.opening import regular
 from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
 from syncheck.readers.pickles.tree import flatten
@@ -26,15 +27,40 @@ from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 FORMAT = "dcp"
+CHUNKS = ".distcp"
+# Written by torch.save: what Lightning and Megatron-Core keep apart, such as the step.
+EXTRAS = ("meta.pt", "common.pt")
 ONE_COPY = (
     "a torch.distributed.checkpoint folder holds one copy of each replicated tensor, from any rank: it cannot show "
     "whether the ranks of its own run were in sync"
 )
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, which torch.save writes without a comment
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
+
+
+def _with_extras(whole: Snapshot) -> Snapshot:
+    """Add what the files hold that are no chunks. Raises CheckpointError for one that cannot be read."""
+    there = [path for name in EXTRAS if os.path.lexists(path := os.path.join(whole.path, name))]
+    if not there:
+        return whole
+    assembly = Assembly(whole.path, whole.format)
+    for part in (whole, *map(read_file, there)):
+        assembly.add(part)
+    return assembly.snapshot()
+
+
+def _unlisted(folder: str, named: Collection[str]) -> Iterator[str]:
+    """Say which files of chunks belong to no tensor: torch does not read them, and so they are not compared.
+
+    named: those in which chunks lie, by their path below the folder.
+    """
+    found = sorted(name for name in os.listdir(folder) if name.endswith(CHUNKS) and name not in named)
+    if found:
+        listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        yield f"files of chunks that .metadata does not name were not compared ({len(found)}): {listed}"
 
 
 def matches_folder(folder: str) -> bool:
@@ -70,9 +96,9 @@ def read(folder: str) -> Snapshot:
     tensors = {name: replace(found.tensors.get(id(place), unread), name=name) for name, place in flat.tensors.items()}
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
-        flat.metadata, (ONE_COPY, *found.notes(), *unlisted(folder, found.sizes)),
+        flat.metadata, (ONE_COPY, *found.notes(), *_unlisted(folder, found.sizes)),
     )  # fmt: skip
-    return settled(with_extras(whole))
+    return settled(_with_extras(whole))
 
 
 @dataclass

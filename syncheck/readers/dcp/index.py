@@ -6,27 +6,80 @@ imported: the unpickler makes inert stubs of them, and what they were given is c
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DType
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat, brief
 from syncheck.readers import bounds
-from syncheck.readers.dcp.chunks import fault
 from syncheck.readers.opening import regular
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.unpickle import unpickle
+from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import TypeGuard
 
 METADATA = ".metadata"
 # Bytes of `.metadata`. A chunk takes about 200: this is five million of them, some 10 GB when read.
 MAX_SIZE = 1_000_000_000
 _AGAIN = "the folder is damaged or not written by torch.distributed.checkpoint: save or copy it again"
+
+
+Span = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and size, by dimension."""
+
+# Chunks of a mesh of ranks form a grid and need a few steps each; what is built to need the square of that is refused.
+_STEPS = 1_000_000
+_STEPS_PER_CHUNK = 64
+
+
+def fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
+    """Say where chunks leave a gap, overlap, or reach out of a tensor; empty if they cover it exactly.
+
+    spans: none of them empty.
+    """
+    if 0 in shape:
+        return "chunks of an empty tensor" if spans else ""
+    for start, size in spans:
+        if any(at + length > most for at, length, most in zip(start, size, shape, strict=True)):
+            return f"the chunk of size {list(size)} at {list(start)} reaches out of it"
+    start, most = max(Counter(start for start, _ in spans).items(), key=lambda item: item[1], default=((), 0))
+    if most > 1:  # quickly, whatever their number: a pickle can list one chunk a million times
+        return f"{most} chunks hold element {list(start)}"
+    left = _STEPS + _STEPS_PER_CHUNK * len(spans)
+    waiting: list[tuple[tuple[int, ...], Sequence[Span]]] = [((), spans)]
+    while waiting:
+        # The chunks that hold the elements whose first indices are `at`.
+        at, here = waiting.pop()
+        if len(at) == len(shape):
+            if len(here) != 1:
+                return f"{len(here) or 'no'} chunks hold element {list(at)}"
+            continue
+        for low, inside in _slabs(here, len(at), shape[len(at)]):
+            left -= len(inside) + 1
+            if left < 0:
+                return f"{len(spans)} chunks that cut one another into too many pieces to check"
+            waiting.append(((*at, low), inside))
+    return ""
+
+
+def _slabs(spans: Sequence[Span], axis: int, length: int) -> Iterator[tuple[int, list[Span]]]:
+    """Cut a dimension wherever a chunk begins or ends: where each slab begins, and the chunks that cross it."""
+    edges = sorted({0, length, *(e for start, size in spans for e in (start[axis], start[axis] + size[axis]))})
+    ordered = sorted(spans, key=lambda span: span[0][axis])
+    crossing: list[Span] = []
+    coming = 0
+    for low, _ in itertools.pairwise(edges):
+        crossing = [span for span in crossing if span[0][axis] + span[1][axis] > low]
+        while coming < len(ordered) and ordered[coming][0][axis] == low:
+            crossing.append(ordered[coming])
+            coming += 1
+        yield low, list(crossing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +112,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     Raises MalformedFile where the file is missing or inconsistent, UnsupportedFormat for what other writers put there.
     """
     data = _content(folder)
-    tree, _ = unpickle(data, folder, METADATA, most=(bounds.MOST_INDEX_TEXTS, bounds.MOST_INDEX_OBJECTS))
+    tree, _ = unpickle(Stream(data, most=bounds.MOST_INDEX_OBJECTS), folder, METADATA)
     fields = _fields(tree, "Metadata", folder, METADATA)
     known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(known, dict) or not isinstance(stored, dict):

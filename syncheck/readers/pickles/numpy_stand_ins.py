@@ -63,11 +63,8 @@ class _NumpyDType:
 class _NumpyArray(Compound):
     """A numpy array: made empty by _reconstruct, then filled by BUILD with shape, dtype, order and bytes."""
 
-    __slots__ = ()
-
     def __init__(self, *_: Any) -> None:
         super().__init__(None, None, 0, (), (), refused="a numpy array without content")
-        self._fill(inner={}, hidden=())
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
@@ -77,12 +74,9 @@ class _NumpyArray(Compound):
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
-            inner: dict[str, Any] = (
-                {"elements": data} if isinstance(data, list) else {}
-            )  # objects, among them tensors perhaps
+            inner: dict[str, Any] = {"elements": data} if isinstance(data, list) else {}  # perhaps tensors
             if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times: equal, or not
-                inner["bytes"] = raw = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,))
-                raw._fill(data=data)  # noqa: SLF001 - of its own class
+                inner["bytes"] = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)
             self._fill(shape=shape, refused=f"a numpy array of dtype {code:.40}", inner=inner)
             return
         if len(data) != math.prod(shape) * dtype.size:

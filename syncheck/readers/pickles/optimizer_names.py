@@ -26,22 +26,16 @@ _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 
 def parameter_names(
-    state: Mapping[str, Any],
-    models: Mapping[str, tuple[int, ...]],
-    metadata: Metadata | None,
-    ordered: Sequence[str],
+    state: Mapping[str, Any], models: Mapping[str, tuple[int, ...]], ordered: Sequence[str]
 ) -> dict[Any, str]:
-    """Map the ids of an optimizer's state dict to parameter names; ids that cannot be resolved are left out.
+    """Map the ids of an optimizer's state dict to parameter names by the order of the parameters (see `_aligned`).
 
-    models: shapes of the checkpoint's other tensors by name. ordered: of these, the parameters, `in_order`.
-    Sources, best first: names used as keys already, `param_names` of newer torch, the metadata block, and the order of
-    the parameters (see `_aligned`).
+    models: shapes of the checkpoint's other tensors by name. ordered: of these, the parameters, `in_order`. Returns
+    nothing if the ids and the parameters do not fit.
     """
     ids = ids_of(state)
     if not ids or not all(isinstance(key, (int, str)) for key in ids):
         return {}
-    if found := known_names(state, metadata):
-        return found
     groups = [_listed(group, "params") for group in state["param_groups"]]
     # As many ids as tensors outside of `ema` and the like: these are the parameters, and that is their average.
     plain = [name for name in ordered if name.partition(".")[0] not in AVERAGED]
@@ -61,8 +55,11 @@ def ids_of(state: Mapping[str, Any]) -> list[Any]:
 
 
 def known_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
-    """Map the ids of an optimizer's state dict to the names that the file gives; empty where it gives none."""
-    ids = [key for group in state["param_groups"] for key in _listed(group, "params")]
+    """Map the ids of an optimizer's state dict to the names that the file gives; empty where it gives none.
+
+    Sources, best first: names used as keys already, `param_names` of newer torch, and the metadata block.
+    """
+    ids = ids_of(state)
     if all(isinstance(key, str) for key in ids):
         return {key: key for key in ids}
     if not all(isinstance(key, (int, str)) for key in ids):

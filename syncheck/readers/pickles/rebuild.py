@@ -1,5 +1,7 @@
 """Our own functions for those by which torch.save writes tensors and plain containers, by the names in the pickle.
 
+Tensors of which the bytes are not read are counted, with the reason and what is known of them.
+
 Formats: torch/_utils.py and torch/_tensor.py of torch 2.6 to 2.15.
 """
 
@@ -9,6 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ
+from syncheck.errors import brief
 from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
 from syncheck.readers.pickles.stand_ins import (
     Compound,
@@ -17,6 +20,7 @@ from syncheck.readers.pickles.stand_ins import (
     Storage,
     StorageType,
     TensorPlace,
+    TypeName,
     refused_place,
     sizes,
 )
@@ -39,10 +43,6 @@ def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | N
         offset += storage.start
     lazy = ",".join(name for name in ("conj", "neg") if bits.get(name)) if isinstance(bits, dict) else ""
     return TensorPlace(storage, dtype, offset, shape, strides, lazy)
-
-
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorPlace:
-    return _place(storage, offset, shape, strides, getattr(storage, "dtype", None), None)
 
 
 def _rebuild_tensor_v2(
@@ -99,6 +99,41 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
     return kind(state) if isinstance(kind, type) and issubclass(kind, Inert) else None
 
 
+def _refuse(reason: str) -> StandIn:
+    def refuse(*given: Any) -> TensorPlace:
+        return refused_place(reason, inner={str(i): x for i, x in enumerate(given) if isinstance(x, TensorPlace)})
+
+    return StandIn(refuse)
+
+
+def _sparse(_layout: Any, parts: Any) -> TensorPlace:
+    """Stand in for a sparse tensor: of indices, values and size; the compressed layouts have two of indices."""
+    listed = list(parts) if isinstance(parts, (tuple, list)) else []
+    at = next((i for i, part in enumerate(listed) if not isinstance(part, TensorPlace)), 0)
+    values = listed[at - 1] if at else None
+    names = ("indices", "values") if at == 2 else ("compressed_indices", "plain_indices", "values")
+    inner = dict(zip(names, listed[:at], strict=False))
+    return refused_place("a sparse tensor", listed[at] if at else (), getattr(values, "dtype", None), inner)
+
+
+def _quantized(
+    storage: Any, _offset: Any, shape: Any, _strides: Any = None, scheme: Any = None, *_: Any
+) -> TensorPlace:
+    return refused_place("a quantized tensor", shape, inner={"storage": storage, "quantizer": scheme})
+
+
+def _meta(dtype: Any, shape: Any, *_: Any) -> TensorPlace:
+    known = dtype.dtype if isinstance(dtype, DTypeName) else None
+    return refused_place("a meta tensor: it has no values", shape, known)
+
+
+def _text(*parts: Any) -> str:
+    """Write what only describes as torch does: torch.device('cuda', 1) is cuda:1."""
+    if not all(isinstance(part, (str, int)) for part in parts):
+        raise pickle.UnpicklingError(f"a device or layout of {brief(parts)}")
+    return ":".join(brief(part) if isinstance(part, int) else part for part in parts)
+
+
 REBUILT: dict[str, Any] = {
     "collections.OrderedDict": Ordered,
     "collections.defaultdict": StandIn(_default),
@@ -109,7 +144,7 @@ REBUILT: dict[str, Any] = {
     "_codecs.encode": StandIn(_encode),
     "copyreg._reconstructor": StandIn(_reconstructor),
     "torch.Size": StandIn(sizes),
-    "torch._utils._rebuild_tensor": StandIn(_rebuild_tensor),
+    "torch._utils._rebuild_tensor": StandIn(_rebuild_tensor_v2),
     "torch._utils._rebuild_tensor_v2": StandIn(_rebuild_tensor_v2),
     "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
     "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
@@ -119,6 +154,17 @@ REBUILT: dict[str, Any] = {
     "torch.UntypedStorage": StorageType(None),
     "torch.QInt32Storage": StorageType(None, 4),
     **{f"torch.{name}Storage": StorageType(None) for name in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
-    **{f"torch.{name}": StorageType(row) for name, row in BY_STORAGE.items()},
+    **{f"torch.{name}": StorageType(row, row.size) for name, row in BY_STORAGE.items()},
     **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *NOT_READ)},
+    **{f"torch.{name}": TypeName(name) for name in ("Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")},
+    **{f"torch.per_{what}": f"torch.per_{what}" for what in ("tensor_affine", "channel_affine")},
+    "torch.device": StandIn(_text),
+    "torch.serialization._get_layout": StandIn(_text),
+    "torch._utils._rebuild_wrapper_subclass": _refuse("a wrapper tensor that is not read"),
+    "torch._utils._rebuild_qtensor": StandIn(_quantized),
+    "torch._utils._rebuild_sparse_tensor": StandIn(_sparse),
+    "torch._utils._rebuild_sparse_csr_tensor": StandIn(_sparse),
+    "torch._utils._rebuild_nested_tensor": _refuse("a nested tensor"),
+    "torch._utils._rebuild_meta_tensor_no_storage": StandIn(_meta),
+    "torch._utils._rebuild_device_tensor_from_numpy": _refuse("a tensor stored as a numpy array"),
 }

@@ -41,9 +41,8 @@ class Flat:
     """In the order of the containers, which is the order of the parameters."""
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
-    unassigned: int = 0
-    aligned: tuple[str, ...] = ()
-    """Parameters of the only optimizer, if nothing says which these are."""
+    numbered: tuple[str, ...] = ()
+    """Parameters of the only optimizer, if at most the shapes say which these are."""
     nodes: int = 0
     letters: int = 0
     most: int = MAX_NODES
@@ -112,12 +111,15 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
     ordered = in_order(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
-        names = parameter_names(state, models, flat.metadata, ordered)
-        if len(optimizers) == 1 and not names:
-            flat.unassigned = sum(type(key) is int for key in ids_of(state))
-        elif len(optimizers) == 1 and len(names) < len(ordered) and not known_names(state, flat.metadata):
-            flat.aligned = tuple(names.values())
-        _add_optimizer(state, prefix, names, flat, path)
+        known = known_names(state, flat.metadata)
+        names = known or parameter_names(state, models, ordered)
+        if len(optimizers) == 1 and not known and (not names or len(names) < len(ordered)):
+            flat.numbered = tuple(names.get(key) or keys.text(key) for key in ids_of(state) if type(key) is int)
+        parts = _optimizer_parts(state, prefix, names, known)
+        flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))
+        flat.count(path, prefix, len(parts))
+        for name, value in parts:
+            _walk(value, flat, path, name=name)
 
 
 def _add_lost(made: Sequence[TensorPlace], flat: Flat, path: str) -> None:
@@ -225,44 +227,23 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(part, TensorPlace) for part in value.values())
 
 
-def _add_optimizer(state: Any, prefix: str, names: dict[Any, str], flat: Flat, path: str) -> None:
-    known = known_names(state, flat.metadata)
-    for key, entries in state["state"].items():
-        parameter = f"{prefix}.{names.get(key) or keys.text(key)}"
-        parts = children(entries)
-        flat.count(path, parameter, 1 + len(parts or []))
-        if parts is None:  # of no one parameter: torch lets an optimizer keep a counter of its own there
-            _walk(entries, flat, path, name=parameter)
-            continue
-        for entry, value in parts:
-            full = f"{parameter}.{entry}"
-            if isinstance(value, TensorPlace) and not isinstance(value, Compound):
-                flat.tensors[flat.free(full, flat.tensors)] = value
-            elif isinstance(value, _PLAIN):
-                flat.values[flat.free(full, flat.values)] = keys.plain(value)
-            else:
-                _walk(value, flat, path, name=full)
+def _optimizer_parts(
+    state: Any, prefix: str, names: Mapping[Any, str], known: Mapping[Any, str]
+) -> list[tuple[str, Any]]:
+    """Name the parts of an optimizer's state dict. names: of parameters by id; known: those that the file gives."""
+    parts = [(f"{prefix}.{names.get(key) or keys.text(key)}", entries) for key, entries in state["state"].items()]
     for i, group in enumerate(state["param_groups"]):
-        parts = children(group)
-        flat.count(path, prefix, 1 + len(parts or []))
-        if parts is None:
-            _walk(group, flat, path, name=f"{prefix}.param_groups.{i}")
-        for entry, value in parts or []:
-            plain = all(isinstance(v, _PLAIN) for _, v in children(value) or [])
-            if entry == "param_names" and plain:
-                continue
-            if entry == "params" and isinstance(value, (list, tuple)) and plain:
+        start = f"{prefix}.param_groups.{i}"
+        inside = children(group)
+        if inside is None:
+            parts.append((start, group))
+        for entry, value in inside or []:
+            listed = isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value)
+            if entry == "params" and listed:
                 key, members = members_of(value, known, ordered=not names)
-                flat.letters += sum(map(len, members))
-                flat.count(path, prefix, 0)
-                flat.values[f"{prefix}.param_groups.{i}.{key}"] = ", ".join(members)
-                continue
-            full = f"{prefix}.param_groups.{i}.{entry}"
-            if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
-                flat.values[flat.free(full, flat.values)] = keys.text(value)  # betas
-            else:
-                _walk(value, flat, path, name=full)  # lr may be a tensor
-    for key, value in state.items():
-        if key not in ("state", "param_groups"):  # those that wrap another keep more, as Lookahead its slow weights
-            flat.count(path, prefix, 1)
-            _walk(value, flat, path, name=f"{prefix}.{keys.text(key)}")
+                parts.append((f"{start}.{key}", ", ".join(members)))
+            elif entry != "param_names" or not listed:  # lr may be a tensor, betas are a tuple
+                parts.append((f"{start}.{entry}", keys.text(value) if listed else value))
+    # Those that wrap another keep more, as Lookahead its slow weights.
+    rest = (item for item in state.items() if item[0] not in ("state", "param_groups"))
+    return parts + [(f"{prefix}.{keys.text(key)}", value) for key, value in rest]

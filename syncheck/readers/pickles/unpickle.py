@@ -2,8 +2,8 @@
 
 A pickle names the callables that rebuild its objects. Each name is looked up in three tables, never imported:
 
-- `TABLE`, put together of those of `rebuild`, `unread`, `numpy_stand_ins` and `dtensor`: our own stand-ins for the few
-  names that torch.save writes for tensors, arrays and plain containers.
+- `TABLE`, put together of those of `rebuild`, `numpy_stand_ins` and `dtensor`: our own stand-ins for the few names that
+  torch.save writes for tensors, arrays and plain containers.
 - `REFUSED_*`: names that can only be there to run something. The whole file is refused.
 - any other name becomes an inert stub that keeps what it was given, so that tensors inside are still found.
 """
@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers import bounds
-from syncheck.readers.pickles import memo
 from syncheck.readers.pickles.dtensor import SUBCLASSES
-from syncheck.readers.pickles.hashing import MANY, Salted, SaltedSet, light
 from syncheck.readers.pickles.inert import Inert
+from syncheck.readers.pickles.limits import Keys, light, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
-from syncheck.readers.pickles.stand_ins import Counted, StandIn, Storage, StorageType, TensorPlace
-from syncheck.readers.pickles.unread import DESCRIBING, UNREAD
+from syncheck.readers.pickles.stand_ins import StandIn, Storage, StorageType, TensorPlace
 from syncheck.snapshots import MOST_ELEMENTS
 
-TABLE = REBUILT | UNREAD | DESCRIBING | NUMPY | SUBCLASSES
+if TYPE_CHECKING:
+    from mmap import mmap
+
+
+TABLE = REBUILT | NUMPY | SUBCLASSES
 
 # Roots of modules that no tensor, number or configuration lives in.
 REFUSED_MODULES = frozenset(
@@ -63,53 +65,42 @@ def is_refused(module: str, name: str) -> bool:
     return root in REFUSED_MODULES or full in REFUSED_NAMES or f"{full}.".startswith(REFUSED_PREFIXES)
 
 
-class Source(Protocol):
-    """What a pickle is read from: it then stands behind the pickle's last byte."""
+class Stream:
+    """Bytes with pickles in a row: `at` is where the next one begins, and after reading it, where it ended.
 
-    def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes."""
-
-    def readline(self) -> bytes:
-        """Return a line."""
-
-    def memo_fault(self) -> str:
-        """Return what `memo.fault` says of the pickle that comes next."""
-
-
-class _Bytes:
-    """Bytes as a source: of what has a `peek` the unpickler takes more than an opcode at a time.
-
-    Never more is made than there are bytes, as io.BufferedReader would.
+    A pickle never gets more than there are bytes. most: objects that one may make, where not those of `bounds`. With
+    its `peek` the unpickler takes more than an opcode at a time.
     """
 
-    def __init__(self, data: bytes, most: tuple[int, int] | None) -> None:
-        self._data, self._at, self._most = data, 0, most
-
-    def memo_fault(self) -> str:
-        return memo.fault(self._data, 0, self._most)
+    def __init__(self, data: bytes | mmap, at: int = 0, most: int | None = None) -> None:
+        self.data, self.at, self.most = data, at, most
 
     def peek(self, size: int) -> bytes:
-        return self._data[self._at : self._at + size]
+        """Return the next bytes without moving on."""
+        return self.data[self.at : self.at + size]
 
     def read(self, size: int) -> bytes:
-        found = self._data[self._at : self._at + size]
-        self._at += len(found)
+        """Return the next bytes."""
+        found = self.data[self.at : self.at + size]
+        self.at += len(found)
         return found
 
     def readinto(self, buffer: bytearray) -> int:
+        """Fill a buffer as far as there are bytes."""
         found = self.read(len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
     def readline(self) -> bytes:
-        return self.read((self._data.find(b"\n", self._at) + 1 or len(self._data)) - self._at)
+        """Return the rest of the line."""
+        return self.read((self.data.find(b"\n", self.at) + 1 or len(self.data)) - self.at)
 
 
 class _Rules:
     """What an unpickler makes of names and storages."""
 
     def __init__(
-        self, source: Source, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorPlace]
+        self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorPlace]
     ) -> None:
         super().__init__(source)  # type: ignore[call-arg]  # of the unpickler that it stands before
         self.made = made
@@ -122,7 +113,7 @@ class _Rules:
         full = f"{module}.{name}"
         if full in TABLE:
             known = TABLE[full]
-            return Counted(known, self.made) if type(known) is StandIn else known
+            return StandIn(known.call, self.made) if type(known) is StandIn else known
         if len(full) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full)} characters")
         if is_refused(module, name):
@@ -154,7 +145,7 @@ class _Rules:
             raise pickle.UnpicklingError(f"storage class or location is off in {brief(pid)}")
         # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
-        storage = Storage(row[0], key, numel, row[1])
+        storage = Storage(row[0], key, numel, row[1], 0, numel)
         if self.storages is None:
             return storage
         self.storages.setdefault(key, storage)
@@ -171,7 +162,7 @@ class _Rules:
             raise pickle.UnpicklingError(f"a view of {brief(view)} into a storage of {root.numel} elements")
         storage = Storage(root.dtype, root.key, root.numel, root.itemsize, start, size)
         # torch.load takes the first of those that bear one key.
-        if key in storages or not self.views.setdefault(key, storage).same(storage):
+        if key in storages or self.views.setdefault(key, storage) != storage:
             raise pickle.UnpicklingError(f"two views of one key, {brief(key)}")
         return storage
 
@@ -181,46 +172,56 @@ class _Unpickler(_Rules, pickle.Unpickler):
 
 
 _Slow: Any = pickle._Unpickler  # noqa: SLF001 - Python's own, in which each opcode can be another
+# Opcodes that hash, and which of the top of the stack.
+_HASHED = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
 
 
-class _SaltedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
-    """Some twenty times as slow: its tuples and frozen sets have hashes that nobody can foresee."""
+class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
+    """Checks each key before it is hashed."""
 
+    keys: Keys
     dispatch: ClassVar[dict[int, Any]] = dict(_Slow.dispatch)
 
-    def _salt(self, opcode: int) -> None:
-        _Slow.dispatch[opcode](self)
-        self.stack[-1] = (SaltedSet if opcode == pickle.FROZENSET[0] else Salted)(self.stack[-1])
+    def _check(self, opcode: bytes) -> None:
+        self.keys.check(self.stack[_HASHED[opcode]])
+        _Slow.dispatch[opcode[0]](self)
 
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET):
-        dispatch[_code[0]] = partial(_salt, opcode=_code[0])
+    for _opcode in _HASHED:
+        dispatch[_opcode[0]] = partial(_check, opcode=_opcode)
 
 
 def unpickle(
-    data: bytes | Source,
+    data: bytes | Stream,
     path: str,
     place: str,
     storages: dict[str, Storage] | None = None,
-    most: tuple[int, int] | None = None,
     made: list[TensorPlace] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
 
-    data: the pickle, or a source that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. most: texts and objects of bytes, where not those of `bounds`. made:
-    to be filled with every tensor that the pickle rebuilds, also if nothing in the tree refers to it. Raises
-    RefusedFile for a global that can only be there to run something, and MalformedFile for anything else that is wrong.
+    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
+    of before torch 1.6 only, to be filled by key. made: to be filled with every tensor that the pickle rebuilds, also
+    if nothing in the tree refers to it. Raises RefusedFile for a global that can only be there to run something, and
+    MalformedFile for anything else that is wrong.
     """
-    source = _Bytes(data, most) if isinstance(data, bytes) else data
-    wrong = source.memo_fault()
-    if wrong and wrong != MANY:
+    source = Stream(data) if isinstance(data, bytes) else data
+    found = scan(source.data, source.at, source.most)
+    if found.fault:
         raise MalformedFile(
-            path, place=place, found=f"the pickle would take all memory or time: {wrong}",
+            path, place=place, found=f"the pickle would take all memory or time: {found.fault}",
             next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
-    unpickler = (_SaltedUnpickler if wrong == MANY else _Unpickler)(
+    unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(
         source, path, place, storages, [] if made is None else made
     )
+    if isinstance(unpickler, _CheckedUnpickler):
+        unpickler.keys = Keys(found.size)
     try:
         tree = unpickler.load()
     except (RefusedFile, MemoryError):  # what it asks for was held against the file before

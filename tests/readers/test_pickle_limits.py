@@ -12,7 +12,7 @@ from checkpoints import save_records
 import syncheck
 from syncheck.errors import MalformedFile
 from syncheck.readers import torch_legacy
-from syncheck.readers.pickles import memo
+from syncheck.readers.pickles.limits import scan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,16 +23,15 @@ TREE: Any = {
     "running_var": [b"r\xff\xff\xff\x7f" * 60, "p999999999\n", 2**80, 1.5, None, True, {3, 4}, ("r", ("r",))],
     "r" * 300: bytearray(b"r...."),
 }
-BROKEN = (b"", b"N", b"X\xff\xff\xff\x7fa", b"p5", b"px\n.", b"p" + b"9" * 5000 + b"\n.", b"\xff", b"r")
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_what_python_writes_passes(protocol: int) -> None:
     """Of every protocol, no text, number or set is taken for the opcode; one put before the end is found."""
     written = pickle.dumps([TREE] * 3 + [list(range(3000)), [str(i) for i in range(3000)]], protocol)
-    assert memo.fault(written) == ""
-    assert memo.fault(written[:-1] + HUGE + b".") == f"it stores object {2**31 - 1} after {len(written) - 1} bytes"
-    assert memo.fault(b"xyz" + written[:-1] + HUGE + b".", 3) == memo.fault(written[:-1] + HUGE + b".")
+    assert scan(written).fault == ""
+    assert scan(written[:-1] + HUGE + b".").fault == f"it stores object {2**31 - 1} after {len(written) - 1} bytes"
+    assert scan(b"xyz" + written[:-1] + HUGE + b".", 3) == scan(written[:-1] + HUGE + b".")
 
 
 @pytest.mark.parametrize("stored", [HUGE, b"p2000000000\n", b"p 2_000_000_000\n", b"p+2000000000\n"])
@@ -41,15 +40,27 @@ def test_what_python_writes_passes(protocol: int) -> None:
 )
 def test_a_number_out_of_proportion_is_found(before: bytes, stored: bytes) -> None:
     """However it is written and whatever stands before."""
-    assert "it stores object" in memo.fault(before + stored + b".")
+    assert "it stores object" in scan(before + stored + b".").fault
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"N", b"X\xff\xff\xff\x7fa", b"p5", b"px\n.", b"p" + b"9" * 5000 + b"\n.", b"\xff", b"r"]
-)
+@pytest.mark.parametrize("data", [b"", b"N", b"X\xff\xff\xff\x7fa", b"\xff", b"r"])
 def test_what_is_broken_is_left_to_the_unpickler(data: bytes) -> None:
     """A pickle without an end, and what is no opcode, end the search."""
-    assert memo.fault(data) == ""
+    assert scan(data).fault == ""
+
+
+@pytest.mark.parametrize("data", [b"B\xff\xff\xff\x7fa", b"p5", b"px\n.", b"p" + b"9" * 5000 + b"\n."])
+def test_lengths_and_numbers_beyond_the_end(data: bytes) -> None:
+    """Bytes longer than the pickle, and a number that is none or has no end, are found before anything is built."""
+    assert scan(b"N" + data).fault
+
+
+@pytest.mark.parametrize("opcode", [b"q\x05", b"r\x05\0\0\0", b"p5\n", b"\x94", b"0N"])
+def test_long_runs_of_opcodes(opcode: bytes) -> None:
+    """Wherever a run of a thousand opcodes ends, what follows is found, and honest numbers pass."""
+    for count in range(990, 1010):
+        assert scan(b"N" * count + opcode + b"K\x01" * 2000 + b".")[:2] == ("", False)
+        assert "it stores" in scan(b"N" * count + opcode + HUGE + b".").fault
 
 
 def test_files_that_ask_for_all_memory_are_malformed(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Limit the memory and time of a pickle, by its opcodes before it is built and by its keys before they are hashed.
+
+- Memory: Python allocates room for all numbers below the number of a stored object (ten bytes could ask for 32 GB,
+  python/cpython#115952), and for the stated length of bytes. `scan` checks both, and counts objects.
+- Time: Python hashes a tuple anew each time, with everything it unfolds to, and a dictionary takes quadratic time for
+  keys of one hash. Few files have keys that are tuples, sets or long integers. Python's own unpickler, twenty times
+  slower, reads these files, and `Keys` checks each key.
+
+Opcodes: pickletools.py of Python 3.11 to 3.14, protocols 0 to 5.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.readers import bounds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from mmap import mmap
+
+# Limits: parts of one key; parts of all keys, besides four for each byte of the file; unequal keys of one hash.
+MOST_PARTS = 10_000
+_MOST_ALL = 1_000_000
+_MOST_OF_ONE_HASH = 100
+# Memo numbers below this cost some MB at most, and are not checked.
+_FEW = 1 << 20
+_ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
+_STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
+# The atoms without numbers that may share a hash: -1 and -2 have the same, and so have 1.0 and 2.0**61.
+_COUNT = rb"(?:[N\x88\x89]|K.|M..|J.{3}[\x00-\x7f])"
+# Harmless tuples: of a few numbers, or consumed at once by a call, which checks its arguments.
+_TUPLE = rb"\((?:COUNT{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
+_TUPLE = _TUPLE.replace(b"ATOM", _ATOM).replace(b"COUNT", _COUNT).replace(b"STORE", _STORE)
+# A run of opcodes between two texts, with arguments of a fixed size or up to the end of the line. It ends before memo
+# numbers of _FEW or more, other tuples, long integers and STOP.
+_RUN = re.compile(
+    rb"(?:" + _TUPLE + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
+    rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
+    rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
+    re.DOTALL,
+)
+# Opcodes with a length before their text, bytes or integer: how many bytes the length has.
+_COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
+# Integers: those of more than 64 bits may have one hash.
+_LONG = b"\x8a\x8bIL"
+# One opcode of a run. The first byte is kept to count objects.
+_OPCODE = re.compile(
+    rb"(.)(?:(?<=[Khq\x80\x82]).|(?<=[M\x83])..|(?<=[Jjr\x84]).{4}|(?<=[G\x95]).{8}|(?<=[FSVPgpIL])[^\n]*\n"
+    rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?",
+    re.DOTALL,
+)
+# Free opcodes create nothing, or objects that Python creates once only, such as None and small integers. Light opcodes
+# are all others except calls, sets and dictionary items, which take some hundred bytes and count as _HEAVY light
+# opcodes. A text counts as much.
+_FREE = b"()012N.abceghjpqrK\x80\x82\x83\x84\x88\x89\x90\x93\x94\x95\x97\x98"
+_LIGHT = bytes(set(range(256)) - set(b"QRdiosu\x81\x8f\x91\x92"))
+_HEAVY = 4
+# Bytes of opcodes without texts that are not counted: some 50,000 tensors. At worst they take a GB.
+_FEW_OPCODES = 1 << 22
+
+
+class Scan(NamedTuple):
+    """The result of a scan. fault: the reason to refuse the pickle, or empty. slow: whether keys must be checked.
+
+    size: bytes from the start of the pickle to the end of the data.
+    """
+
+    fault: str = ""
+    slow: bool = False
+    size: int = 0
+
+
+def _objects(run: bytes) -> int:
+    """Estimate the memory of a run of opcodes, in hundreds of bytes."""
+    codes = _OPCODE.sub(rb"\1", run)
+    return len(codes.translate(None, _FREE)) + (_HEAVY - 1) * len(codes.translate(None, _LIGHT))
+
+
+def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
+    """Check the opcodes of the pickle that begins at `start`, and build nothing.
+
+    most: limit of objects in place of `bounds.MOST_OBJECTS`. The scan stops at bytes that are no opcode and at the end
+    of the data; the unpickler refuses both.
+    """
+    most = bounds.MOST_OBJECTS if most is None else most
+    at, end, slow, passed, objects = start, len(data), False, 0, 0
+    while at < end and objects <= most:
+        run = _RUN.match(data, at)
+        length = run.end() - at if run else 0
+        passed += length
+        if passed > _FEW_OPCODES:
+            objects += _objects(data[at : at + length])
+        at += length
+        code = data[at] if at < end else 0
+        if width := _COUNTED.get(code):
+            size = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            at += 1 + width + size
+            objects += _HEAVY
+            slow = slow or (size > 8 and code in _LONG)
+            if at > end and size > _FEW and code in b"B\x8e\x96":  # Python makes room for bytes before it reads them
+                return Scan(f"it asks for {size} bytes, beyond its end")
+        elif length:  # a run may have ended at its maximum length
+            continue
+        elif code in _LONG or code in b"t\x85\x86\x87\x91":
+            slow, objects = True, objects + 1
+            at = (data.find(b"\n", at) + 1 or end) if code in _LONG else at + 1
+        elif code == ord("r"):
+            number = int.from_bytes(data[at + 1 : at + 5], "little")
+            if number > max(_FEW, at - start):
+                return Scan(f"it stores object {number} after {at - start} bytes")
+            at += 5
+        elif code == ord("p"):
+            return Scan(f"it stores object {bytes(data[at + 1 : at + 20])!r}, beyond six digits")
+        else:  # STOP, or no opcode
+            break
+    return Scan(f"it has more than {most} objects" if objects > most else "", slow, end - start)
+
+
+def light(*given: Any) -> None:
+    """Check the arguments of a call. Raises UnpicklingError for tuples that unfold to more parts than MOST_PARTS."""
+    for part in given:
+        if isinstance(part, (tuple, frozenset)):
+            for inner in part:  # mostly a few numbers
+                if isinstance(inner, (tuple, frozenset)):
+                    _count_parts(part)
+                    break
+
+
+def _count_parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
+    """Count the parts that Python hashes for a key. Raises UnpicklingError if there are too many."""
+    count, stack = 1, [key]
+    while stack:
+        inside = stack.pop()
+        count += len(inside)
+        if count > MOST_PARTS:
+            raise pickle.UnpicklingError(f"keys unfold to more than {MOST_PARTS} parts")
+        stack += [part for part in inside if isinstance(part, (tuple, frozenset))]
+    return count
+
+
+class Keys:
+    """The keys of a pickle, checked before Python hashes them. size: bytes of the pickle."""
+
+    def __init__(self, size: int) -> None:
+        self.left = _MOST_ALL + 4 * size
+        self.known: set[Any] = set()
+        self.hashes: Counter[int] = Counter()
+
+    def check(self, keys: Iterable[Any]) -> None:
+        """Raise UnpicklingError for keys that take too long to hash, or that share a hash with too many keys."""
+        for key in keys:
+            if isinstance(key, (tuple, frozenset)):
+                self.left -= _count_parts(key)
+            elif type(key) is not int or key.bit_length() <= 64:
+                continue
+            if self.left < 0:
+                raise pickle.UnpicklingError("its keys unfold to too many parts")
+            if key not in self.known:
+                self.known.add(key)
+                self.hashes[hash(key)] += 1
+                if self.hashes[hash(key)] > _MOST_OF_ONE_HASH:
+                    raise pickle.UnpicklingError(f"more than {_MOST_OF_ONE_HASH} keys of one hash")
