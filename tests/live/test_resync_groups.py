@@ -12,10 +12,9 @@ from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on
 from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
-from syncheck.live.repair import copying as repair_copy
-from syncheck.live.repair.copying import Copier
-from syncheck.live.repair.plan import Job, Plan, planned
-from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
+from syncheck.live.repair import state
+from syncheck.live.repair.plan import Plan, planned
+from syncheck.records import Counts, Group, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
 TRIPLES = ((0, 2, 4), (1, 3, 5))
@@ -33,18 +32,19 @@ def lacking(name: str, kind: str, ranks: tuple[int, ...], *clusters: tuple[int, 
     )  # fmt: skip
 
 
-def report(size: int, *found: TensorDiff | ValueDiff) -> Report:
+def report(size: int, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> Report:
     replicas = tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size))
     group = Group(
         "model", "model", None, "out_of_sync", replicas, Counts(),
         tensors=tuple(diff for diff in found if isinstance(diff, TensorDiff)),
         values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
+        shards=shards,
     )  # fmt: skip
     return Report("out_of_sync", (group,))
 
 
 def jobs(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(job.name, job.source, job.targets) for job in plan.jobs]
+    return [(job.name, job.source, job.targets) for job in plan.jobs if job.copies]
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
@@ -54,7 +54,6 @@ def test_each_replica_group_has_a_source_of_its_own() -> None:
     one = report(6, differing("w", TRIPLES, (3, 5), (1,)))
     plan = planned(one, "majority")
     assert jobs(plan) == [("w", 3, (1,))]
-    assert plan.sources == {(1, 3, 5): 3}
 
 
 def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
@@ -65,7 +64,7 @@ def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
 
 def test_two_replicas_have_no_majority() -> None:
     """Where the groups are pairs neither side is the healthy one, and the tensor is named."""
-    with pytest.raises(UsageError, match=r"no majority: w \(another on each of 2 ranks\)"):
+    with pytest.raises(UsageError, match=r"no majority: w; source=RANK"):
         planned(report(4, differing("w", PAIRS, (0,), (2,))), "majority")
 
 
@@ -81,29 +80,24 @@ def test_groups_of_unlike_sizes_take_their_own_majority() -> None:
     assert jobs(planned(report(5, differing("w", groups, (0,), (2,), (3, 4), (1,))), 2)) == [
         ("w", 2, (0,)), ("w", 3, (1,)),
     ]  # fmt: skip
-    with pytest.raises(UsageError, match=r"rank 2 is in no replica group of ranks 1, 3, 4, and they have no majority"):
+    with pytest.raises(UsageError, match=r"no majority: w; source=RANK"):
         planned(report(5, differing("w", groups, (0,), (2,), (3,), (1,), (4,))), 2)
 
 
 def test_a_majority_that_lacks_something_removes_it() -> None:
     """What two of three ranks lack is removed from the third; what one of three lacks is created there."""
-    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority")
-    assert (plan.jobs, [(leaf.source, leaf.held) for leaf in plan.leaves]) == ((), [(0, False)])
-    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority")
-    assert jobs(plan) == [("optimizer.w.exp_avg", 0, (1,))]
-    assert [(leaf.source, leaf.held) for leaf in plan.leaves] == [(0, True)]
+    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority").jobs
+    assert (job.source, job.targets, job.copies, job.loads) == (0, (1,), False, True)
+    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority").jobs
+    assert (job.source, job.targets, job.copies, job.loads) == (0, (1,), True, True)
 
 
-def test_lost_state_of_shards_comes_from_the_own_group() -> None:
-    """Where rank 3 lacks a shard's state it takes that of rank 1; where all of a group lack it nobody has a copy."""
-    lost = lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5))
-    plan = planned(report(6, lost), "majority", lambda name: TRIPLES)
-    assert jobs(plan) == [("optimizer.w.exp_avg", 1, (3,))]
-    assert [(leaf.ranks, leaf.source) for leaf in plan.leaves] == [((1, 3, 5), 1)]
-    with pytest.raises(UsageError, match=r"no other rank holds a copy of optimizer\.w\.exp_avg; load it"):
-        planned(
-            report(2, lacking("optimizer.w.exp_avg", "optimizer", (0, 1), (0,))), "majority", lambda _: ((0,), (1,))
-        )
+def test_lost_state_is_refused_where_ranks_hold_parts() -> None:
+    """A report does not say which ranks hold the same part of what one of them lacks."""
+    lost = lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2, 3), (0, 1, 2))
+    parts = Shards("model parallel", "parts along tp", 2, 2)
+    with pytest.raises(UsageError, match=r"no other rank is known to hold a copy of optimizer\.w\.exp_avg; load it"):
+        planned(report(4, lost, shards=(parts,)), 0)
 
 
 def test_values_vote_too() -> None:
@@ -115,15 +109,15 @@ def test_values_vote_too() -> None:
     )
     plan = planned(report(3, differing("w", ((0, 1, 2),), (0, 1), (2,)), *values), "majority")
     assert jobs(plan) == [("w", 1, (2,))]
-    assert [(leaf.name, leaf.source) for leaf in plan.leaves] == [("optimizer.param_groups.0.lr", 1)]
+    assert [(job.name, job.source) for job in plan.jobs if job.loads] == [("optimizer.param_groups.0.lr", 1)]
     tied = ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True)
-    with pytest.raises(UsageError, match=r"best \(3 versions on 4 ranks, the largest on ranks 0, 1\)"):
+    with pytest.raises(UsageError, match=r"no majority: best; source=RANK"):
         planned(report(4, tied), "majority")
 
 
 def test_many_names_are_cut_short() -> None:
     """An error names five tensors and counts the others."""
-    with pytest.raises(UsageError, match=r"w3, w4 and 7 more \(another on each of 2 ranks\); source=RANK"):
+    with pytest.raises(UsageError, match=r"w3, w4 and 7 more; source=RANK"):
         planned(report(2, *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12))), "majority")
 
 
@@ -154,36 +148,32 @@ def local_bits(model: Any, optimizer: Any) -> list[Any]:
 def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> None:
     """Under HSDP of two copies of two shards source=2 heals rank 0 and, for the other shard, rank 1 from rank 3.
 
-    A moment that rank 1 lost is created with its shard; without a rank named, pairs have no majority.
+    Without a rank named, pairs have no majority.
     """
     model, optimizer = hybrid((2, 2))
     before = on_all(local_bits(model, optimizer))
     if syncheck_rank.rank < 2:
         flip(model.fc.weight.to_local())
     if syncheck_rank.rank == 1:
-        del optimizer.state[model.head.weight]["exp_avg"]
+        flip(optimizer.state[model.head.weight]["exp_avg"].to_local())
     outcome = all_raise(each_rank(resync, model, optimizer), "UsageError")
-    assert "no majority: fc.weight (another on each of 2 ranks" in outcome.text
+    assert outcome.text.startswith("no majority: fc.weight")
     done: Any = all_pass(each_rank(resync, model, optimizer, source=2))
     assert [of[:3] for of in done.copied] == [
         ("fc.weight", 2, (0,)), ("fc.weight", 3, (1,)), ("optimizer.head.weight.exp_avg", 3, (1,)),
     ]  # fmt: skip
     assert dict(done.sources) == {(0, 2): 2, (1, 3): 3}
-    optimizer.state[model.head.weight] = {
-        name: optimizer.state[model.head.weight][name] for name in ("step", "exp_avg", "exp_avg_sq")
-    }
     assert on_all(local_bits(model, optimizer)) == before
 
 
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=3)
 def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
-    """With three copies a flipped bit in one is healed from the two others, and lost state is created sharded."""
+    """With three copies a flipped bit in one is healed from the two others."""
     model, optimizer = hybrid((3, 1))
     before = on_all(local_bits(model, optimizer))
     if syncheck_rank.rank == 0:
         flip(model.fc.weight.to_local())
-        optimizer.state.clear()
     done: Any = all_pass(each_rank(resync, model, optimizer))
     assert {(of.source, of.ranks) for of in done.copied} == {(1, (0,))}
     assert on_all(local_bits(model, optimizer)) == before
@@ -198,15 +188,13 @@ def test_pieces_reach_their_group_alone(
 
     So they are where the backend does not send from their device, and the bytes go through another one.
     """
-    monkeypatch.setattr(repair_copy, "BATCH", batch)
-    monkeypatch.setattr(repair_copy, "device_of", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(state, "BATCH", batch)
+    monkeypatch.setattr(state, "device_of", lambda kind: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
     rank = syncheck_rank.rank
-    held = {"pair": torch.full((5,), float(rank)), "whole": torch.full((3, 2), float(rank)).t()}
-    if rank == 1:  # in no job of its own: another shape, which must not matter
-        held["pair"] = torch.full((2,), 1.0)
-    listed = (Job("pair", (0, 2), 2, (0,)), Job("whole", (0, 1, 2), 1, (0, 2)))
-    sizes = Copier(Channel(), dist.group.WORLD).copy(listed, held.__getitem__)
-    assert sizes == (20, 24)
-    assert on_all(held["pair"].tolist()) == [[2.0] * 5, [1.0] * 2, [2.0] * 5]
-    assert torch.equal(held["whole"], torch.ones(2, 3))
+    pair, whole = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
+    sizes = [state.size_of(tensor, None) for tensor in (pair, whole)]
+    assert sizes == [(20, device), (24, device)]
+    state.broadcast(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
+    assert on_all(pair.tolist()) == [[2.0] * 5, [1.0] * 5, [2.0] * 5]
+    assert torch.equal(whole, torch.ones(2, 3))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, on_all
-from healing import bits, healed, untouched
+from agreement import Net, all_pass, each_rank, on_all
+from healing import bits, healed
 from torch import nn
 
 from syncheck.live import resync
@@ -26,18 +25,6 @@ def test_a_single_element_with_a_stride_is_healed(syncheck_rank: Any) -> None:
         model.corner += 1
     assert (model.cut.stride(), model.corner.stride()) == ((2,), (8, 2))
     healed(model, bad=(1,), source=0)
-
-
-@pytest.mark.syncheck(ranks=3)
-def test_expanded_tensors_are_healed(syncheck_rank: Any) -> None:
-    """Elements that are one in memory, in front and all of them, take the source's value and stay one."""
-    wrong = float(syncheck_rank.rank == 1)
-    model = nn.Module()
-    model.register_buffer("rows", (torch.arange(3.0) + wrong).expand(4, 3))
-    model.register_buffer("nans", torch.tensor(float("nan") if wrong else -0.0).expand(2, 5))
-    healed(model, bad=(1,), source=0)
-    assert (model.rows.stride(), model.nans.stride()) == ((0, 1), (0, 0))
-    assert model.rows.untyped_storage().nbytes() == 12
 
 
 def by_lbfgs() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -116,20 +103,6 @@ def zeros(module: nn.Module) -> None:
         parameter.data.zero_()
 
 
-@pytest.mark.syncheck(ranks=3)
-def test_an_array_that_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
-    """Writing to it would end the process where it is a map of a file: all ranks refuse, and nothing is changed."""
-    average = np.arange(4.0) + (syncheck_rank.rank == 1)
-    average.flags.writeable = syncheck_rank.rank == 0
-    model = Net().apply(zeros)
-    with torch.no_grad():
-        model.fc.bias[0] = float(syncheck_rank.rank == 1)
-    before = bits(model)
-    outcome = all_raise(each_rank(resync, (model, {"ema": average})), "UsageError")
-    assert outcome.text.startswith("ranks 1, 2: ema is an array that must not be written")
-    assert bits(model) == before
-
-
 class Full(logging.Handler):
     """A handler of a log that cannot be written."""
 
@@ -149,29 +122,3 @@ def test_a_log_that_fails_stops_no_rank(syncheck_rank: Any) -> None:
         healed(model, bad=(1,), source=0)
     finally:
         logging.getLogger("syncheck").removeHandler(handler)
-
-
-def pair(*, tied: bool) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    if tied:
-        model[1].weight = model[0].weight
-    return model
-
-
-@pytest.mark.syncheck(ranks=3)
-def test_a_tie_that_others_lack_is_refused(syncheck_rank: Any) -> None:
-    """One tensor cannot take the bytes of two that differ: all ranks refuse before one of them is overwritten."""
-    text = untouched(pair(tied=syncheck_rank.rank == 1))
-    assert "1.weight and 0.weight are one tensor on rank 1 and differ on rank 0" in text
-
-
-@pytest.mark.syncheck(ranks=3)
-def test_a_tie_of_equal_tensors_is_healed(syncheck_rank: Any) -> None:
-    """Where what is tied on one rank is equal on the source, though not tied there, it is copied and stays tied."""
-    model = pair(tied=syncheck_rank.rank == 1)
-    with torch.no_grad():
-        model[1].weight.copy_(model[0].weight)
-        model[0].weight[0, 0] += syncheck_rank.rank == 1
-    healed(model, bad=(1,), source=0)
-    assert (model[1].weight is model[0].weight) == (syncheck_rank.rank == 1)

@@ -1,4 +1,4 @@
-"""Repair a job whose ranks have come apart: copy what differs from a healthy rank, and prove it by another check.
+"""Repair a job whose ranks are out of sync: copy what differs from a healthy rank, and check again.
 
 resync(model, optimizer, scaler)                # from a rank that the majority agrees with
 resync(model, optimizer, scaler, source=0)      # from rank 0, whatever the others hold
@@ -6,31 +6,94 @@ resync(model, optimizer, scaler, source=0)      # from rank 0, whatever the othe
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
-from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import RankFailed, SyncheckError, UsageError, brief
+from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
 from syncheck.live.channel import Channel
 from syncheck.live.checks import check, eager, group_of
-from syncheck.live.repair.copying import Copier
-from syncheck.live.repair.done import Changed, Copied, Resync
-from syncheck.live.repair.places import Places
-from syncheck.live.repair.plan import MAJORITY, named, planned
-from syncheck.records import ranks_text
+from syncheck.live.repair.plan import MAJORITY, SHOWN, planned
+from syncheck.live.repair.state import State, broadcast, size_of
+from syncheck.records import names_text, ranks_text
+from syncheck.report import words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.live.repair.places import Content
     from syncheck.live.repair.plan import Plan
     from syncheck.records import Report
 
-
 __all__ = ["Resync", "resync"]
+
+
+class Copied(NamedTuple):
+    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's piece of it."""
+
+    name: str
+    source: int
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Changed(NamedTuple):
+    """A value that was set, or state that was created or removed, and on which ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Resync:
+    """What `resync` did; the same on all ranks.
+
+    before: the report that found what to do. after: the one that proves it done; the same where nothing was to be done.
+    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, those
+    that were created among them. values: plain ones, set to the source's or removed, and a module's extra state.
+    created: optimizer state that a rank lacked. removed: what it had more of it than the source.
+    """
+
+    before: Report
+    after: Report
+    sources: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    why: str = ""
+    copied: tuple[Copied, ...] = ()
+    values: tuple[Changed, ...] = ()
+    created: tuple[Changed, ...] = ()
+    removed: tuple[Changed, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that were copied."""
+        return sum(copied.bytes for copied in self.copied)
+
+    @property
+    def summary(self) -> str:
+        """What was done, in a few lines of plain text."""
+        if self.before is self.after:
+            return "resync: nothing to do, the ranks are in sync"
+        changes: dict[str, Sequence[Copied | Changed]] = {
+            "copied": self.copied, "set": self.values, "created": self.created, "removed": self.removed,
+        }  # fmt: skip
+        targets = sorted({rank for done in changes.values() for change in done for rank in change.ranks})
+        sources = tuple(sorted(set(self.sources.values())))
+        size = f"{self.bytes} bytes" if self.bytes < 1000 else words.bytes_text(self.bytes)
+        what = f"{_counted(len(self.copied), 'tensor')}, {size}"
+        if self.values:
+            what += f", {_counted(len(self.values), 'value')}"
+        lines = [f"resync from {ranks_text(sources)} ({self.why}): {what}, on {ranks_text(targets)}; proved in sync"]
+        for verb, done in changes.items():
+            # The first line has the ranks already if they are the same for all.
+            names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
+            lines += [f"  {verb}: {names_text(names, SHOWN)}"] if done else []
+        return "\n".join(map(one_line, lines))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 @eager
@@ -47,7 +110,7 @@ def resync(
     exclude: Sequence[str] = (),
     **checking: Any,
 ) -> Resync:
-    """Make the model of every rank that of a healthy one, in place, and prove it; return what was done.
+    """Make the model of every rank that of a healthy one, in place, check it, and return what was done.
 
     A collective call: every rank of the group has to make it, between `optimizer.step()` and the next forward.
     Parameters, buffers and optimizer state are overwritten bit by bit where they differ; learning rates, the scaler's
@@ -66,7 +129,7 @@ def resync(
     group = group_of(mesh) if group is None else group
     channel = Channel(group)
     parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
-    channel.together(lambda: _agree(channel, source, only))
+    channel.together(lambda: _agree(channel, source, only, checking))
 
     def compared() -> Report:
         names: dict[str, Any] = {"only": only, "include": include, "exclude": exclude}
@@ -75,36 +138,35 @@ def resync(
     before = compared()
     if before.verdict == "in_sync":
         return Resync(before, before)
-    repair = _Repair(channel, group, parts, before, source)
-    try:
-        done = channel.together(repair.run)
-    except RankFailed as error:
-        if repair.begun and _FAILED not in str(error):  # no message comes through any more
-            raise RankFailed(f"{_FAILED}, and some tensors may be copied and others not: {error}") from error
-        raise
+    plan, copied = channel.together(lambda: _repair(channel, group, parts, before, source))
     after = compared()
     if after.verdict != "in_sync":
-        raise RankFailed(_remaining(after, done))
-    found = Resync(before, after, done.plan.sources, done.plan.why, done.copied, *done.changed)
-    if channel.rank == min(channel.ranks):
+        raise RankFailed(_remaining(after, plan))
+    done = Resync(
+        before,
+        after,
+        {job.ranks: job.source for job in plan.jobs},
+        plan.why,
+        copied,
+        values=tuple(Changed(job.name, job.targets) for job in plan.jobs if job.kind == "value" and job.targets),
+        created=tuple(Changed(job.name, job.absent) for job in plan.jobs if job.copies and job.absent),
+        removed=tuple(Changed(job.name, job.targets) for job in plan.jobs if job.kind != "value" and not job.copies),
+    )
+    if channel.leads:
         with suppress(Exception):  # a handler may fail, and this rank would raise alone
-            logging.getLogger("syncheck").warning("%s", found.summary)
-    return found
+            logging.getLogger("syncheck").warning("%s", done.summary)
+    return done
 
 
-@dataclass(frozen=True)
-class _Done:
-    plan: Plan
-    copied: tuple[Copied, ...]
-    changed: tuple[tuple[Changed, ...], ...]
-
-
-def _agree(channel: Channel, source: int | str, only: Sequence[str]) -> None:
-    """Raise UsageError, on all ranks, for a source that is none or not the same everywhere."""
+def _agree(channel: Channel, source: int | str, only: Sequence[str], checking: Mapping[str, Any]) -> None:
+    """Raise UsageError, on all ranks, for arguments that no rank can use or that are not the same everywhere."""
+    unknown = checking.keys() - inspect.signature(check).parameters.keys()
+    if unknown:
+        raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
     asked = channel.gather(source, "source")
-    if len({repr(found) for found in asked.values()}) > 1:
-        told = ", ".join(f"{brief(found, 20)} on rank {rank}" for rank, found in list(asked.items())[:4])
-        raise UsageError(f"source= is not the same on all ranks: {told}")
+    if len(set(map(repr, asked.values()))) > 1:
+        texts = ", ".join(f"{brief(found, 20)} on rank {rank}" for rank, found in list(asked.items())[:4])
+        raise UsageError(f"source= is not the same on all ranks: {texts}")
     is_rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not is_rank:
         raise UsageError(f'source={brief(source)}: needs "majority" or the number of a rank')
@@ -114,99 +176,56 @@ def _agree(channel: Channel, source: int | str, only: Sequence[str]) -> None:
         raise UsageError("only='rng': random number states are a rank's own, and resync leaves them alone")
 
 
-_FAILED = "resync failed on the way"
-_AGAIN = ". Some tensors may be copied and others not; calling it again with {} is safe"
-
-
-@dataclass
-class _Repair:
-    """One repair of this rank, with all others. begun: something may have been changed."""
-
-    channel: Channel
-    group: Any
-    parts: tuple[Any, ...]
-    before: Report
-    source: int | str
-    begun: bool = False
-
-    def run(self) -> _Done:
-        """Make the plan, find everything that it names, and only then change something."""
-        if self.before.verdict != "out_of_sync":
-            raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
-        rank, places = self.channel.rank, Places(self.parts)
-        plan = planned(self.before, self.source, places.groups)
-        mine = [leaf for leaf in plan.leaves if rank in leaf.ranks]
-        for leaf in mine:
-            places.known(leaf.name)
-        created = {leaf.name for leaf in mine}
+def _repair(
+    channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str
+) -> tuple[Plan, tuple[Copied, ...]]:
+    """Repair this rank together with all others: look up everything that the plan names, and only then change it."""
+    if before.verdict != "out_of_sync":
+        raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
+    rank, state, plan = channel.rank, State(parts), planned(before, source)
+    for job in plan.jobs:
+        if job.loads and rank in job.ranks:
+            state.holder_of(job.name)
+        elif rank in (job.source, *job.targets):
+            state.tensor(job.name, writable=rank != job.source)
+    copies = [job for job in plan.jobs if job.copies]
+    own = {i: size_of(state.tensor(job.name), group) for i, job in enumerate(copies) if job.source == rank}
+    # A rank that fails until here has changed nothing, and neither have the others.
+    by_rank = channel.gather(own, "sizes")
+    sizes = [by_rank[job.source][i] for i, job in enumerate(copies)]
+    try:
         for job in plan.jobs:
-            if rank in job.ranks and job.name not in created:
-                places.require(job.name, writable=rank != job.source)
-        received = [job.name for job in plan.jobs if rank in job.ranks and rank != job.source]
-        ties = self.channel.gather(places.ties(received), "places")
-        if any(ties.values()):
-            self._check_ties(plan, places, ties)
-            self.channel.gather(None, "ties")
-        # Up to here a rank may have failed alone; from here on only some send.
-
-        def contents() -> dict[str, Content]:
-            return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == rank}
-
-        try:
-            sent = self.channel.share(contents, sorted({leaf.source for leaf in plan.leaves}), "values")
-            self.begun = True
-            return self._carry_out(plan, places, sent)
-        except Exception as error:
-            if self.channel.over:  # another rank's error is told as it is
-                raise
-            kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-            raise SyncheckError(f"{_FAILED}: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
-
-    def _check_ties(self, plan: Plan, places: Places, ties: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-        """Raise UsageError where a rank has tied two tensors that differ on the source: one memory cannot hold both."""
-        for job in plan.jobs:
-            for target in job.ranks if job.source == self.channel.rank else ():
-                for other in ties[target].get(job.name, ()):
-                    if not places.alike(job.name, other):
-                        raise UsageError(
-                            f"{job.name} and {other} are one tensor on rank {target} and differ on rank {job.source}: "
-                            "tie them on all ranks or on none, and call it again"
-                        )
-
-    def _carry_out(self, plan: Plan, places: Places, sent: Mapping[int, Mapping[str, Content]]) -> _Done:
-        torch: Any = sys.modules["torch"]
-        rank, own = self.channel.rank, {}
-        with torch.no_grad():
-            for leaf in plan.leaves:
-                if rank in leaf.ranks and rank != leaf.source:
-                    own[leaf.name] = places.take(leaf.name, sent[leaf.source][leaf.name])
-            sizes = Copier(self.channel, self.group).copy(plan.jobs, places.live)
-        changes = self.channel.gather(own, "changes")
-        copied = [Copied(job.name, job.source, job.targets, size) for job, size in zip(plan.jobs, sizes, strict=True)]
-        return _Done(plan, tuple(copied), tuple(_changed(changes, kind) for kind in ("values", "created", "removed")))
+            if job.loads:
+                sent = channel.share(partial(state.entries, job.name), [job.source], "entries")
+                if rank != job.source and rank in (job.targets or job.ranks):
+                    state.set_entries(job.name, sent[job.source])
+        tensors = [
+            (state.tensor(job.name) if rank in (job.source, *job.targets) else None, job.source, size)
+            for job, size in zip(copies, sizes, strict=True)
+            if not job.loads
+        ]
+        broadcast(channel, tensors)
+    except Exception as error:
+        if channel.over and not channel.lost:  # all ranks raise the error of the rank that failed
+            raise
+        kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
+        raise RankFailed(f"resync failed on the way: {kind}{error}"[:300] + f". {_again(plan)}") from error
+    copied = (Copied(job.name, job.source, job.targets, size[0]) for job, size in zip(copies, sizes, strict=True))
+    return plan, tuple(copied)
 
 
-def _text(plan: Plan) -> str:
-    sources = sorted(set(plan.sources.values()))
-    return f"source={sources[0]}" if len(sources) == 1 else "the same source"
+def _again(plan: Plan) -> str:
+    sources = {job.source for job in plan.jobs}
+    same = f"source={min(sources)}" if len(sources) == 1 else "the same source"
+    return f"Some tensors may be copied and others not; calling it again with {same} is safe"
 
 
-def _changed(changes: Mapping[int, Mapping[str, str]], kind: str) -> tuple[Changed, ...]:
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(changes):
-        for name, change in changes[rank].items():
-            if change == kind:
-                ranks[name].append(rank)
-    return tuple(Changed(name, tuple(of)) for name, of in ranks.items())
-
-
-def _remaining(after: Report, done: _Done) -> str:
+def _remaining(after: Report, plan: Plan) -> str:
+    """Return the text of the error for ranks that still differ."""
     group = after.groups[0]
     names = [diff.name for diff in group.tensors if diff.out_of_sync] + [v.name for v in group.values if v.counts]
-    copied = {of.name for of in done.copied} & set(names)
-    why = (
-        "what was copied there is no live tensor: a state_dict() gives copies"
-        if copied
-        else "they came apart again, or in another place"
+    return (
+        f"still out of sync after a resync ({plan.why}): {names_text(names, SHOWN)}; its object gives copies by "
+        "state_dict() or does not take values by load_state_dict(), tensors are tied on some ranks only, or they "
+        "differ anew"
     )
-    return f"still out of sync after a resync from {_text(done.plan)}: {named(names)}; {why}"

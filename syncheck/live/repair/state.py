@@ -1,0 +1,213 @@
+"""Read and write the tensors and values of this rank by the names of a report, and broadcast tensors in place."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import UsageError
+from syncheck.live.digest.parts import as_bytes, as_plain_tensors, is_torch, lies_in_order
+from syncheck.live.memory import snapshot
+from syncheck.live.memory.held import Held
+from syncheck.live.memory.modules import EXTRA_STATE, has_extra_state
+from syncheck.live.memory.optimizers import own_part
+from syncheck.live.memory.things import is_module, is_optimizer
+from syncheck.live.memory.tree import Tree, named_parts, prefix_of
+from syncheck.names import normalize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from syncheck.live.channel import Channel
+
+    Entries = dict[Any, Any]
+    # Bytes of a tensor, and the type of the device over which they are sent.
+    Size = tuple[int, str]
+
+# Bytes that are sent before a rank can report a failure to the others; one more tensor may be under way.
+BATCH = 256 << 20
+_MEMBERS = ("params", "param_names")
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """An object that holds values. read: returns them by key; write: sets all of them.
+
+    parameter: whose optimizer state it is. whole: its only value has no key of its own in a report.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Entries], object]
+    parameter: Any = None
+    whole: bool = False
+
+
+class State:
+    """The live tensors of this rank, and the objects that hold its values. parts: as `memory.snapshot` takes them."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        taken = snapshot(*parts)
+        short = normalize(taken.tensors)
+        self._tensors = {short[name]: tensor for name, tensor in taken.tensors.items()}
+        found = dict(_holders(parts))
+        # A report has tensors without the prefixes of wrappers, and values with them. Names of holders are normalized
+        # by the name of something in them, x.
+        within = [f"{name}.x" for name, holder in found.items() if holder.whole or holder.parameter is not None]
+        plain = normalize([*taken.tensors, *within])
+        self._holders = {plain[name].removesuffix(".x"): found[name.removesuffix(".x")] for name in within} | found
+
+    def tensor(self, name: str, *, writable: bool = False) -> Any:
+        """Return the live tensor of that name. Raises UsageError if its bytes cannot be copied, or written."""
+        tensor = self._tensors.get(name)
+        if tensor is None or not isinstance(tensor.data, Held):
+            raise UsageError(
+                f"{name} has no bytes to copy: {getattr(tensor, 'refused', '') or 'they are not in memory'}"
+            )
+        source = tensor.data.source
+        if not is_torch(source):
+            if writable and not source.flags.writeable:
+                raise UsageError(f"{name} is an array that must not be written; copy() it on all ranks")
+            return sys.modules["torch"].from_numpy(source if source.flags.writeable else source.copy())
+        if writable and any(step == 0 and size > 1 for size, step in zip(source.shape, source.stride(), strict=True)):
+            raise UsageError(f"{name} has elements that share memory, as after expand(); clone() it on all ranks")
+        return source
+
+    def holder_of(self, name: str) -> str:
+        """Return the name of the object that holds a value. Raises UsageError if there is none."""
+        at = name
+        while at and at not in self._holders:
+            at = at.rpartition(".")[0]
+        if not at:
+            raise UsageError(
+                f"{name} differs and resync cannot set it: no optimizer, scaler or other object with load_state_dict() "
+                "of this rank holds it; set it to the same on all ranks, or load a checkpoint, and call it again"
+            )
+        return at
+
+    def entries(self, name: str) -> bytes:
+        """Return the entries of the object that holds a value, as far as they are part of its name."""
+        written = io.BytesIO()
+        sys.modules["torch"].save(self._split(name)[0], written)
+        return written.getvalue()
+
+    def set_entries(self, name: str, data: bytes) -> None:
+        """Replace these entries by the source's. Tensors come to this process's device of the type that they are on."""
+        torch: Any = sys.modules["torch"]
+
+        def here(storage: Any, device: str) -> Any:
+            return torch.serialization.default_restore_location(storage, str(device_of(device.partition(":")[0])))
+
+        with torch.inference_mode(mode=False):  # a tensor that is made in that mode could not be trained with
+            # With classes, as messages are: the ranks of a group run one program and trust each other.
+            entries = torch.load(io.BytesIO(data), map_location=here, weights_only=False)
+        self._holders[self.holder_of(name)].write(self._split(name)[1] | entries)
+
+    def _split(self, name: str) -> tuple[Entries, Entries]:
+        """Return the entries of an object that are part of a name, and all others."""
+        at = self.holder_of(name)
+        holder = self._holders[at]
+        entries = holder.read()
+        parts = {key for key in entries if holder.whole or f"{name}.".startswith(f"{at}.{key}.")}
+        return {k: v for k, v in entries.items() if k in parts}, {k: v for k, v in entries.items() if k not in parts}
+
+
+def _holders(parts: tuple[Any, ...]) -> Iterator[tuple[str, _Holder]]:
+    """Yield the objects that hold the values of a replica, each with the beginning of its values' names."""
+    listed = named_parts(parts)
+    names = Tree(parts).names
+    optimizers = [part for _, part in listed if is_optimizer(part)]
+    for name, part in listed:
+        if is_module(part):
+            for path, owner in part.named_modules(remove_duplicate=False):
+                if has_extra_state(owner):
+                    yield f"{prefix_of(name)}{path}{'.' if path else ''}{EXTRA_STATE}", _of_extra_state(owner)
+        elif is_optimizer(part):
+            at = "optimizer" if len(optimizers) == 1 else f"optimizer.{optimizers.index(part)}"
+            own, _ = own_part(part)
+            for i, group in enumerate(own.param_groups):
+                # ZeRO's optimizer copies the values of its own groups to those of the one within at each step.
+                yield f"{at}.param_groups.{i}", _of_groups(group, part.param_groups[i])
+                called = group.get("param_names") or [names.get(id(p), "") for p in group["params"]]
+                for parameter, of in zip(group["params"], called, strict=False):
+                    if not hasattr(parameter, "placements"):  # the state of a DTensor cannot be sent by itself
+                        yield f"{at}.{of}", _of_state(own.state, parameter)
+        elif hasattr(part, "load_state_dict"):
+            yield name, _Holder(part.state_dict, part.load_state_dict)
+
+
+def _of_extra_state(module: Any) -> _Holder:
+    return _Holder(
+        lambda: {"": module.get_extra_state()}, lambda entries: module.set_extra_state(entries[""]), whole=True
+    )
+
+
+def _of_groups(*groups: Entries) -> _Holder:
+    """Return the holder of a parameter group. groups: the one that is read, and all that are to have its values."""
+
+    def write(entries: Entries) -> None:
+        for group in groups:  # which stay the same objects: schedulers hold on to them
+            members = {key: group[key] for key in _MEMBERS if key in group}
+            group.clear()
+            group.update(members | entries)
+
+    return _Holder(lambda: {key: value for key, value in groups[0].items() if key not in _MEMBERS}, write)
+
+
+def _of_state(states: Any, parameter: Any) -> _Holder:
+    def write(entries: Entries) -> None:
+        states.pop(parameter, None)  # so that the optimizer begins anew with it where the source has nothing
+        states.update({parameter: entries} if entries else {})
+
+    return _Holder(lambda: states.get(parameter, {}), write, parameter)
+
+
+def size_of(tensor: Any, group: Any) -> Size:
+    """Return what the other ranks of a process group need to receive a tensor."""
+    pairs = sys.modules["torch.distributed"].get_backend_config(group).split(",")
+    known = [pair.partition(":")[0] for pair in pairs]
+    return tensor.nbytes, tensor.device.type if tensor.device.type in known else known[0]  # NCCL: nothing from a CPU
+
+
+def broadcast(channel: Channel, tensors: Sequence[tuple[Any, int, Size]]) -> None:
+    """Overwrite tensors by those of other ranks.
+
+    A collective call. tensors: as many on all ranks, each with its source and its size there. None is in place of a
+    tensor that this rank does not take: it is broadcast to all ranks, so that no order of sends and receives can
+    deadlock. A rank that fails reports it before the next batch, and all ranks raise.
+    """
+    batches: dict[int, list[Any]] = {}
+    total = 0
+    for sent in tensors:
+        batches.setdefault(total // BATCH, []).append(sent)
+        total += sent[2][0]
+    with sys.modules["torch"].inference_mode():  # in which tensors of inference mode can be written, and all others
+        for batch in batches.values():
+            channel.carry([_row(channel.rank, *sent) for sent in batch if sent[2][0]])
+
+
+def _row(rank: int, tensor: Any, source: int, size: Size) -> tuple[Any, int, Callable[[], None]]:
+    """Return the row of bytes to broadcast or receive, its source, and what to call when it has arrived."""
+    torch: Any = sys.modules["torch"]
+    device = device_of(size[1])
+    if tensor is None:
+        return torch.empty(size[0], dtype=torch.uint8, device=device), source, lambda: None
+    with as_plain_tensors():
+        plain = tensor.detach().as_subclass(torch.Tensor)
+    if rank == source:
+        return as_bytes(plain.resolve_conj().resolve_neg().contiguous()).to(device), source, lambda: None
+    if plain.device == device and lies_in_order(plain):
+        return as_bytes(plain), source, lambda: None
+    row = torch.empty(size[0], dtype=torch.uint8, device=device)
+
+    def arrived() -> None:
+        plain.copy_(row.view(plain.dtype).view(plain.shape))
+
+    return row, source, arrived
+
+
+def device_of(kind: str) -> Any:
+    """Return this process's device of a type."""
+    torch: Any = sys.modules["torch"]
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
