@@ -13,7 +13,7 @@ from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
 from syncheck.live.repair import state
-from syncheck.live.repair.plan import Plan, planned
+from syncheck.live.repair.plan import Job, planned
 from syncheck.records import Counts, Group, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
@@ -43,8 +43,8 @@ def report(size: int, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...]
     return Report("out_of_sync", (group,))
 
 
-def jobs(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(job.name, job.source, job.targets) for job in plan.jobs if job.copies]
+def jobs(plan: tuple[Job, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(job.name, job.source, job.targets) for job in plan if job.copies]
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
@@ -86,9 +86,9 @@ def test_groups_of_unlike_sizes_take_their_own_majority() -> None:
 
 def test_a_majority_that_lacks_something_removes_it() -> None:
     """What two of three ranks lack is removed from the third; what one of three lacks is created there."""
-    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority").jobs
+    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority")
     assert (job.source, job.targets, job.copies, job.loads) == (0, (1,), False, True)
-    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority").jobs
+    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority")
     assert (job.source, job.targets, job.copies, job.loads) == (0, (1,), True, True)
 
 
@@ -109,7 +109,7 @@ def test_values_vote_too() -> None:
     )
     plan = planned(report(3, differing("w", ((0, 1, 2),), (0, 1), (2,)), *values), "majority")
     assert jobs(plan) == [("w", 1, (2,))]
-    assert [(job.name, job.source) for job in plan.jobs if job.loads] == [("optimizer.param_groups.0.lr", 1)]
+    assert [(job.name, job.source) for job in plan if job.loads] == [("optimizer.param_groups.0.lr", 1)]
     tied = ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True)
     with pytest.raises(UsageError, match=r"no majority: best; source=RANK"):
         planned(report(4, tied), "majority")

@@ -24,7 +24,7 @@ from syncheck.report import words
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.live.repair.plan import Plan
+    from syncheck.live.repair.plan import Job
     from syncheck.records import Report
 
 __all__ = ["Resync", "resync"]
@@ -52,8 +52,8 @@ class Resync:
 
     before: the report that found what to do. after: the one that proves it done; the same where nothing was to be done.
     sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, those
-    that were created among them. values: plain ones, set to the source's or removed, and a module's extra state.
-    created: optimizer state that a rank lacked. removed: what it had more of it than the source.
+    that were created among them. values: plain ones, set to the source's or removed, and parts of a module's extra
+    state. created: optimizer state that a rank lacked. removed: what it had more of it than the source.
     """
 
     before: Report
@@ -79,21 +79,17 @@ class Resync:
             "copied": self.copied, "set": self.values, "created": self.created, "removed": self.removed,
         }  # fmt: skip
         targets = sorted({rank for done in changes.values() for change in done for rank in change.ranks})
-        sources = tuple(sorted(set(self.sources.values())))
         size = f"{self.bytes} bytes" if self.bytes < 1000 else words.bytes_text(self.bytes)
-        what = f"{_counted(len(self.copied), 'tensor')}, {size}"
+        what = f"{len(self.copied):,} tensor{'s' * (len(self.copied) != 1)}, {size}"
         if self.values:
-            what += f", {_counted(len(self.values), 'value')}"
-        lines = [f"resync from {ranks_text(sources)} ({self.why}): {what}, on {ranks_text(targets)}; proved in sync"]
+            what += f", {len(self.values):,} value{'s' * (len(self.values) != 1)}"
+        origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
+        lines = [f"resync from {origin}: {what}, on {ranks_text(targets)}; proved in sync"]
         for verb, done in changes.items():
             # The first line has the ranks already if they are the same for all.
             names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
             lines += [f"  {verb}: {names_text(names, SHOWN)}"] if done else []
         return "\n".join(map(one_line, lines))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 @eager
@@ -138,19 +134,19 @@ def resync(
     before = compared()
     if before.verdict == "in_sync":
         return Resync(before, before)
-    plan, copied = channel.together(lambda: _repair(channel, group, parts, before, source))
+    jobs, copied = channel.together(lambda: _repair(channel, group, parts, before, source))
     after = compared()
     if after.verdict != "in_sync":
-        raise RankFailed(_remaining(after, plan))
+        raise RankFailed(_remaining(after))
     done = Resync(
         before,
         after,
-        {job.ranks: job.source for job in plan.jobs},
-        plan.why,
+        {job.ranks: job.source for job in jobs},
+        _why(source, jobs),
         copied,
-        values=tuple(Changed(job.name, job.targets) for job in plan.jobs if job.kind == "value" and job.targets),
-        created=tuple(Changed(job.name, job.absent) for job in plan.jobs if job.copies and job.absent),
-        removed=tuple(Changed(job.name, job.targets) for job in plan.jobs if job.kind != "value" and not job.copies),
+        values=tuple(Changed(job.name, job.targets) for job in jobs if job.kind == "value" and job.targets),
+        created=tuple(Changed(job.name, job.absent) for job in jobs if job.copies and job.absent),
+        removed=tuple(Changed(job.name, job.targets) for job in jobs if job.kind != "value" and not job.copies),
     )
     if channel.leads:
         with suppress(Exception):  # a handler may fail, and this rank would raise alone
@@ -165,8 +161,8 @@ def _agree(channel: Channel, source: int | str, only: Sequence[str], checking: M
         raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
     asked = channel.gather(source, "source")
     if len(set(map(repr, asked.values()))) > 1:
-        texts = ", ".join(f"{brief(found, 20)} on rank {rank}" for rank, found in list(asked.items())[:4])
-        raise UsageError(f"source= is not the same on all ranks: {texts}")
+        texts = [f"{brief(found, 20)} on rank {rank}" for rank, found in asked.items()]
+        raise UsageError(f"source= is not the same on all ranks: {names_text(texts, SHOWN)}")
     is_rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not is_rank:
         raise UsageError(f'source={brief(source)}: needs "majority" or the number of a rank')
@@ -178,26 +174,27 @@ def _agree(channel: Channel, source: int | str, only: Sequence[str], checking: M
 
 def _repair(
     channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str
-) -> tuple[Plan, tuple[Copied, ...]]:
-    """Repair this rank together with all others: look up everything that the plan names, and only then change it."""
+) -> tuple[tuple[Job, ...], tuple[Copied, ...]]:
+    """Repair this rank together with all others: look up everything that is to be done, and only then do it."""
     if before.verdict != "out_of_sync":
         raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
-    rank, state, plan = channel.rank, State(parts), planned(before, source)
-    for job in plan.jobs:
+    rank, state, jobs = channel.rank, State(parts), planned(before, source)
+    for job in jobs:
         if job.loads and rank in job.ranks:
             state.holder_of(job.name)
         elif rank in (job.source, *job.targets):
             state.tensor(job.name, writable=rank != job.source)
-    copies = [job for job in plan.jobs if job.copies]
+    copies = [job for job in jobs if job.copies]
     own = {i: size_of(state.tensor(job.name), group) for i, job in enumerate(copies) if job.source == rank}
     # A rank that fails until here has changed nothing, and neither have the others.
     by_rank = channel.gather(own, "sizes")
     sizes = [by_rank[job.source][i] for i, job in enumerate(copies)]
     try:
-        for job in plan.jobs:
+        for job in jobs:
             if job.loads:
                 sent = channel.share(partial(state.entries, job.name), [job.source], "entries")
-                if rank != job.source and rank in (job.targets or job.ranks):
+                # Without targets the values are None on some ranks and missing on others.
+                if rank in (job.targets or job.ranks) and rank != job.source:
                     state.set_entries(job.name, sent[job.source])
         tensors = [
             (state.tensor(job.name) if rank in (job.source, *job.targets) else None, job.source, size)
@@ -209,23 +206,27 @@ def _repair(
         if channel.over and not channel.lost:  # all ranks raise the error of the rank that failed
             raise
         kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-        raise RankFailed(f"resync failed on the way: {kind}{error}"[:300] + f". {_again(plan)}") from error
+        sources = {job.source for job in jobs}
+        again = f"source={min(sources)}" if len(sources) == 1 else "the same source"
+        raise RankFailed(
+            f"resync failed on the way: {kind}{error}"[:300]
+            + f". Some tensors may be copied and others not; calling it again with {again} is safe"
+        ) from error
     copied = (Copied(job.name, job.source, job.targets, size[0]) for job, size in zip(copies, sizes, strict=True))
-    return plan, tuple(copied)
+    return jobs, tuple(copied)
 
 
-def _again(plan: Plan) -> str:
-    sources = {job.source for job in plan.jobs}
-    same = f"source={min(sources)}" if len(sources) == 1 else "the same source"
-    return f"Some tensors may be copied and others not; calling it again with {same} is safe"
+def _why(source: int | str, jobs: Sequence[Job]) -> str:
+    if isinstance(source, int):
+        return "named by the caller"
+    agreeing, of = min(((len(job.majority), len(job.ranks)) for job in jobs), default=(0, 0))
+    return f"majority of {agreeing} of {of}"
 
 
-def _remaining(after: Report, plan: Plan) -> str:
-    """Return the text of the error for ranks that still differ."""
+def _remaining(after: Report) -> str:
     group = after.groups[0]
     names = [diff.name for diff in group.tensors if diff.out_of_sync] + [v.name for v in group.values if v.counts]
     return (
-        f"still out of sync after a resync ({plan.why}): {names_text(names, SHOWN)}; its object gives copies by "
-        "state_dict() or does not take values by load_state_dict(), tensors are tied on some ranks only, or they "
-        "differ anew"
+        f"still out of sync after a resync: {names_text(names, SHOWN)}; a state_dict() gives copies or "
+        "load_state_dict() does not take them, tensors are tied on some ranks only, or the ranks differ anew"
     )

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
 from syncheck.kinds import BUFFERS, OPTIMIZER
+from syncheck.live.channel import by_answer
 from syncheck.live.memory.modules import EXTRA_STATE
 from syncheck.records import names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.records import Group, Report, TensorDiff, ValueDiff
+    from syncheck.records import Report, TensorDiff, ValueDiff
 
     Ranks = tuple[int, ...]
 
@@ -51,24 +52,16 @@ class Job:
 
     @property
     def copies(self) -> bool:
-        """Whether the bytes of a tensor are sent."""
+        """Whether the bytes of a tensor are sent. A tensor that is not copied is one that the source lacks."""
         return self.kind != "value" and self.source not in self.absent
 
     @property
     def loads(self) -> bool:
-        """Whether the object that holds it takes new entries, and no live tensor is overwritten."""
+        """Whether the object that holds it takes an entry anew, and no live tensor is overwritten."""
         return self.kind == "value" or bool(self.absent)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """jobs: each with a source. why: how the sources were chosen, in words."""
-
-    jobs: tuple[Job, ...]
-    why: str
-
-
-def planned(report: Report, source: int | str) -> Plan:
+def planned(report: Report, source: int | str) -> tuple[Job, ...]:
     """Return the jobs that make all ranks equal to healthy ones.
 
     report: out of sync. source: a rank of the report, or "majority": the first rank that is in the largest set, of more
@@ -77,14 +70,15 @@ def planned(report: Report, source: int | str) -> Plan:
     Raises UsageError if there is no such source, and if the ranks differ in structure.
     """
     group = report.groups[0]
-    allowed = _allowed(group)
+    failing = {name for found in group.findings if found.fails for name in (*found.tensors, *found.values)}
+    passing = {name for found in group.findings if not found.fails for name in (*found.tensors, *found.values)}
+    allowed = passing - failing
     diffs = [d for d in group.tensors if d.out_of_sync and d.name not in allowed]
     values = [v for v in group.values if v.counts and v.name not in allowed]
     _refuse_structure(diffs, values)
     ranks = tuple(sorted(group.ranks))
     jobs = [job for diff in diffs for job in _of_tensor(diff, ranks)]
-    copied = {job.name for job in jobs}
-    alone = [diff.name for diff in diffs if diff.name not in copied]
+    alone = {diff.name for diff in diffs} - {job.name for job in jobs}
     jobs += [_of_value(value, ranks) for value in values]
     sources: dict[Ranks, int] = {}
     for job in jobs:
@@ -92,24 +86,14 @@ def planned(report: Report, source: int | str) -> Plan:
             sources[job.ranks] = _source_of(job, source, jobs)
     jobs = [replace(job, source=sources[job.ranks]) for job in jobs]
     if group.shards:  # a report has no replica groups for a tensor that some ranks lack
-        alone += [job.name for job in jobs if job.copies and job.absent]
+        alone |= {job.name for job in jobs if job.copies and job.absent}
     if alone:
-        raise UsageError(f"no other rank is known to hold a copy of {_names(alone)}; load it from a checkpoint")
-    return Plan(tuple(jobs), _why(source, jobs))
-
-
-def _is_extra(name: str) -> bool:
-    return EXTRA_STATE in name.split(".")
-
-
-def _allowed(group: Group) -> set[str]:
-    """Return the tensors and values that only findings which do not fail cover."""
-    failing = {name for found in group.findings if found.fails for name in (*found.tensors, *found.values)}
-    passing = {name for found in group.findings if not found.fails for name in (*found.tensors, *found.values)}
-    return passing - failing
+        raise UsageError(f"no other rank is known to hold a copy of {_names(sorted(alone))}; load it from a checkpoint")
+    return tuple(jobs)
 
 
 def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) -> None:
+    """Raise UsageError for tensors that cannot be made equal by copying bytes."""
     unlike = [
         f"{diff.name} ({diff.reason}: {diff.detail})"
         for diff in diffs
@@ -122,6 +106,10 @@ def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) 
             f"resync copies values and cannot change a structure; not alike on all ranks: {_names(unlike)}. Build the "
             "same model and optimizer on every rank, or load a checkpoint, and call it again"
         )
+
+
+def _is_extra(name: str) -> bool:
+    return EXTRA_STATE in name.split(".")
 
 
 def _of_tensor(diff: TensorDiff, ranks: Ranks) -> list[Job]:
@@ -139,17 +127,11 @@ def _of_tensor(diff: TensorDiff, ranks: Ranks) -> list[Job]:
 
 
 def _of_value(value: ValueDiff, ranks: Ranks) -> Job:
-    """Return the job of a value; NaN is equal to itself here."""
-    sets: list[tuple[object, list[int]]] = []
-    for rank in ranks:
-        own = value.by_rank.get(rank)
-        same = next((members for held, members in sets if held == own or (held != held and own != own)), None)
-        if same is None:
-            sets.append((own, [rank]))
-        else:
-            same.append(rank)
-    absent = tuple(rank for rank in ranks if value.by_rank.get(rank) is None)
-    return Job(value.name, "value", ranks, _largest_first(tuple(members) for _, members in sets), absent, (ranks,))
+    """Return the job of a value. None and a missing value look alike in a report."""
+    by_rank = {rank: value.by_rank.get(rank) for rank in ranks}
+    sets = by_answer({rank: repr(held) for rank, held in by_rank.items()}).values()  # NaN is equal to itself here
+    absent = tuple(rank for rank, held in by_rank.items() if held is None)
+    return Job(value.name, "value", ranks, _largest_first(map(tuple, sets)), absent, (ranks,))
 
 
 def _largest_first(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
@@ -167,33 +149,22 @@ def _source_of(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
     voting = [other for other in jobs if set(other.ranks) & set(job.ranks)]
     tied = [other for other in voting if not other.majority]
     if tied:
-        raise UsageError(_no_majority(tied))
+        text = f"no majority: {_names(other.name for other in tied)}; source=RANK names the healthy rank"
+        if all(other.kind in BUFFERS for other in tied):
+            text += (
+                ". Under plain DDP each rank has its own BatchNorm statistics: source=0 takes those of rank 0, "
+                "only=('params', 'optimizer') leaves them"
+            )
+        raise UsageError(text)
     faults = {rank: other.name for other in voting for rank in other.ranks if rank not in other.majority}
     healthy = [rank for rank in job.ranks if rank not in faults]
     if not healthy:
-        differing = ", ".join(f"rank {rank} differs in {faults[rank]}" for rank in job.ranks[:SHOWN])
+        texts = _names(f"rank {rank} differs in {faults[rank]}" for rank in job.ranks)
         raise UsageError(
-            f"no rank of {ranks_text(job.ranks)} is in the majority everywhere: {differing}; source=RANK names one"
+            f"no rank of {ranks_text(job.ranks)} is in the majority everywhere: {texts}; source=RANK names one"
         )
     return healthy[0]
 
 
-def _no_majority(tied: Sequence[Job]) -> str:
-    text = f"no majority: {_names(job.name for job in tied)}; source=RANK names the healthy rank"
-    if all(job.kind in BUFFERS for job in tied):
-        text += (
-            ". Under plain DDP each rank has its own BatchNorm statistics: source=0 takes those of rank 0, "
-            "only=('params', 'optimizer') leaves them"
-        )
-    return text
-
-
 def _names(names: Iterable[str]) -> str:
     return names_text(list(dict.fromkeys(names)), SHOWN)
-
-
-def _why(source: int | str, jobs: Sequence[Job]) -> str:
-    if isinstance(source, int):
-        return "named by the caller"
-    agreeing, of = min(((len(job.majority), len(job.ranks)) for job in jobs), default=(0, 0))
-    return f"majority of {agreeing} of {of}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
@@ -23,25 +22,13 @@ if TYPE_CHECKING:
     from syncheck.live.channel import Channel
 
     Entries = dict[Any, Any]
+    # What an object holds: a function that returns all its entries, and one that sets them.
+    Holder = tuple[Callable[[], Entries], Callable[[Entries], object]]
     # Bytes of a tensor, and the type of the device over which they are sent.
     Size = tuple[int, str]
 
 # Bytes that are sent before a rank can report a failure to the others; one more tensor may be under way.
 BATCH = 256 << 20
-_MEMBERS = ("params", "param_names")
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """An object that holds values. read: returns them by key; write: sets all of them.
-
-    parameter: whose optimizer state it is. whole: its only value has no key of its own in a report.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Entries], object]
-    parameter: Any = None
-    whole: bool = False
 
 
 class State:
@@ -52,9 +39,9 @@ class State:
         short = normalize(taken.tensors)
         self._tensors = {short[name]: tensor for name, tensor in taken.tensors.items()}
         found = dict(_holders(parts))
-        # A report has tensors without the prefixes of wrappers, and values with them. Names of holders are normalized
-        # by the name of something in them, x.
-        within = [f"{name}.x" for name, holder in found.items() if holder.whole or holder.parameter is not None]
+        # A report has tensors without the prefixes of wrappers, and values with them. The name of an object becomes
+        # normal by that of something in it, x.
+        within = [f"{name}.x" for name in found if name.startswith("optimizer.") or name.endswith(EXTRA_STATE)]
         plain = normalize([*taken.tensors, *within])
         self._holders = {plain[name].removesuffix(".x"): found[name.removesuffix(".x")] for name in within} | found
 
@@ -62,9 +49,7 @@ class State:
         """Return the live tensor of that name. Raises UsageError if its bytes cannot be copied, or written."""
         tensor = self._tensors.get(name)
         if tensor is None or not isinstance(tensor.data, Held):
-            raise UsageError(
-                f"{name} has no bytes to copy: {getattr(tensor, 'refused', '') or 'they are not in memory'}"
-            )
+            raise UsageError(f"{name} has no bytes to copy: {getattr(tensor, 'refused', '') or 'not in memory'}")
         source = tensor.data.source
         if not is_torch(source):
             if writable and not source.flags.writeable:
@@ -73,6 +58,32 @@ class State:
         if writable and any(step == 0 and size > 1 for size, step in zip(source.shape, source.stride(), strict=True)):
             raise UsageError(f"{name} has elements that share memory, as after expand(); clone() it on all ranks")
         return source
+
+    def entries(self, name: str) -> bytes:
+        """Return the entries that a name is of, in the object that holds them."""
+        written = io.BytesIO()
+        sys.modules["torch"].save(self._split(name)[0], written)
+        return written.getvalue()
+
+    def set_entries(self, name: str, data: bytes) -> None:
+        """Replace these entries by the source's. Tensors come to this process's device of the type that they are on."""
+        torch: Any = sys.modules["torch"]
+
+        def located(storage: Any, device: str) -> Any:
+            return torch.serialization.default_restore_location(storage, str(device_of(device.partition(":")[0])))
+
+        with torch.inference_mode(mode=False):  # a tensor that is made in that mode could not be trained with
+            # With classes, as messages are: the ranks of a group run one program and trust each other.
+            entries = torch.load(io.BytesIO(data), map_location=located, weights_only=False)
+        _, write = self._holders[self.holder_of(name)]
+        write(self._split(name)[1] | entries)
+
+    def _split(self, name: str) -> tuple[Entries, Entries]:
+        """Return the entries that a name is of, in the object that holds them, and all other entries."""
+        at = self.holder_of(name)
+        entries = self._holders[at][0]()
+        own = {key for key in entries if at.endswith(EXTRA_STATE) or f"{name}.".startswith(f"{at}.{key}.")}
+        return {k: v for k, v in entries.items() if k in own}, {k: v for k, v in entries.items() if k not in own}
 
     def holder_of(self, name: str) -> str:
         """Return the name of the object that holds a value. Raises UsageError if there is none."""
@@ -86,34 +97,8 @@ class State:
             )
         return at
 
-    def entries(self, name: str) -> bytes:
-        """Return the entries of the object that holds a value, as far as they are part of its name."""
-        written = io.BytesIO()
-        sys.modules["torch"].save(self._split(name)[0], written)
-        return written.getvalue()
 
-    def set_entries(self, name: str, data: bytes) -> None:
-        """Replace these entries by the source's. Tensors come to this process's device of the type that they are on."""
-        torch: Any = sys.modules["torch"]
-
-        def here(storage: Any, device: str) -> Any:
-            return torch.serialization.default_restore_location(storage, str(device_of(device.partition(":")[0])))
-
-        with torch.inference_mode(mode=False):  # a tensor that is made in that mode could not be trained with
-            # With classes, as messages are: the ranks of a group run one program and trust each other.
-            entries = torch.load(io.BytesIO(data), map_location=here, weights_only=False)
-        self._holders[self.holder_of(name)].write(self._split(name)[1] | entries)
-
-    def _split(self, name: str) -> tuple[Entries, Entries]:
-        """Return the entries of an object that are part of a name, and all others."""
-        at = self.holder_of(name)
-        holder = self._holders[at]
-        entries = holder.read()
-        parts = {key for key in entries if holder.whole or f"{name}.".startswith(f"{at}.{key}.")}
-        return {k: v for k, v in entries.items() if k in parts}, {k: v for k, v in entries.items() if k not in parts}
-
-
-def _holders(parts: tuple[Any, ...]) -> Iterator[tuple[str, _Holder]]:
+def _holders(parts: tuple[Any, ...]) -> Iterator[tuple[str, Holder]]:
     """Yield the objects that hold the values of a replica, each with the beginning of its values' names."""
     listed = named_parts(parts)
     names = Tree(parts).names
@@ -134,33 +119,32 @@ def _holders(parts: tuple[Any, ...]) -> Iterator[tuple[str, _Holder]]:
                     if not hasattr(parameter, "placements"):  # the state of a DTensor cannot be sent by itself
                         yield f"{at}.{of}", _of_state(own.state, parameter)
         elif hasattr(part, "load_state_dict"):
-            yield name, _Holder(part.state_dict, part.load_state_dict)
+            yield name, (part.state_dict, part.load_state_dict)
 
 
-def _of_extra_state(module: Any) -> _Holder:
-    return _Holder(
-        lambda: {"": module.get_extra_state()}, lambda entries: module.set_extra_state(entries[""]), whole=True
-    )
+def _of_extra_state(module: Any) -> Holder:
+    return lambda: {"": module.get_extra_state()}, lambda entries: module.set_extra_state(entries[""])
 
 
-def _of_groups(*groups: Entries) -> _Holder:
-    """Return the holder of a parameter group. groups: the one that is read, and all that are to have its values."""
+def _of_groups(*groups: Entries) -> Holder:
+    """Return a parameter group as a holder. groups: the one that is read, and all that are to have its values."""
+    members = {"params", "param_names"}
 
     def write(entries: Entries) -> None:
         for group in groups:  # which stay the same objects: schedulers hold on to them
-            members = {key: group[key] for key in _MEMBERS if key in group}
-            group.clear()
-            group.update(members | entries)
+            for key in group.keys() - entries.keys() - members:
+                del group[key]
+            group.update(entries)
 
-    return _Holder(lambda: {key: value for key, value in groups[0].items() if key not in _MEMBERS}, write)
+    return lambda: {key: value for key, value in groups[0].items() if key not in members}, write
 
 
-def _of_state(states: Any, parameter: Any) -> _Holder:
+def _of_state(states: Any, parameter: Any) -> Holder:
     def write(entries: Entries) -> None:
-        states.pop(parameter, None)  # so that the optimizer begins anew with it where the source has nothing
+        states.pop(parameter, None)  # so that the optimizer begins anew with it if the source has nothing
         states.update({parameter: entries} if entries else {})
 
-    return _Holder(lambda: states.get(parameter, {}), write, parameter)
+    return lambda: states.get(parameter, {}), write
 
 
 def size_of(tensor: Any, group: Any) -> Size:
