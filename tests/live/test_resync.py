@@ -38,6 +38,20 @@ def test_a_flipped_bit_is_healed(syncheck_rank: Any, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.syncheck(ranks=3)
+def test_a_log_that_fails_stops_no_rank(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank alone logs what was done; if that fails, it must not be the only rank that raises."""
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(logging.getLogger("syncheck"), "warning", full)
+    model, optimizer = trained()
+    if syncheck_rank.rank == 1:
+        flip(model.module.fc.weight)
+    healed(model, optimizer, bad=(1,), source=0)
+
+
+@pytest.mark.syncheck(ranks=3)
 def test_the_first_rank_can_be_the_bad_one(syncheck_rank: Any) -> None:
     """Where rank 0 is in the minority the model is that of rank 1, and a moment is healed as a weight is."""
     model, optimizer = trained()

@@ -13,7 +13,7 @@ from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
 from syncheck.live.repair import state
-from syncheck.live.repair.plan import Job, planned
+from syncheck.live.repair.plan import planned
 from syncheck.records import Counts, Group, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
@@ -21,104 +21,80 @@ TRIPLES = ((0, 2, 4), (1, 3, 5))
 
 
 def differing(name: str, groups: tuple[tuple[int, ...], ...], *clusters: tuple[int, ...]) -> TensorDiff:
-    return TensorDiff(
-        name, "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters, numel=4
-    )  # fmt: skip
+    return TensorDiff(name, "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters)
 
 
-def lacking(name: str, kind: str, ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
-    return TensorDiff(
-        name, kind, "float32", (4,), "not_compared", "missing", replica_groups=(ranks,), clusters=clusters
-    )  # fmt: skip
+def lacking(ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
+    of = {"replica_groups": (ranks,), "clusters": clusters}
+    return TensorDiff("optimizer.w.exp_avg", "optimizer", "float32", (4,), "not_compared", "missing", **of)  # type: ignore[arg-type]
 
 
-def report(size: int, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> Report:
-    replicas = tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size))
+def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> list[Any]:
+    """Plan a repair; return of each job the name, the source, the targets, and whether it copies and loads."""
     group = Group(
-        "model", "model", None, "out_of_sync", replicas, Counts(),
+        "model", "model", None, "out_of_sync",
+        tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size)), Counts(),
         tensors=tuple(diff for diff in found if isinstance(diff, TensorDiff)),
         values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
         shards=shards,
     )  # fmt: skip
-    return Report("out_of_sync", (group,))
-
-
-def jobs(plan: tuple[Job, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(job.name, job.source, job.targets) for job in plan if job.copies]
+    plan = planned(Report("out_of_sync", (group,)), source)
+    return [(job.name, job.source, job.targets, job.copies, job.loads) for job in plan]
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
     """Rank 2's shard is healed from rank 0 and rank 1's from rank 3; a group that agrees is left alone."""
-    both = report(6, differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,)))
-    assert jobs(planned(both, "majority")) == [("w", 0, (2,)), ("w", 3, (1,))]
-    one = report(6, differing("w", TRIPLES, (3, 5), (1,)))
-    plan = planned(one, "majority")
-    assert jobs(plan) == [("w", 3, (1,))]
+    both = differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,))
+    assert jobs(6, "majority", both) == [("w", 0, (2,), True, False), ("w", 3, (1,), True, False)]
+    assert jobs(6, "majority", differing("w", TRIPLES, (3, 5), (1,))) == [("w", 3, (1,), True, False)]
 
 
 def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
     """Rank 0 is in the majority of w, and not of v: w comes from rank 2."""
-    plan = planned(report(6, differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,))), "majority")
-    assert jobs(plan) == [("w", 2, (4,)), ("v", 2, (0,))]
+    found = jobs(6, "majority", differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,)))
+    assert [job[:3] for job in found] == [("w", 2, (4,)), ("v", 2, (0,))]
 
 
 def test_two_replicas_have_no_majority() -> None:
-    """Where the groups are pairs neither side is the healthy one, and the tensor is named."""
+    """Where the groups are pairs neither side is the healthy one; an error names five tensors and counts the others."""
     with pytest.raises(UsageError, match=r"no majority: w; source=RANK"):
-        planned(report(4, differing("w", PAIRS, (0,), (2,))), "majority")
+        jobs(4, "majority", differing("w", PAIRS, (0,), (2,)))
+    with pytest.raises(UsageError, match=r"w3, w4 and 7 more; source=RANK"):
+        jobs(2, "majority", *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12)))
 
 
 def test_a_rank_that_is_named_stands_for_its_replica() -> None:
-    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh."""
-    plan = planned(report(4, differing("w", PAIRS, (0,), (2,), (1,), (3,))), 2)
-    assert jobs(plan) == [("w", 2, (0,)), ("w", 3, (1,))]
-
-
-def test_groups_of_unlike_sizes_take_their_own_majority() -> None:
-    """A named rank says nothing of a group that is not laid out as its own; that one has to have a majority."""
-    groups = ((0, 2), (1, 3, 4))
-    assert jobs(planned(report(5, differing("w", groups, (0,), (2,), (3, 4), (1,))), 2)) == [
+    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh, or has a majority."""
+    assert [job[:3] for job in jobs(4, 2, differing("w", PAIRS, (0,), (2,), (1,), (3,)))] == [
         ("w", 2, (0,)), ("w", 3, (1,)),
     ]  # fmt: skip
-    with pytest.raises(UsageError, match=r"no majority: w; source=RANK"):
-        planned(report(5, differing("w", groups, (0,), (2,), (3,), (1,), (4,))), 2)
+    unlike = differing("w", ((0, 2), (1, 3, 4)), (0,), (2,), (3, 4), (1,))
+    assert [job[:3] for job in jobs(5, 2, unlike)] == [("w", 2, (0,)), ("w", 3, (1,))]
 
 
-def test_a_majority_that_lacks_something_removes_it() -> None:
-    """What two of three ranks lack is removed from the third; what one of three lacks is created there."""
-    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority")
-    assert (job.source, job.targets, job.copies, job.loads) == (0, (1,), False, True)
-    (job,) = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority")
-    assert (job.source, job.targets, job.copies, job.loads) == (0, (1,), True, True)
+def test_lost_state_is_created_or_removed() -> None:
+    """What two of three ranks lack is removed from the third; what one of three lacks is created there.
 
-
-def test_lost_state_is_refused_where_ranks_hold_parts() -> None:
-    """A report does not say which ranks hold the same part of what one of them lacks."""
-    lost = lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2, 3), (0, 1, 2))
+    A report does not say which ranks hold the same part of what one of them lacks.
+    """
+    assert jobs(3, "majority", lacking((0, 1, 2), (1,))) == [("optimizer.w.exp_avg", 0, (1,), False, True)]
+    assert jobs(3, "majority", lacking((0, 1, 2), (0, 2))) == [("optimizer.w.exp_avg", 0, (1,), True, True)]
     parts = Shards("model parallel", "parts along tp", 2, 2)
     with pytest.raises(UsageError, match=r"no other rank is known to hold a copy of optimizer\.w\.exp_avg; load it"):
-        planned(report(4, lost, shards=(parts,)), 0)
+        jobs(4, 0, lacking((0, 1, 2, 3), (0, 1, 2)), shards=(parts,))
 
 
 def test_values_vote_too() -> None:
     """A rank with another learning rate is no source of a tensor; NaN is equal to NaN."""
     nan = float("nan")
-    values = (
-        ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True),
-        ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False),
-    )
-    plan = planned(report(3, differing("w", ((0, 1, 2),), (0, 1), (2,)), *values), "majority")
-    assert jobs(plan) == [("w", 1, (2,))]
-    assert [(job.name, job.source) for job in plan if job.loads] == [("optimizer.param_groups.0.lr", 1)]
-    tied = ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True)
+    rate = ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True)
+    note = ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False)
+    assert jobs(3, "majority", differing("w", ((0, 1, 2),), (0, 1), (2,)), rate, note) == [
+        ("w", 1, (2,), True, False), (rate.name, 1, (0,), False, True),
+    ]  # fmt: skip
+    assert jobs(3, "majority", ValueDiff("best", {0: nan, 1: nan, 2: 0.1}, counts=True))[0][1:3] == (0, (2,))
     with pytest.raises(UsageError, match=r"no majority: best; source=RANK"):
-        planned(report(4, tied), "majority")
-
-
-def test_many_names_are_cut_short() -> None:
-    """An error names five tensors and counts the others."""
-    with pytest.raises(UsageError, match=r"w3, w4 and 7 more; source=RANK"):
-        planned(report(2, *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12))), "majority")
+        jobs(4, "majority", ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True))
 
 
 def hybrid(names: tuple[int, int]) -> Any:
