@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,21 +185,26 @@ def _repair(
             state.holder_of(job.name)
         elif rank in (job.source, *job.targets):
             state.tensor(job.name, writable=rank != job.source)
-    copies = [job for job in jobs if job.copies]
-    own = {i: size_of(state.tensor(job.name), group) for i, job in enumerate(copies) if job.source == rank}
+    mine = [job for job in jobs if job.source == rank]
+    own = (
+        {job.name: size_of(state.tensor(job.name), group) for job in mine if job.copies},
+        {job.name: state.entry_of(job.name) for job in mine if job.loads},
+    )
     # A rank that fails until here has changed nothing, and neither have the others.
     by_rank = channel.gather(own, "sizes")
-    sizes = [by_rank[job.source][i] for i, job in enumerate(copies)]
+    copies = [(job, by_rank[job.source][0][job.name]) for job in jobs if job.copies]
+    takers: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for job in jobs:
+        if job.loads:  # without targets, the values are None on some ranks and missing on others
+            takers[job.source, by_rank[job.source][1][job.name]].update(job.targets or job.ranks)
     try:
-        for job in jobs:
-            if job.loads:
-                sent = channel.share(partial(state.entries, job.name), [job.source], "entries")
-                # Without targets the values are None on some ranks and missing on others.
-                if rank in (job.targets or job.ranks) and rank != job.source:
-                    state.set_entries(job.name, sent[job.source])
+        for (of, entry), ranks in takers.items():
+            sent = channel.share(partial(state.entries, entry), [of], "entries")
+            if rank in ranks and rank != of:
+                state.set_entries(entry, sent[of])
         tensors = [
             (state.tensor(job.name) if rank in (job.source, *job.targets) else None, job.source, size)
-            for job, size in zip(copies, sizes, strict=True)
+            for job, size in copies
             if not job.loads
         ]
         broadcast(channel, tensors)
@@ -212,8 +218,7 @@ def _repair(
             f"resync failed on the way: {kind}{error}"[:300]
             + f". Some tensors may be copied and others not; calling it again with {again} is safe"
         ) from error
-    copied = (Copied(job.name, job.source, job.targets, size[0]) for job, size in zip(copies, sizes, strict=True))
-    return jobs, tuple(copied)
+    return jobs, tuple(Copied(job.name, job.source, job.targets, size[0]) for job, size in copies)
 
 
 def _why(source: int | str, jobs: Sequence[Job]) -> str:

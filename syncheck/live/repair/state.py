@@ -59,8 +59,13 @@ class State:
             raise UsageError(f"{name} has elements that share memory, as after expand(); clone() it on all ranks")
         return source
 
+    def entry_of(self, name: str) -> str:
+        """Return the name of the entry that a name is part of, such as that of a list for one of its elements."""
+        found = list(self._split(name)[0])
+        return f"{self.holder_of(name)}.{found[0]}" if found else name
+
     def entries(self, name: str) -> bytes:
-        """Return the entries that a name is of, in the object that holds them."""
+        """Return the entries that a name is part of, in the object that holds them."""
         written = io.BytesIO()
         sys.modules["torch"].save(self._split(name)[0], written)
         return written.getvalue()
@@ -79,7 +84,7 @@ class State:
         write(self._split(name)[1] | entries)
 
     def _split(self, name: str) -> tuple[Entries, Entries]:
-        """Return the entries that a name is of, in the object that holds them, and all other entries."""
+        """Return the entries that a name is part of, in the object that holds them, and all other entries."""
         at = self.holder_of(name)
         entries = self._holders[at][0]()
         own = {key for key in entries if at.endswith(EXTRA_STATE) or f"{name}.".startswith(f"{at}.{key}.")}
