@@ -301,7 +301,10 @@ def test_gradients_and_random_numbers_are_left_alone(syncheck_rank: Any) -> None
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=2)
 def test_shards_are_left_alone(syncheck_rank: Any) -> None:
-    """Under FSDP2 each rank has its own shards, which stay; a buffer, which is replicated, takes the named rank's."""
+    """Under FSDP2 each rank keeps its shards; a buffer and a learning rate, which are replicated, are the source's.
+
+    Lost state of a shard is on no other rank: it is refused.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -312,10 +315,18 @@ def test_shards_are_left_alone(syncheck_rank: Any) -> None:
     model(torch.randn(4, 4)).sum().backward()
     optimizer.step()
     shards = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    states = {p: dict(state) for p, state in optimizer.state.items()}
     model.norm.running_mean += syncheck_rank.rank
+    optimizer.param_groups[0]["lr"] = 0.1 + syncheck_rank.rank
     done: Any = all_pass(each_rank(resync, model, optimizer, source=1))
     assert [of.name for of in done.copied] == ["norm.running_mean"]
+    assert optimizer.param_groups[0]["lr"] == 1.1
     assert all(torch.equal(p.to_local(), shards[name]) for name, p in model.named_parameters())
+    assert all(optimizer.state[p][key] is states[p][key] for p in states for key in states[p])
+    if syncheck_rank.rank == 1:
+        optimizer.state.clear()
+    outcome = all_raise(each_rank(resync, model, optimizer, source=1), "UsageError")
+    assert "no other rank is known to hold a copy of optimizer." in outcome.text
 
 
 @pytest.mark.syncheck(ranks=3)

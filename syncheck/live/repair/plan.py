@@ -86,7 +86,7 @@ def planned(report: Report, source: int | str) -> tuple[Job, ...]:
             sources[job.ranks] = _source_of(job, source, jobs)
     jobs = [replace(job, source=sources[job.ranks]) for job in jobs]
     if group.shards:  # a report has no replica groups for a tensor that some ranks lack
-        alone |= {job.name for job in jobs if job.copies and job.absent}
+        alone |= {job.name for job in jobs if job.absent and job.kind != "value"}
     if alone:
         raise UsageError(f"no other rank is known to hold a copy of {_names(sorted(alone))}; load it from a checkpoint")
     return tuple(jobs)
