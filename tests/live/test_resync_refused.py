@@ -108,7 +108,7 @@ def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
 def test_without_anything_to_compare_it_is_refused(syncheck_rank: Any) -> None:
     """Tensors without values tell nothing, so that no rank can be called healthy."""
     outcome = all_raise(each_rank(resync, nn.Linear(2, 2, device="meta")), "UsageError")
-    assert outcome.text == "nothing could be compared, so that there is nothing to tell a healthy rank by"
+    assert outcome.text == "nothing could be compared, so there is no healthy rank to copy from"
 
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
@@ -213,7 +213,7 @@ def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
     average = np.arange(4.0) + (syncheck_rank.rank == 1)
     average.flags.writeable = False
     outcome = all_raise(each_rank(resync, (model, {"ema": average}), include=("b", "ema")), "UsageError")
-    assert outcome.text == "rank 1: ema is an array that must not be written; copy() it on all ranks"
+    assert outcome.text == "rank 1: ema is a read-only array; copy() it on all ranks"
     assert bits(model) == before
 
 

@@ -1,7 +1,7 @@
 """Repair a job whose ranks are out of sync: copy what differs from a healthy rank, and check again.
 
-resync(model, optimizer, scaler)                # from a rank that the majority agrees with
-resync(model, optimizer, scaler, source=0)      # from rank 0, whatever the others hold
+resync(model, optimizer, scaler)                # from a rank in the majority
+resync(model, optimizer, scaler, source=0)      # from rank 0
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Resync", "resync"]
 
 
 class Copied(NamedTuple):
-    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's piece of it."""
+    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's shard."""
 
     name: str
     source: int
@@ -41,7 +41,7 @@ class Copied(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A value that was set, or state that was created or removed, and on which ranks."""
+    """A value set on some ranks, or optimizer state created or removed there."""
 
     name: str
     ranks: tuple[int, ...]
@@ -51,10 +51,10 @@ class Changed(NamedTuple):
 class Resync:
     """What `resync` did; the same on all ranks.
 
-    before: the report that found what to do. after: the one that proves it done; the same where nothing was to be done.
-    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, those
-    that were created among them. values: plain ones, set to the source's or removed, and parts of a module's extra
-    state. created: optimizer state that a rank lacked. removed: what it had more of it than the source.
+    before: the report with the differences. after: the report without; the same object if there were none.
+    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, created
+    ones included. values: plain values set to the source's or removed, and parts of a module's extra state.
+    created: optimizer state missing on a rank before. removed: optimizer state missing on the source.
     """
 
     before: Report
@@ -68,12 +68,12 @@ class Resync:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors that were copied."""
+        """Bytes of all copied tensors."""
         return sum(copied.bytes for copied in self.copied)
 
     @property
     def summary(self) -> str:
-        """What was done, in a few lines of plain text."""
+        """The changes in a few lines of plain text."""
         if self.before is self.after:
             return "resync: nothing to do, the ranks are in sync"
         changes: dict[str, Sequence[Copied | Changed]] = {
@@ -87,7 +87,7 @@ class Resync:
         origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
         lines = [f"resync from {origin}: {what}, on {ranks_text(targets)}; proved in sync"]
         for verb, done in changes.items():
-            # The first line has the ranks already if they are the same for all.
+            # The first line already has the ranks if all changes share them.
             names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
             lines += [f"  {verb}: {names_text(names, SHOWN)}"] if done else []
         return "\n".join(map(one_line, lines))
@@ -107,21 +107,20 @@ def resync(
     exclude: Sequence[str] = (),
     **checking: Any,
 ) -> Resync:
-    """Make the model of every rank that of a healthy one, in place, check it, and return what was done.
+    """Copy the model of a healthy rank to all others in place, check again, and return the changes.
 
     A collective call: every rank of the group has to make it, between `optimizer.step()` and the next forward.
-    Parameters, buffers and optimizer state are overwritten bit by bit where they differ; learning rates, the scaler's
-    state and other values are set; optimizer state that a rank lacks is created, and what it has more is removed.
-    Random number generators and gradients are left alone. No parameter is replaced by another object.
+    Parameters, buffers and optimizer state are overwritten bit by bit if they differ. Learning rates, the scaler's
+    state and other values are set. Missing optimizer state is created, surplus state is removed. RNG states and
+    gradients stay. No parameter is replaced by another object.
 
-    source: "majority", the ranks in the largest set, of more than half, of every tensor that differs; or the rank, of
-    the whole world, whose model is the right one. group, mesh, only, include, exclude: as `check` has them, which is
-    called before and after. checking: its other arguments, such as allow; with rng=True nothing else is done than
-    without.
+    source: "majority", a rank in the largest set, of more than half, of every differing tensor; or a rank of the whole
+    world. group, mesh, only, include, exclude: as in `check`, which is called before and after. checking: other
+    arguments of `check`, such as allow; rng has no effect.
 
-    Raises, on all ranks and with one text: UsageError, before anything is changed, where there is no majority, where
-    the ranks differ in structure, and for a source that is no rank of the group; RankFailed where a rank failed on
-    the way, or where the ranks still differ afterwards. It can then be called again with the same source.
+    Raises, on all ranks and with one text: UsageError, before anything is changed, without a majority, for ranks of
+    unlike structure, and for a source outside the group; RankFailed if a rank fails on the way, or if the ranks still
+    differ afterwards. It can then be called again with the same source.
     """
     group = group_of(mesh) if group is None else group
     channel = Channel(group)
@@ -156,7 +155,7 @@ def resync(
 
 
 def _agree(channel: Channel, source: int | str, only: Sequence[str], checking: Mapping[str, Any]) -> None:
-    """Raise UsageError, on all ranks, for arguments that no rank can use or that are not the same everywhere."""
+    """Raise UsageError, on all ranks, for invalid arguments and for a source that differs between ranks."""
     unknown = checking.keys() - inspect.signature(check).parameters.keys()
     if unknown:
         raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
@@ -176,9 +175,9 @@ def _agree(channel: Channel, source: int | str, only: Sequence[str], checking: M
 def _repair(
     channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str
 ) -> tuple[tuple[Job, ...], tuple[Copied, ...]]:
-    """Repair this rank together with all others: look up everything that is to be done, and only then do it."""
+    """Repair this rank together with all others: look up every tensor and object, and only then change them."""
     if before.verdict != "out_of_sync":
-        raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
+        raise UsageError("nothing could be compared, so there is no healthy rank to copy from")
     rank, state, jobs = channel.rank, State(parts), planned(before, source)
     for job in jobs:
         if job.loads and rank in job.ranks:
@@ -190,7 +189,7 @@ def _repair(
         {job.name: size_of(state.tensor(job.name), group) for job in mine if job.copies},
         {job.name: state.entry_of(job.name) for job in mine if job.loads},
     )
-    # A rank that fails until here has changed nothing, and neither have the others.
+    # If a rank fails until here, no rank has changed anything.
     by_rank = channel.gather(own, "sizes")
     copies = [(job, by_rank[job.source][0][job.name]) for job in jobs if job.copies]
     takers: dict[tuple[int, str], set[int]] = defaultdict(set)
@@ -209,7 +208,7 @@ def _repair(
         ]
         broadcast(channel, tensors)
     except Exception as error:
-        if channel.over and not channel.lost:  # all ranks raise the error of the rank that failed
+        if channel.over and not channel.lost:  # all ranks raise the failing rank's error
             raise
         kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
         sources = {job.source for job in jobs}

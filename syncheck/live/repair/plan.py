@@ -1,4 +1,4 @@
-"""Plan a repair from a report alone, so that every rank has the same plan or raises the same error."""
+"""Plan a repair from a report alone: every rank has the same plan or raises the same error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SHOWN = 5  # names in an error or a summary
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One tensor or value that differs within one replica group, and the rank that has the right one.
+    """A difference in one tensor or value within one replica group, and the rank to copy from.
 
     kind: of the tensor; "value" for a value and for a part of a module's extra state, which is no live tensor.
-    ranks: the replica group, sorted. sets: ranks that hold the same, largest first. absent: ranks that lack it.
+    ranks: the replica group, sorted. sets: ranks with equal bytes or values, largest first. absent: ranks without it.
     groups: all replica groups of the tensor. source: -1 until it is chosen.
     """
 
@@ -46,28 +46,28 @@ class Job:
 
     @property
     def targets(self) -> Ranks:
-        """Ranks that hold something else than the source."""
+        """Ranks which differ from the source."""
         same = next(found for found in self.sets if self.source in found)
         return tuple(rank for rank in self.ranks if rank not in same)
 
     @property
     def copies(self) -> bool:
-        """Whether the bytes of a tensor are sent. A tensor that is not copied is one that the source lacks."""
+        """Whether the bytes of a tensor are sent; else the source lacks the tensor, or it is a value."""
         return self.kind != "value" and self.source not in self.absent
 
     @property
     def loads(self) -> bool:
-        """Whether the object that holds it takes an entry anew, and no live tensor is overwritten."""
+        """Whether an object gets a new entry, and no live tensor is overwritten."""
         return self.kind == "value" or bool(self.absent)
 
 
 def planned(report: Report, source: int | str) -> tuple[Job, ...]:
-    """Return the jobs that make all ranks equal to healthy ones.
+    """Return the jobs of a repair.
 
-    report: out of sync. source: a rank of the report, or "majority": the first rank that is in the largest set, of more
-    than half of the ranks, of every tensor and value that differs. Each replica group has one source. A named rank
-    stands for its replica: the other groups take the rank at the same position, or their own majority.
-    Raises UsageError if there is no such source, and if the ranks differ in structure.
+    report: out of sync. source: a rank of the report, or "majority": the first rank in the largest set, of more than
+    half of the ranks, of every differing tensor and value. Each replica group has one source. A named rank stands for
+    its replica: the other groups take the rank at the same position, or their own majority.
+    Raises UsageError without a source, and if the ranks differ in structure.
     """
     group = report.groups[0]
     failing = {name for found in group.findings if found.fails for name in (*found.tensors, *found.values)}
@@ -85,7 +85,7 @@ def planned(report: Report, source: int | str) -> tuple[Job, ...]:
         if job.ranks not in sources:
             sources[job.ranks] = _source_of(job, source, jobs)
     jobs = [replace(job, source=sources[job.ranks]) for job in jobs]
-    if group.shards:  # a report has no replica groups for a tensor that some ranks lack
+    if group.shards:  # a report has no replica groups for a missing tensor
         alone |= {job.name for job in jobs if job.absent and job.kind != "value"}
     if alone:
         raise UsageError(f"no other rank is known to hold a copy of {_names(sorted(alone))}; load it from a checkpoint")
@@ -93,7 +93,7 @@ def planned(report: Report, source: int | str) -> tuple[Job, ...]:
 
 
 def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) -> None:
-    """Raise UsageError for tensors that cannot be made equal by copying bytes."""
+    """Raise UsageError for differences beyond bytes and values."""
     unlike = [
         f"{diff.name} ({diff.reason}: {diff.detail})"
         for diff in diffs
@@ -113,7 +113,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _of_tensor(diff: TensorDiff, ranks: Ranks) -> list[Job]:
-    """Return a job for each replica group in which a tensor differs. ranks: all."""
+    """Return a job for each replica group with a difference. ranks: all."""
     groups = tuple(tuple(sorted(members)) for members in diff.replica_groups) or (ranks,)
     kind = "value" if _is_extra(diff.name) else diff.kind
     having = {rank for held in diff.clusters for rank in held}

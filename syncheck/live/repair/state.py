@@ -1,4 +1,4 @@
-"""Read and write the tensors and values of this rank by the names of a report, and broadcast tensors in place."""
+"""Read and write this rank's tensors and values by the names of a report, and broadcast tensors in place."""
 
 from __future__ import annotations
 
@@ -22,76 +22,76 @@ if TYPE_CHECKING:
     from syncheck.live.channel import Channel
 
     Entries = dict[Any, Any]
-    # What an object holds: a function that returns all its entries, and one that sets them.
+    # An object with values: a function to read all its entries, and one to set them.
     Holder = tuple[Callable[[], Entries], Callable[[Entries], object]]
-    # Bytes of a tensor, and the type of the device over which they are sent.
+    # Bytes of a tensor, and the device type for sending them.
     Size = tuple[int, str]
 
-# Bytes that are sent before a rank can report a failure to the others; one more tensor may be under way.
+# Bytes, and one more tensor, between two chances to report a failure to the other ranks.
 BATCH = 256 << 20
 
 
 class State:
-    """The live tensors of this rank, and the objects that hold its values. parts: as `memory.snapshot` takes them."""
+    """The live tensors of this rank, and its objects with values. parts: as in `memory.snapshot`."""
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
         taken = snapshot(*parts)
         short = normalize(taken.tensors)
         self._tensors = {short[name]: tensor for name, tensor in taken.tensors.items()}
         found = dict(_holders(parts))
-        # A report has tensors without the prefixes of wrappers, and values with them. The name of an object becomes
-        # normal by that of something in it, x.
+        # A report has tensors without the prefixes of wrappers, and values with them. Only names of tensors can be
+        # normalized, so each object gets a tensor x.
         within = [f"{name}.x" for name in found if name.startswith("optimizer.") or name.endswith(EXTRA_STATE)]
         plain = normalize([*taken.tensors, *within])
         self._holders = {plain[name].removesuffix(".x"): found[name.removesuffix(".x")] for name in within} | found
 
     def tensor(self, name: str, *, writable: bool = False) -> Any:
-        """Return the live tensor of that name. Raises UsageError if its bytes cannot be copied, or written."""
+        """Return a live tensor by name. Raises UsageError if its bytes cannot be copied, or written."""
         tensor = self._tensors.get(name)
         if tensor is None or not isinstance(tensor.data, Held):
             raise UsageError(f"{name} has no bytes to copy: {getattr(tensor, 'refused', '') or 'not in memory'}")
         source = tensor.data.source
         if not is_torch(source):
             if writable and not source.flags.writeable:
-                raise UsageError(f"{name} is an array that must not be written; copy() it on all ranks")
+                raise UsageError(f"{name} is a read-only array; copy() it on all ranks")
             return sys.modules["torch"].from_numpy(source if source.flags.writeable else source.copy())
         if writable and any(step == 0 and size > 1 for size, step in zip(source.shape, source.stride(), strict=True)):
             raise UsageError(f"{name} has elements that share memory, as after expand(); clone() it on all ranks")
         return source
 
     def entry_of(self, name: str) -> str:
-        """Return the name of the entry that a name is part of, such as that of a list for one of its elements."""
+        """Return the name of the whole entry: for an element of a list, the name of the list."""
         found = list(self._split(name)[0])
         return f"{self.holder_of(name)}.{found[0]}" if found else name
 
     def entries(self, name: str) -> bytes:
-        """Return the entries that a name is part of, in the object that holds them."""
+        """Return an entry of an object by name, or nothing if there is none, as bytes."""
         written = io.BytesIO()
         sys.modules["torch"].save(self._split(name)[0], written)
         return written.getvalue()
 
     def set_entries(self, name: str, data: bytes) -> None:
-        """Replace these entries by the source's. Tensors come to this process's device of the type that they are on."""
+        """Replace an entry by the source's. Tensors go to this process's device of the same type."""
         torch: Any = sys.modules["torch"]
 
         def located(storage: Any, device: str) -> Any:
             return torch.serialization.default_restore_location(storage, str(device_of(device.partition(":")[0])))
 
-        with torch.inference_mode(mode=False):  # a tensor that is made in that mode could not be trained with
-            # With classes, as messages are: the ranks of a group run one program and trust each other.
+        with torch.inference_mode(mode=False):  # tensors of that mode cannot be trained with
+            # With classes, like all messages: the ranks of a group run one program and trust each other.
             entries = torch.load(io.BytesIO(data), map_location=located, weights_only=False)
         _, write = self._holders[self.holder_of(name)]
         write(self._split(name)[1] | entries)
 
     def _split(self, name: str) -> tuple[Entries, Entries]:
-        """Return the entries that a name is part of, in the object that holds them, and all other entries."""
+        """Return the entry of a name, if there is one, and all other entries of the same object."""
         at = self.holder_of(name)
         entries = self._holders[at][0]()
         own = {key for key in entries if at.endswith(EXTRA_STATE) or f"{name}.".startswith(f"{at}.{key}.")}
         return {k: v for k, v in entries.items() if k in own}, {k: v for k, v in entries.items() if k not in own}
 
     def holder_of(self, name: str) -> str:
-        """Return the name of the object that holds a value. Raises UsageError if there is none."""
+        """Return the name of the object with a value. Raises UsageError if there is none."""
         at = name
         while at and at not in self._holders:
             at = at.rpartition(".")[0]
@@ -104,7 +104,7 @@ class State:
 
 
 def _holders(parts: tuple[Any, ...]) -> Iterator[tuple[str, Holder]]:
-    """Yield the objects that hold the values of a replica, each with the beginning of its values' names."""
+    """Yield the objects with values of a replica, by the beginning of the values' names."""
     listed = named_parts(parts)
     names = Tree(parts).names
     optimizers = [part for _, part in listed if is_optimizer(part)]
@@ -117,7 +117,7 @@ def _holders(parts: tuple[Any, ...]) -> Iterator[tuple[str, Holder]]:
             at = "optimizer" if len(optimizers) == 1 else f"optimizer.{optimizers.index(part)}"
             own, _ = own_part(part)
             for i, group in enumerate(own.param_groups):
-                # ZeRO's optimizer copies the values of its own groups to those of the one within at each step.
+                # At each step ZeRO's optimizer copies values from its own groups to those of the inner one.
                 yield f"{at}.param_groups.{i}", _of_groups(group, part.param_groups[i])
                 called = group.get("param_names") or [names.get(id(p), "") for p in group["params"]]
                 for parameter, of in zip(group["params"], called, strict=False):
@@ -132,11 +132,11 @@ def _of_extra_state(module: Any) -> Holder:
 
 
 def _of_groups(*groups: Entries) -> Holder:
-    """Return a parameter group as a holder. groups: the one that is read, and all that are to have its values."""
+    """Return a parameter group as a holder. groups: the first is read, all are set."""
     members = {"params", "param_names"}
 
     def write(entries: Entries) -> None:
-        for group in groups:  # which stay the same objects: schedulers hold on to them
+        for group in groups:  # the same objects stay: schedulers refer to them
             for key in group.keys() - entries.keys() - members:
                 del group[key]
             group.update(entries)
@@ -146,7 +146,7 @@ def _of_groups(*groups: Entries) -> Holder:
 
 def _of_state(states: Any, parameter: Any) -> Holder:
     def write(entries: Entries) -> None:
-        states.pop(parameter, None)  # so that the optimizer begins anew with it if the source has nothing
+        states.pop(parameter, None)  # without any state, the optimizer initializes it
         states.update({parameter: entries} if entries else {})
 
     return lambda: states.get(parameter, {}), write
@@ -162,16 +162,16 @@ def size_of(tensor: Any, group: Any) -> Size:
 def broadcast(channel: Channel, tensors: Sequence[tuple[Any, int, Size]]) -> None:
     """Overwrite tensors by those of other ranks.
 
-    A collective call. tensors: as many on all ranks, each with its source and its size there. None is in place of a
-    tensor that this rank does not take: it is broadcast to all ranks, so that no order of sends and receives can
-    deadlock. A rank that fails reports it before the next batch, and all ranks raise.
+    A collective call. tensors: as many on all ranks, each with its source and its size there; None on ranks which only
+    discard the bytes. Every tensor is broadcast to all ranks, so no order of sends and receives can deadlock. A rank
+    reports its failure before the next batch, and all ranks raise.
     """
     batches: dict[int, list[Any]] = {}
     total = 0
     for sent in tensors:
         batches.setdefault(total // BATCH, []).append(sent)
         total += sent[2][0]
-    with sys.modules["torch"].inference_mode():  # in which tensors of inference mode can be written, and all others
+    with sys.modules["torch"].inference_mode():  # in this mode all tensors can be written
         for batch in batches.values():
             channel.carry([_row(channel.rank, *sent) for sent in batch if sent[2][0]])
 
