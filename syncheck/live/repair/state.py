@@ -67,7 +67,9 @@ class State:
     def entries(self, name: str) -> bytes:
         """Return an entry of an object by name, or nothing if there is none, as bytes."""
         written = io.BytesIO()
-        sys.modules["torch"].save(self._split(name)[0], written)
+        # A clone: torch.save writes the whole storage of a view, such as all of a flat buffer.
+        found = {k: v.detach().clone() if is_torch(v) else v for k, v in self._split(name)[0].items()}
+        sys.modules["torch"].save(found, written)
         return written.getvalue()
 
     def set_entries(self, name: str, data: bytes) -> None:
