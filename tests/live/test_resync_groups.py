@@ -12,119 +12,90 @@ from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on
 from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
-from syncheck.live.repair import copying as repair_copy
-from syncheck.live.repair.copying import Copier
-from syncheck.live.repair.plan import Job, Plan, planned
-from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
+from syncheck.live.repair import state
+from syncheck.live.repair.plan import planned
+from syncheck.records import Counts, Group, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
 TRIPLES = ((0, 2, 4), (1, 3, 5))
 
 
 def differing(name: str, groups: tuple[tuple[int, ...], ...], *clusters: tuple[int, ...]) -> TensorDiff:
-    return TensorDiff(
-        name, "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters, numel=4
-    )  # fmt: skip
+    return TensorDiff(name, "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters)
 
 
-def lacking(name: str, kind: str, ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
-    return TensorDiff(
-        name, kind, "float32", (4,), "not_compared", "missing", replica_groups=(ranks,), clusters=clusters
-    )  # fmt: skip
+def lacking(ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
+    of = {"replica_groups": (ranks,), "clusters": clusters}
+    return TensorDiff("optimizer.w.exp_avg", "optimizer", "float32", (4,), "not_compared", "missing", **of)  # type: ignore[arg-type]
 
 
-def report(size: int, *found: TensorDiff | ValueDiff) -> Report:
-    replicas = tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size))
+def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> list[Any]:
+    """Plan a repair; return of each job the name, the source, the targets, and whether it copies and loads."""
     group = Group(
-        "model", "model", None, "out_of_sync", replicas, Counts(),
+        "model", "model", None, "out_of_sync",
+        tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size)), Counts(),
         tensors=tuple(diff for diff in found if isinstance(diff, TensorDiff)),
         values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
+        shards=shards,
     )  # fmt: skip
-    return Report("out_of_sync", (group,))
-
-
-def jobs(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(job.name, job.source, job.targets) for job in plan.jobs]
+    plan = planned(Report("out_of_sync", (group,)), source)
+    return [(job.name, job.source, job.targets, job.copies, job.loads) for job in plan]
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
     """Rank 2's shard is healed from rank 0 and rank 1's from rank 3; a group that agrees is left alone."""
-    both = report(6, differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,)))
-    assert jobs(planned(both, "majority")) == [("w", 0, (2,)), ("w", 3, (1,))]
-    one = report(6, differing("w", TRIPLES, (3, 5), (1,)))
-    plan = planned(one, "majority")
-    assert jobs(plan) == [("w", 3, (1,))]
-    assert plan.sources == {(1, 3, 5): 3}
+    both = differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,))
+    assert jobs(6, "majority", both) == [("w", 0, (2,), True, False), ("w", 3, (1,), True, False)]
+    assert jobs(6, "majority", differing("w", TRIPLES, (3, 5), (1,))) == [("w", 3, (1,), True, False)]
 
 
 def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
     """Rank 0 is in the majority of w, and not of v: w comes from rank 2."""
-    plan = planned(report(6, differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,))), "majority")
-    assert jobs(plan) == [("w", 2, (4,)), ("v", 2, (0,))]
+    found = jobs(6, "majority", differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,)))
+    assert [job[:3] for job in found] == [("w", 2, (4,)), ("v", 2, (0,))]
 
 
 def test_two_replicas_have_no_majority() -> None:
-    """Where the groups are pairs neither side is the healthy one, and the tensor is named."""
-    with pytest.raises(UsageError, match=r"no majority: w \(another on each of 2 ranks\)"):
-        planned(report(4, differing("w", PAIRS, (0,), (2,))), "majority")
+    """Where the groups are pairs neither side is the healthy one; an error names five tensors and counts the others."""
+    with pytest.raises(UsageError, match=r"no majority: w; source=RANK"):
+        jobs(4, "majority", differing("w", PAIRS, (0,), (2,)))
+    with pytest.raises(UsageError, match=r"w3, w4 and 7 more; source=RANK"):
+        jobs(2, "majority", *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12)))
 
 
 def test_a_rank_that_is_named_stands_for_its_replica() -> None:
-    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh."""
-    plan = planned(report(4, differing("w", PAIRS, (0,), (2,), (1,), (3,))), 2)
-    assert jobs(plan) == [("w", 2, (0,)), ("w", 3, (1,))]
-
-
-def test_groups_of_unlike_sizes_take_their_own_majority() -> None:
-    """A named rank says nothing of a group that is not laid out as its own; that one has to have a majority."""
-    groups = ((0, 2), (1, 3, 4))
-    assert jobs(planned(report(5, differing("w", groups, (0,), (2,), (3, 4), (1,))), 2)) == [
+    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh, or has a majority."""
+    assert [job[:3] for job in jobs(4, 2, differing("w", PAIRS, (0,), (2,), (1,), (3,)))] == [
         ("w", 2, (0,)), ("w", 3, (1,)),
     ]  # fmt: skip
-    with pytest.raises(UsageError, match=r"rank 2 is in no replica group of ranks 1, 3, 4, and they have no majority"):
-        planned(report(5, differing("w", groups, (0,), (2,), (3,), (1,), (4,))), 2)
+    unlike = differing("w", ((0, 2), (1, 3, 4)), (0,), (2,), (3, 4), (1,))
+    assert [job[:3] for job in jobs(5, 2, unlike)] == [("w", 2, (0,)), ("w", 3, (1,))]
 
 
-def test_a_majority_that_lacks_something_removes_it() -> None:
-    """What two of three ranks lack is removed from the third; what one of three lacks is created there."""
-    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (1,))), "majority")
-    assert (plan.jobs, [(leaf.source, leaf.held) for leaf in plan.leaves]) == ((), [(0, False)])
-    plan = planned(report(3, lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2), (0, 2))), "majority")
-    assert jobs(plan) == [("optimizer.w.exp_avg", 0, (1,))]
-    assert [(leaf.source, leaf.held) for leaf in plan.leaves] == [(0, True)]
+def test_lost_state_is_created_or_removed() -> None:
+    """What two of three ranks lack is removed from the third; what one of three lacks is created there.
 
-
-def test_lost_state_of_shards_comes_from_the_own_group() -> None:
-    """Where rank 3 lacks a shard's state it takes that of rank 1; where all of a group lack it nobody has a copy."""
-    lost = lacking("optimizer.w.exp_avg", "optimizer", (0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5))
-    plan = planned(report(6, lost), "majority", lambda name: TRIPLES)
-    assert jobs(plan) == [("optimizer.w.exp_avg", 1, (3,))]
-    assert [(leaf.ranks, leaf.source) for leaf in plan.leaves] == [((1, 3, 5), 1)]
-    with pytest.raises(UsageError, match=r"no other rank holds a copy of optimizer\.w\.exp_avg; load it"):
-        planned(
-            report(2, lacking("optimizer.w.exp_avg", "optimizer", (0, 1), (0,))), "majority", lambda _: ((0,), (1,))
-        )
+    A report does not say which ranks hold the same part of what one of them lacks.
+    """
+    assert jobs(3, "majority", lacking((0, 1, 2), (1,))) == [("optimizer.w.exp_avg", 0, (1,), False, True)]
+    assert jobs(3, "majority", lacking((0, 1, 2), (0, 2))) == [("optimizer.w.exp_avg", 0, (1,), True, True)]
+    parts = Shards("model parallel", "parts along tp", 2, 2)
+    for source in (0, 3):
+        with pytest.raises(UsageError, match=r"no other rank is known to hold a copy of optimizer\.w\.exp_avg; load"):
+            jobs(4, source, lacking((0, 1, 2, 3), (0, 1, 2)), shards=(parts,))
 
 
 def test_values_vote_too() -> None:
     """A rank with another learning rate is no source of a tensor; NaN is equal to NaN."""
     nan = float("nan")
-    values = (
-        ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True),
-        ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False),
-    )
-    plan = planned(report(3, differing("w", ((0, 1, 2),), (0, 1), (2,)), *values), "majority")
-    assert jobs(plan) == [("w", 1, (2,))]
-    assert [(leaf.name, leaf.source) for leaf in plan.leaves] == [("optimizer.param_groups.0.lr", 1)]
-    tied = ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True)
-    with pytest.raises(UsageError, match=r"best \(3 versions on 4 ranks, the largest on ranks 0, 1\)"):
-        planned(report(4, tied), "majority")
-
-
-def test_many_names_are_cut_short() -> None:
-    """An error names five tensors and counts the others."""
-    with pytest.raises(UsageError, match=r"w3, w4 and 7 more \(another on each of 2 ranks\); source=RANK"):
-        planned(report(2, *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12))), "majority")
+    rate = ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True)
+    note = ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False)
+    assert jobs(3, "majority", differing("w", ((0, 1, 2),), (0, 1), (2,)), rate, note) == [
+        ("w", 1, (2,), True, False), (rate.name, 1, (0,), False, True),
+    ]  # fmt: skip
+    assert jobs(3, "majority", ValueDiff("best", {0: nan, 1: nan, 2: 0.1}, counts=True))[0][1:3] == (0, (2,))
+    with pytest.raises(UsageError, match=r"no majority: best; source=RANK"):
+        jobs(4, "majority", ValueDiff("best", {0: nan, 1: nan, 2: 0.1, 3: 0.2}, counts=True))
 
 
 def hybrid(names: tuple[int, int]) -> Any:
@@ -154,36 +125,32 @@ def local_bits(model: Any, optimizer: Any) -> list[Any]:
 def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> None:
     """Under HSDP of two copies of two shards source=2 heals rank 0 and, for the other shard, rank 1 from rank 3.
 
-    A moment that rank 1 lost is created with its shard; without a rank named, pairs have no majority.
+    Without a rank named, pairs have no majority.
     """
     model, optimizer = hybrid((2, 2))
     before = on_all(local_bits(model, optimizer))
     if syncheck_rank.rank < 2:
         flip(model.fc.weight.to_local())
     if syncheck_rank.rank == 1:
-        del optimizer.state[model.head.weight]["exp_avg"]
+        flip(optimizer.state[model.head.weight]["exp_avg"].to_local())
     outcome = all_raise(each_rank(resync, model, optimizer), "UsageError")
-    assert "no majority: fc.weight (another on each of 2 ranks" in outcome.text
+    assert outcome.text.startswith("no majority: fc.weight")
     done: Any = all_pass(each_rank(resync, model, optimizer, source=2))
     assert [of[:3] for of in done.copied] == [
         ("fc.weight", 2, (0,)), ("fc.weight", 3, (1,)), ("optimizer.head.weight.exp_avg", 3, (1,)),
     ]  # fmt: skip
     assert dict(done.sources) == {(0, 2): 2, (1, 3): 3}
-    optimizer.state[model.head.weight] = {
-        name: optimizer.state[model.head.weight][name] for name in ("step", "exp_avg", "exp_avg_sq")
-    }
     assert on_all(local_bits(model, optimizer)) == before
 
 
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=3)
 def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
-    """With three copies a flipped bit in one is healed from the two others, and lost state is created sharded."""
+    """With three copies a flipped bit in one is healed from the two others."""
     model, optimizer = hybrid((3, 1))
     before = on_all(local_bits(model, optimizer))
     if syncheck_rank.rank == 0:
         flip(model.fc.weight.to_local())
-        optimizer.state.clear()
     done: Any = all_pass(each_rank(resync, model, optimizer))
     assert {(of.source, of.ranks) for of in done.copied} == {(1, (0,))}
     assert on_all(local_bits(model, optimizer)) == before
@@ -198,15 +165,13 @@ def test_pieces_reach_their_group_alone(
 
     So they are where the backend does not send from their device, and the bytes go through another one.
     """
-    monkeypatch.setattr(repair_copy, "BATCH", batch)
-    monkeypatch.setattr(repair_copy, "device_of", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(state, "BATCH", batch)
+    monkeypatch.setattr(state, "device_of", lambda kind: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
     rank = syncheck_rank.rank
-    held = {"pair": torch.full((5,), float(rank)), "whole": torch.full((3, 2), float(rank)).t()}
-    if rank == 1:  # in no job of its own: another shape, which must not matter
-        held["pair"] = torch.full((2,), 1.0)
-    listed = (Job("pair", (0, 2), 2, (0,)), Job("whole", (0, 1, 2), 1, (0, 2)))
-    sizes = Copier(Channel(), dist.group.WORLD).copy(listed, held.__getitem__)
-    assert sizes == (20, 24)
-    assert on_all(held["pair"].tolist()) == [[2.0] * 5, [1.0] * 2, [2.0] * 5]
-    assert torch.equal(held["whole"], torch.ones(2, 3))
+    pair, whole = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
+    sizes = [state.size_of(tensor, None) for tensor in (pair, whole)]
+    assert sizes == [(20, device), (24, device)]
+    state.broadcast(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
+    assert on_all(pair.tolist()) == [[2.0] * 5, [1.0] * 5, [2.0] * 5]
+    assert torch.equal(whole, torch.ones(2, 3))

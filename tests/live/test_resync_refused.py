@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,10 @@ from healing import bits, healed, untouched
 from torch import nn
 
 from syncheck.live import resync
-from syncheck.live.repair.copying import Copier
+from syncheck.live.repair import state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -22,7 +26,7 @@ def test_a_tie_is_refused_and_a_named_rank_settles_it(syncheck_rank: Any) -> Non
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
     text = untouched(model, optimizer)
-    assert text == "no majority: fc.weight (another on each of 2 ranks); source=RANK names the healthy rank"
+    assert text == "no majority: fc.weight; source=RANK names the healthy rank"
     done = healed(model, optimizer, bad=(0,), source=1, named=True)
     assert done.copied == (("fc.weight", 1, (0,), 64),)
 
@@ -43,7 +47,9 @@ def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> No
     """Statistics that differ on all ranks have no majority; parameters alone can be healed, and leave them."""
     model, optimizer = trained(norm=True)
     text = untouched(model, optimizer)
-    assert "no majority: norm.running_mean, norm.running_var (another on each of 3 ranks); source=RANK" in text
+    assert text.startswith(
+        "no majority: norm.running_mean, norm.running_var; source=RANK names the healthy rank. Under"
+    )
     assert "source=0 takes those of rank 0, only=('params', 'optimizer') leaves them" in text
     if syncheck_rank.rank == 2:
         flip(model.module.head.bias)
@@ -67,60 +73,42 @@ def test_what_is_allowed_to_differ_is_left_alone(syncheck_rank: Any) -> None:
     assert bits(model.module.norm) == statistics
 
 
-def wider(rank: int) -> tuple[Any, ...]:
-    return (nn.Linear(2, 3 if rank == 1 else 2),)
-
-
-def halved(rank: int) -> tuple[Any, ...]:
+def with_optimizer(rank: int, bad: str) -> tuple[Any, ...]:
     model = nn.Linear(2, 2)
-    return (model.half() if rank == 1 else model,)
+    if rank == 1 and bad == "optimizer":
+        return (model,)
+    return model, torch.optim.SGD(list(model.parameters())[: 1 if rank == 1 else 2], lr=0.1)
 
 
-def without_bias(rank: int) -> tuple[Any, ...]:
-    return (nn.Linear(2, 2, bias=rank != 1),)
-
-
-def without_optimizer(rank: int) -> tuple[Any, ...]:
-    model = nn.Linear(2, 2)
-    return (model,) if rank == 1 else (model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def other_members(rank: int) -> tuple[Any, ...]:
-    model = nn.Linear(2, 2)
-    listed = list(model.parameters())
-    return model, torch.optim.SGD(listed[:1] if rank == 1 else listed, lr=0.1)
-
-
-STRUCTURES = {
-    wider: "not alike on all ranks: weight (shape: [2, 2] on ranks 0, 2 and [3, 2] on rank 1)",
-    halved: "not alike on all ranks: weight (dtype: float32 on ranks 0, 2 and float16 on rank 1)",
-    without_bias: "not alike on all ranks: bias (missing: not on rank 1)",
-    without_optimizer: "rank 1: optimizer.param_groups.0.",
-    other_members: "not alike on all ranks: optimizer.param_groups.0.params",
+STRUCTURES: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "not alike on all ranks: weight (shape: [2, 2] on ranks 0, 2 and [3, 2] on rank 1)": (
+        lambda rank: (nn.Linear(2, 3 if rank == 1 else 2),)
+    ),
+    "not alike on all ranks: weight (dtype: float32 on ranks 0, 2 and float16 on rank 1)": (
+        lambda rank: (nn.Linear(2, 2, dtype=torch.float16 if rank == 1 else None),)
+    ),
+    "not alike on all ranks: bias (missing: not on rank 1)": lambda rank: (nn.Linear(2, 2, bias=rank != 1),),
+    "rank 1: optimizer.param_groups.0.": lambda rank: with_optimizer(rank, "optimizer"),
+    "not alike on all ranks: optimizer.param_groups.0.params": lambda rank: with_optimizer(rank, "members"),
 }
 
 
 @pytest.mark.syncheck(ranks=3)
-@pytest.mark.parametrize("make", STRUCTURES)
-def test_another_structure_is_refused(syncheck_rank: Any, make: Any) -> None:
+@pytest.mark.parametrize("text", STRUCTURES)
+def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
     """Another shape or dtype, a missing parameter, optimizer or member of a group on one rank: all ranks refuse."""
     torch.manual_seed(0)
-    assert STRUCTURES[make] in untouched_unlike(*make(syncheck_rank.rank))
-
-
-def untouched_unlike(*parts: Any) -> str:
-    """As `untouched`, for ranks that give unlike things."""
+    parts = STRUCTURES[text](syncheck_rank.rank)
     before = bits(*parts)
-    outcome = all_raise(each_rank(resync, *parts), "UsageError")
+    assert text in all_raise(each_rank(resync, *parts), "UsageError").text
     assert bits(*parts) == before
-    return outcome.text
 
 
 @pytest.mark.syncheck(ranks=3)
 def test_without_anything_to_compare_it_is_refused(syncheck_rank: Any) -> None:
     """Tensors without values tell nothing, so that no rank can be called healthy."""
     outcome = all_raise(each_rank(resync, nn.Linear(2, 2, device="meta")), "UsageError")
-    assert outcome.text == "nothing could be compared, so that there is nothing to tell a healthy rank by"
+    assert outcome.text == "nothing could be compared, so there is no healthy rank to copy from"
 
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
@@ -128,6 +116,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "a word": ({"source": "rank0"}, "source='rank0': needs \"majority\" or the number of a rank"),
     "a truth": ({"source": True}, "source=True: needs"),
     "random numbers": ({"only": ("rng",)}, "random number states are a rank's own"),
+    "an unknown option": ({"bucket": 1}, "bucket=: no such option of resync or of syncheck.live.check"),
     "unlike kinds": ({"only": ("weights",)}, "needs one of params"),
 }
 
@@ -142,10 +131,12 @@ def test_a_wrong_call_is_refused(syncheck_rank: Any, what: str) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_unlike_sources_are_refused(syncheck_rank: Any) -> None:
-    """Ranks that name different sources are told so."""
+def test_unlike_calls_are_refused(syncheck_rank: Any) -> None:
+    """Sources that differ between ranks, and an unknown option on one rank, raise on all of them."""
     text = untouched(nn.Linear(2, 2), source=syncheck_rank.rank)
     assert text == "source= is not the same on all ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"
+    text = untouched(nn.Linear(2, 2), **({"bucket": 1} if syncheck_rank.rank == 1 else {}))
+    assert text == "rank 1: bucket=: no such option of resync or of syncheck.live.check"
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -181,8 +172,7 @@ def test_what_cannot_be_changed_in_place_is_told(syncheck_rank: Any) -> None:
     average = Copies()
     average.average += float(syncheck_rank.rank == 2)
     outcome = all_raise(each_rank(resync, (Net(), average), exclude=("fc.*", "head.*")), "RankFailed")
-    assert outcome.text.startswith("still out of sync after a resync from source=0: ")
-    assert outcome.text.endswith("what was copied there is no live tensor: a state_dict() gives copies")
+    assert outcome.text.startswith("still out of sync after a resync: Copies.average; a state_dict() gives copies")
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -200,7 +190,7 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(
 
     with monkeypatch.context() as patched:
         if syncheck_rank.rank == bad:
-            patched.setattr(Copier, "_row", no_room)
+            patched.setattr(state, "_row", no_room)
         outcome = all_raise(each_rank(resync, model, optimizer), "RankFailed")
     assert outcome.text == (
         f"rank {bad}: resync failed on the way: MemoryError: no room. Some tensors may be copied and others not; "
@@ -210,17 +200,29 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_tensor_that_cannot_be_written_tells_the_others(syncheck_rank: Any) -> None:
-    """On rank 1 two elements of a parameter share memory: that is told after the other tensors have come through."""
+def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
+    """Elements that share memory, and an array that is read-only (a mapped file, say): nothing is changed."""
     torch.manual_seed(0)
-    model: Any = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2)) for name in "abc"})
+    model: Any = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2)) for name in "ab"})
     if syncheck_rank.rank == 1:
         model["a"].data = torch.ones(1, 2).expand(3, 2)
         flip(model["b"])
-        flip(model["c"])
+    before = bits(model)
+    outcome = all_raise(each_rank(resync, model), "UsageError")
+    assert outcome.text == "rank 1: a has elements that share memory, as after expand(); clone() it on all ranks"
+    average = np.arange(4.0) + (syncheck_rank.rank == 1)
+    average.flags.writeable = False
+    outcome = all_raise(each_rank(resync, (model, {"ema": average}), include=("b", "ema")), "UsageError")
+    assert outcome.text == "rank 1: ema is a read-only array; copy() it on all ranks"
+    assert bits(model) == before
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_a_tie_that_others_lack_is_found_afterwards(syncheck_rank: Any) -> None:
+    """One tensor on rank 1 cannot take the bytes of two that differ: the check afterwards finds that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    if syncheck_rank.rank == 1:
+        model[1].weight = model[0].weight
     outcome = all_raise(each_rank(resync, model), "RankFailed")
-    assert outcome.text.startswith(
-        "rank 1: resync failed on the way: a has elements that share memory, as after expand()"
-    )
-    model["a"].data = model["a"].data.clone()
-    healed(model, bad=(1,), source=0)
+    assert outcome.text.startswith("still out of sync after a resync: ")

@@ -1,36 +1,96 @@
-"""Repair a job whose ranks have come apart: copy what differs from a healthy rank, and prove it by another check.
+"""Repair a job whose ranks are out of sync: copy what differs from a healthy rank, and check again.
 
-resync(model, optimizer, scaler)                # from a rank that the majority agrees with
-resync(model, optimizer, scaler, source=0)      # from rank 0, whatever the others hold
+resync(model, optimizer, scaler)                # from a rank in the majority
+resync(model, optimizer, scaler, source=0)      # from rank 0
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import RankFailed, SyncheckError, UsageError, brief
+from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
 from syncheck.live.channel import Channel
 from syncheck.live.checks import check, eager, group_of
-from syncheck.live.repair.copying import Copier
-from syncheck.live.repair.done import Changed, Copied, Resync
-from syncheck.live.repair.places import Places
-from syncheck.live.repair.plan import MAJORITY, named, planned
-from syncheck.records import ranks_text
+from syncheck.live.repair.plan import MAJORITY, SHOWN, planned
+from syncheck.live.repair.state import State, broadcast, size_of
+from syncheck.records import names_text, ranks_text
+from syncheck.report import words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.live.repair.places import Content
-    from syncheck.live.repair.plan import Plan
+    from syncheck.live.repair.plan import Job
     from syncheck.records import Report
 
-
 __all__ = ["Resync", "resync"]
+
+
+class Copied(NamedTuple):
+    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's shard."""
+
+    name: str
+    source: int
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Changed(NamedTuple):
+    """A value set on some ranks, or optimizer state created or removed there."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Resync:
+    """What `resync` did; the same on all ranks.
+
+    before: the report with the differences. after: the report without; the same object if there were none.
+    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, created
+    ones included. values: plain values set to the source's or removed, and parts of a module's extra state.
+    created: optimizer state missing on a rank before. removed: optimizer state missing on the source.
+    """
+
+    before: Report
+    after: Report
+    sources: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    why: str = ""
+    copied: tuple[Copied, ...] = ()
+    values: tuple[Changed, ...] = ()
+    created: tuple[Changed, ...] = ()
+    removed: tuple[Changed, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all copied tensors."""
+        return sum(copied.bytes for copied in self.copied)
+
+    @property
+    def summary(self) -> str:
+        """The changes in a few lines of plain text."""
+        if self.before is self.after:
+            return "resync: nothing to do, the ranks are in sync"
+        changes: dict[str, Sequence[Copied | Changed]] = {
+            "copied": self.copied, "set": self.values, "created": self.created, "removed": self.removed,
+        }  # fmt: skip
+        targets = sorted({rank for done in changes.values() for change in done for rank in change.ranks})
+        size = f"{self.bytes} bytes" if self.bytes < 1000 else words.bytes_text(self.bytes)
+        what = f"{len(self.copied):,} tensor{'s' * (len(self.copied) != 1)}, {size}"
+        if self.values:
+            what += f", {len(self.values):,} value{'s' * (len(self.values) != 1)}"
+        origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
+        lines = [f"resync from {origin}: {what}, on {ranks_text(targets)}; proved in sync"]
+        for verb, done in changes.items():
+            # The first line already has the ranks if all changes share them.
+            names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
+            lines += [f"  {verb}: {names_text(names, SHOWN)}"] if done else []
+        return "\n".join(map(one_line, lines))
 
 
 @eager
@@ -47,26 +107,25 @@ def resync(
     exclude: Sequence[str] = (),
     **checking: Any,
 ) -> Resync:
-    """Make the model of every rank that of a healthy one, in place, and prove it; return what was done.
+    """Copy the model of a healthy rank to all others in place, check again, and return the changes.
 
     A collective call: every rank of the group has to make it, between `optimizer.step()` and the next forward.
-    Parameters, buffers and optimizer state are overwritten bit by bit where they differ; learning rates, the scaler's
-    state and other values are set; optimizer state that a rank lacks is created, and what it has more is removed.
-    Random number generators and gradients are left alone. No parameter is replaced by another object.
+    Parameters, buffers and optimizer state are overwritten bit by bit if they differ. Learning rates, the scaler's
+    state and other values are set. Missing optimizer state is created, surplus state is removed. RNG states and
+    gradients stay. No parameter is replaced by another object.
 
-    source: "majority", the ranks in the largest set, of more than half, of every tensor that differs; or the rank, of
-    the whole world, whose model is the right one. group, mesh, only, include, exclude: as `check` has them, which is
-    called before and after. checking: its other arguments, such as allow; with rng=True nothing else is done than
-    without.
+    source: "majority", a rank in the largest set, of more than half, of every differing tensor; or a rank of the whole
+    world. group, mesh, only, include, exclude: as in `check`, which is called before and after. checking: other
+    arguments of `check`, such as allow; rng has no effect.
 
-    Raises, on all ranks and with one text: UsageError, before anything is changed, where there is no majority, where
-    the ranks differ in structure, and for a source that is no rank of the group; RankFailed where a rank failed on
-    the way, or where the ranks still differ afterwards. It can then be called again with the same source.
+    Raises, on all ranks and with one text: UsageError, before anything is changed, without a majority, for ranks of
+    unlike structure, and for a source outside the group; RankFailed if a rank fails on the way, or if the ranks still
+    differ afterwards. It can then be called again with the same source.
     """
     group = group_of(mesh) if group is None else group
     channel = Channel(group)
     parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
-    channel.together(lambda: _agree(channel, source, only))
+    channel.together(lambda: _agree(channel, source, only, checking))
 
     def compared() -> Report:
         names: dict[str, Any] = {"only": only, "include": include, "exclude": exclude}
@@ -75,36 +134,35 @@ def resync(
     before = compared()
     if before.verdict == "in_sync":
         return Resync(before, before)
-    repair = _Repair(channel, group, parts, before, source)
-    try:
-        done = channel.together(repair.run)
-    except RankFailed as error:
-        if repair.begun and _FAILED not in str(error):  # no message comes through any more
-            raise RankFailed(f"{_FAILED}, and some tensors may be copied and others not: {error}") from error
-        raise
+    jobs, copied = channel.together(lambda: _repair(channel, group, parts, before, source))
     after = compared()
     if after.verdict != "in_sync":
-        raise RankFailed(_remaining(after, done))
-    found = Resync(before, after, done.plan.sources, done.plan.why, done.copied, *done.changed)
-    if channel.rank == min(channel.ranks):
+        raise RankFailed(_remaining(after))
+    done = Resync(
+        before,
+        after,
+        {job.ranks: job.source for job in jobs},
+        _why(source, jobs),
+        copied,
+        values=tuple(Changed(job.name, job.targets) for job in jobs if job.kind == "value" and job.targets),
+        created=tuple(Changed(job.name, job.absent) for job in jobs if job.copies and job.absent),
+        removed=tuple(Changed(job.name, job.targets) for job in jobs if job.kind != "value" and not job.copies),
+    )
+    if channel.leads:
         with suppress(Exception):  # a handler may fail, and this rank would raise alone
-            logging.getLogger("syncheck").warning("%s", found.summary)
-    return found
+            logging.getLogger("syncheck").warning("%s", done.summary)
+    return done
 
 
-@dataclass(frozen=True)
-class _Done:
-    plan: Plan
-    copied: tuple[Copied, ...]
-    changed: tuple[tuple[Changed, ...], ...]
-
-
-def _agree(channel: Channel, source: int | str, only: Sequence[str]) -> None:
-    """Raise UsageError, on all ranks, for a source that is none or not the same everywhere."""
+def _agree(channel: Channel, source: int | str, only: Sequence[str], checking: Mapping[str, Any]) -> None:
+    """Raise UsageError, on all ranks, for invalid arguments and for a source that differs between ranks."""
+    unknown = checking.keys() - inspect.signature(check).parameters.keys()
+    if unknown:
+        raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
     asked = channel.gather(source, "source")
-    if len({repr(found) for found in asked.values()}) > 1:
-        told = ", ".join(f"{brief(found, 20)} on rank {rank}" for rank, found in list(asked.items())[:4])
-        raise UsageError(f"source= is not the same on all ranks: {told}")
+    if len(set(map(repr, asked.values()))) > 1:
+        texts = [f"{brief(found, 20)} on rank {rank}" for rank, found in asked.items()]
+        raise UsageError(f"source= is not the same on all ranks: {names_text(texts, SHOWN)}")
     is_rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not is_rank:
         raise UsageError(f'source={brief(source)}: needs "majority" or the number of a rank')
@@ -114,99 +172,65 @@ def _agree(channel: Channel, source: int | str, only: Sequence[str]) -> None:
         raise UsageError("only='rng': random number states are a rank's own, and resync leaves them alone")
 
 
-_FAILED = "resync failed on the way"
-_AGAIN = ". Some tensors may be copied and others not; calling it again with {} is safe"
+def _repair(
+    channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str
+) -> tuple[tuple[Job, ...], tuple[Copied, ...]]:
+    """Repair this rank together with all others: look up every tensor and object, and only then change them."""
+    if before.verdict != "out_of_sync":
+        raise UsageError("nothing could be compared, so there is no healthy rank to copy from")
+    rank, state, jobs = channel.rank, State(parts), planned(before, source)
+    for job in jobs:
+        if job.loads and rank in job.ranks:
+            state.holder_of(job.name)
+        elif rank in (job.source, *job.targets):
+            state.tensor(job.name, writable=rank != job.source)
+    mine = [job for job in jobs if job.source == rank]
+    own = (
+        {job.name: size_of(state.tensor(job.name), group) for job in mine if job.copies},
+        {job.name: state.entry_of(job.name) for job in mine if job.loads},
+    )
+    # If a rank fails until here, no rank has changed anything.
+    by_rank = channel.gather(own, "sizes")
+    copies = [(job, by_rank[job.source][0][job.name]) for job in jobs if job.copies]
+    takers: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for job in jobs:
+        if job.loads:  # without targets, the values are None on some ranks and missing on others
+            takers[job.source, by_rank[job.source][1][job.name]].update(job.targets or job.ranks)
+    try:
+        for (of, entry), ranks in takers.items():
+            sent = channel.share(partial(state.entries, entry), [of], "entries")
+            if rank in ranks and rank != of:
+                state.set_entries(entry, sent[of])
+        tensors = [
+            (state.tensor(job.name) if rank in (job.source, *job.targets) else None, job.source, size)
+            for job, size in copies
+            if not job.loads
+        ]
+        broadcast(channel, tensors)
+    except Exception as error:
+        if channel.over and not channel.lost:  # all ranks raise the failing rank's error
+            raise
+        kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
+        sources = {job.source for job in jobs}
+        again = f"source={min(sources)}" if len(sources) == 1 else "the same source"
+        raise RankFailed(
+            f"resync failed on the way: {kind}{error}"[:300]
+            + f". Some tensors may be copied and others not; calling it again with {again} is safe"
+        ) from error
+    return jobs, tuple(Copied(job.name, job.source, job.targets, size[0]) for job, size in copies)
 
 
-@dataclass
-class _Repair:
-    """One repair of this rank, with all others. begun: something may have been changed."""
-
-    channel: Channel
-    group: Any
-    parts: tuple[Any, ...]
-    before: Report
-    source: int | str
-    begun: bool = False
-
-    def run(self) -> _Done:
-        """Make the plan, find everything that it names, and only then change something."""
-        if self.before.verdict != "out_of_sync":
-            raise UsageError("nothing could be compared, so that there is nothing to tell a healthy rank by")
-        rank, places = self.channel.rank, Places(self.parts)
-        plan = planned(self.before, self.source, places.groups)
-        mine = [leaf for leaf in plan.leaves if rank in leaf.ranks]
-        for leaf in mine:
-            places.known(leaf.name)
-        created = {leaf.name for leaf in mine}
-        for job in plan.jobs:
-            if rank in job.ranks and job.name not in created:
-                places.require(job.name, writable=rank != job.source)
-        received = [job.name for job in plan.jobs if rank in job.ranks and rank != job.source]
-        ties = self.channel.gather(places.ties(received), "places")
-        if any(ties.values()):
-            self._check_ties(plan, places, ties)
-            self.channel.gather(None, "ties")
-        # Up to here a rank may have failed alone; from here on only some send.
-
-        def contents() -> dict[str, Content]:
-            return {leaf.name: places.content(leaf.name, held=leaf.held) for leaf in mine if leaf.source == rank}
-
-        try:
-            sent = self.channel.share(contents, sorted({leaf.source for leaf in plan.leaves}), "values")
-            self.begun = True
-            return self._carry_out(plan, places, sent)
-        except Exception as error:
-            if self.channel.over:  # another rank's error is told as it is
-                raise
-            kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-            raise SyncheckError(f"{_FAILED}: {kind}{error}"[:300] + _AGAIN.format(_text(plan))) from error
-
-    def _check_ties(self, plan: Plan, places: Places, ties: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-        """Raise UsageError where a rank has tied two tensors that differ on the source: one memory cannot hold both."""
-        for job in plan.jobs:
-            for target in job.ranks if job.source == self.channel.rank else ():
-                for other in ties[target].get(job.name, ()):
-                    if not places.alike(job.name, other):
-                        raise UsageError(
-                            f"{job.name} and {other} are one tensor on rank {target} and differ on rank {job.source}: "
-                            "tie them on all ranks or on none, and call it again"
-                        )
-
-    def _carry_out(self, plan: Plan, places: Places, sent: Mapping[int, Mapping[str, Content]]) -> _Done:
-        torch: Any = sys.modules["torch"]
-        rank, own = self.channel.rank, {}
-        with torch.no_grad():
-            for leaf in plan.leaves:
-                if rank in leaf.ranks and rank != leaf.source:
-                    own[leaf.name] = places.take(leaf.name, sent[leaf.source][leaf.name])
-            sizes = Copier(self.channel, self.group).copy(plan.jobs, places.live)
-        changes = self.channel.gather(own, "changes")
-        copied = [Copied(job.name, job.source, job.targets, size) for job, size in zip(plan.jobs, sizes, strict=True)]
-        return _Done(plan, tuple(copied), tuple(_changed(changes, kind) for kind in ("values", "created", "removed")))
+def _why(source: int | str, jobs: Sequence[Job]) -> str:
+    if isinstance(source, int):
+        return "named by the caller"
+    agreeing, of = min(((len(job.majority), len(job.ranks)) for job in jobs), default=(0, 0))
+    return f"majority of {agreeing} of {of}"
 
 
-def _text(plan: Plan) -> str:
-    sources = sorted(set(plan.sources.values()))
-    return f"source={sources[0]}" if len(sources) == 1 else "the same source"
-
-
-def _changed(changes: Mapping[int, Mapping[str, str]], kind: str) -> tuple[Changed, ...]:
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(changes):
-        for name, change in changes[rank].items():
-            if change == kind:
-                ranks[name].append(rank)
-    return tuple(Changed(name, tuple(of)) for name, of in ranks.items())
-
-
-def _remaining(after: Report, done: _Done) -> str:
+def _remaining(after: Report) -> str:
     group = after.groups[0]
     names = [diff.name for diff in group.tensors if diff.out_of_sync] + [v.name for v in group.values if v.counts]
-    copied = {of.name for of in done.copied} & set(names)
-    why = (
-        "what was copied there is no live tensor: a state_dict() gives copies"
-        if copied
-        else "they came apart again, or in another place"
+    return (
+        f"still out of sync after a resync: {names_text(names, SHOWN)}; a state_dict() gives copies or "
+        "load_state_dict() does not take them, tensors are tied on some ranks only, or the ranks differ anew"
     )
-    return f"still out of sync after a resync from {_text(done.plan)}: {named(names)}; {why}"
