@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ class Signals:
         # A fork shares the socket, and what it is told itself would be taken for this process's. The workers that load
         # data are none (train/loading.py), but a library may fork.
         os.register_at_fork(after_in_child=self._forget)
+        sys.unraisablehook = _pass_over_interrupts
         threading.Thread(target=self._watch, daemon=True).start()
 
     def defer(self) -> None:
@@ -147,6 +149,12 @@ class Signals:
         if self.speaks and speaks(os.environ):
             say(ending)
         os._exit(ending.code)
+
+
+def _pass_over_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
+    """Print what Python cannot raise, except a Ctrl-C that came within a destructor or a callback."""
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
 
 
 def ended_by(number: int) -> Ending:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,12 @@ LOST, DONE = Ending(1, "lost another rank"), Ending()
 
 def workers(parent: subprocess.Popen[str]) -> list[int]:
     """Process ids of the ranks, in their order; the other child only cleans up after them."""
-    return [pid for pid in children(parent.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in children(parent.pid):
+        with suppress(OSError):  # it has just ended
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def send(process: subprocess.Popen[str], number: int) -> None:
