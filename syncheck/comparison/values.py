@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.names import is_random
 from syncheck.records import ValueDiff, names_text, ranks_text
-from syncheck.value_kinds import is_own, value_kinds
+from syncheck.value_kinds import SCALES, is_own, value_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +30,8 @@ def compare_values(
     A difference counts unless the value is a rank's own, such as its host or random number state, or the options
     exclude it. A note, which neither its name nor its container identifies as progress, a setting or a scaler's state,
     counts in memory and is only listed between files. A setting or a scaler's state that some files lack counts if
-    they lack its whole container, or have another class of it. In memory every missing value counts.
+    they lack its whole container, or have another class of it, and a loss scale always. In memory every missing value
+    counts.
 
     wanted: whether a name and kind is asked for; kept: whether it is not excluded. is_partial: whether a value belongs
     to a part of the optimizer that not every rank has.
@@ -59,7 +60,8 @@ def compare_values(
             # With --only-params, a file of the model alone lacks nothing.
             missing = missing and wanted(name, "optimizer")
             missing = missing and one_format and kind in ("setting", "scaler")
-            missing = missing and (bool(lost) or _differ(name, keys(next(iter(found))), map(keys, lacking)))
+            no_scale = name.rpartition(".")[2] in SCALES  # fairseq keeps it in the optimizer's state, and nothing else
+            missing = missing and (bool(lost) or no_scale or _differ(name, keys(next(iter(found))), map(keys, lacking)))
         asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
         # A rank's own loss in LBFGS's state may differ, but not be lost with the state.
         own = is_own(name) and not (lost and name.startswith("optimizer."))

@@ -123,6 +123,15 @@ def test_what_one_file_lacks_altogether(tmp_path: Path, lost: str, empty: bool) 
     assert syncheck.compare(tmp_path, options=options).verdict == "in_sync"
 
 
+def test_a_loss_scale_that_one_file_lacks(tmp_path: Path) -> None:
+    """A loss scale within the state of another object, as fairseq keeps it, is on all ranks or on none."""
+    trees = [training(), training()]
+    trees[1]["optimizer"]["loss_scale"] = 4.0
+    group = group_of(tmp_path, *trees)
+    assert group.verdict == "out_of_sync"
+    assert [value.name for value in group.values if value.counts] == ["optimizer.loss_scale"]
+
+
 def test_another_class_of_scheduler(tmp_path: Path) -> None:
     """Schedulers that have keys of their own on each side are not the same; one with more keys is a later version."""
     plain = {"last_epoch": 3, "_step_count": 4, "gamma": 0.5}
