@@ -106,7 +106,8 @@ class RunLock:
     def _try(self, waited: float) -> bool:
         """Take the lock if it is free and return whether this run holds it. Raises UserError if a live run does."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            # Not open for writing while the run lasts: a disk with such files cannot be made read-only.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o666)
             try:
                 if self._is_free(descriptor, waited):
                     self.content |= {"since": time.strftime("%F %T %z"), "state": self.owner().get("state")}
@@ -125,7 +126,15 @@ class RunLock:
         """Take flock and return whether no live run holds the lock. Raises UserError if a live run does."""
         locks = True
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:  # NFS locks only files that are open for writing
+                writable = os.open(self.path, os.O_RDWR)
+                os.dup2(writable, descriptor)
+                os.close(writable)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if waited < PATIENCE:
                 return False
@@ -145,9 +154,9 @@ class RunLock:
         return waited > WATCH
 
     def _write(self, token: str) -> None:
-        assert self._descriptor is not None
         content = json.dumps({"token": token, **self.content}).encode()
-        os.ftruncate(self._descriptor, os.pwrite(self._descriptor, content, 0))
+        with self.path.open("r+b") as file:
+            file.truncate(file.write(content))
 
     def _show_life(self) -> None:
         while not self._released.wait(BEAT):
