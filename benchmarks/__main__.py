@@ -50,7 +50,7 @@ BENCHMARKS = {
 
 
 def machine(rounds: int) -> str:
-    """Say what was measured with, and where."""
+    """Return the versions and the machine of a measurement, in one line."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("syncheck", "numpy", "torch"))
     python = platform.python_version()
     times = f"{rounds} round{'s' * (rounds > 1)}"

@@ -1,7 +1,7 @@
-"""Many rank tests on a busy machine: none of them may fail, for users take a rare failure for a fault of their code.
+"""Many rank tests on a busy machine: none may fail, because users take a rare failure for a fault of their code.
 
-Each batch is one pytest run of ten kinds of tests on two ranks. Busy loops keep the machine at the load that is asked
-for. A rank that dies before its test begins is started again; such starts are counted.
+Each batch is one pytest run of ten kinds of tests on two ranks. `LOAD` busy loops run beside
+them. A rank that dies before its test begins is started again; such starts are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.timing import BAR_TABLE, bar
+from benchmarks.timing import BAR_TABLE, bar, environment
 
 TESTS = int(os.environ.get("SYNCHECK_RANK_TESTS", "10000"))
 LOAD = 6
@@ -158,8 +158,8 @@ def _batch(file: Path, tests: int, failed: list[str]) -> Counter[str]:
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={file.parent}",
         f"--junitxml={report}", str(file),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYNCHECK_BATCH": str(max(10, tests // 10 * 10))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    batch = {"SYNCHECK_BATCH": str(max(10, tests // 10 * 10))}
+    done = subprocess.run(command, env=environment() | batch, capture_output=True, text=True, check=False)
     root = ET.parse(report).getroot()
     cases = root.findall(".//testcase")
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]

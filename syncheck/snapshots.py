@@ -77,8 +77,8 @@ class Sliced(Protocol):
 class Sharding:
     """How a DTensor is laid over a mesh of ranks; the `Tensor` it belongs to is one rank's part of it.
 
-    mesh: sizes of the mesh's dimensions; names: of these, empty where torch was given none. ranks: which rank stands
-    where in the mesh, in C order. placements: one for each dimension of the mesh, as torch prints them: "R" for
+    mesh: sizes of the mesh's dimensions. names: the dimensions' names, empty if the mesh has none. ranks: the ranks of
+    the mesh, flattened in C order. placements: one for each dimension of the mesh, as torch prints them: "R" for
     replicated, "S(0)" for sharded along the tensor's dimension 0, "P(sum)" for a part of a sum.
     shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known. beside:
     where it stands along the other dimensions of the root mesh, if the mesh is a part of one and the file says it.

@@ -94,7 +94,7 @@ def test_very_many_differences_take_time_in_proportion(kind: str) -> None:
 
 
 def test_a_cause_on_one_rank_hides_no_difference_of_another() -> None:
-    """Tensors that differ among the ranks that are not to blame have a finding; where these agree there is none."""
+    """Tensors that also differ among the other ranks get a finding of their own; tensors equal among them get none."""
     tensors = small_model.scaled(0.1, ranks=4)
     (finding,) = small_model.found(small_model.group(*tensors, ranks=4)).values()
     assert finding.code == "SYN213"

@@ -126,15 +126,7 @@ class RunLock:
         """Take flock and return whether no live run holds the lock. Raises UserError if a live run does."""
         locks = True
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError:  # NFS locks only files that are open for writing
-                writable = os.open(self.path, os.O_RDWR)
-                os.dup2(writable, descriptor)
-                os.close(writable)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock(descriptor)
         except BlockingIOError:
             if waited < PATIENCE:
                 return False
@@ -152,6 +144,18 @@ class RunLock:
         if file.st_mtime_ns != self._seen:
             raise UserError(self._refusal())
         return waited > WATCH
+
+    def _flock(self, descriptor: int) -> None:
+        """Take flock. Raises BlockingIOError if it is taken, and another OSError if the file system has none."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # NFS locks only files that are open for writing
+            writable = os.open(self.path, os.O_RDWR)
+            os.dup2(writable, descriptor)
+            os.close(writable)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _write(self, token: str) -> None:
         content = json.dumps({"token": token, **self.content}).encode()

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
 
-# Bytes of tensors that differ which are fetched to be measured, the smallest tensors first; of those beyond it is told
-# that they differ, and where.
+# Most bytes of differing tensors that are fetched and measured, smallest tensors first. Beyond that, a difference is
+# reported with its place but without its size.
 BUDGET = 4 << 30
 NOTE = "compared in memory: digests first, and the bytes of what differs"
 

@@ -101,7 +101,7 @@ def _sorted(planned: list[Planned], level: str) -> dict[str, list[Planned]]:
 
 
 class Header:
-    """Adds lines to the head of a run; where there is nothing to say, none."""
+    """Adds lines to pytest's header: checkpoints that are not judged, and options that excuse differences."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked

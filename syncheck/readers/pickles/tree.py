@@ -106,7 +106,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         flat.metadata = parse(tree[KEY], path)
         tree = {key: value for key, value in tree.items() if key != KEY}
     optimizers: list[Any] = []
-    _walk(tree, flat, path, optimizers)
+    _walk([("", tree)], flat, path, optimizers)
     models = {name: place.shape for name, place in flat.tensors.items()}
     ordered = in_order(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
@@ -118,8 +118,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         parts = _optimizer_parts(state, prefix, names, known)
         flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))
         flat.count(path, prefix, len(parts))
-        for name, value in parts:
-            _walk(value, flat, path, name=name)
+        _walk(parts, flat, path)
 
 
 def _add_lost(made: Sequence[TensorPlace], flat: Flat, path: str) -> None:
@@ -140,7 +139,7 @@ def _add_lost(made: Sequence[TensorPlace], flat: Flat, path: str) -> None:
         if id(place) not in reached:
             reached.add(id(place))
             flat.count(path, LOST, 1)
-            _walk(place, flat, path, name=LOST)
+            _walk([(LOST, place)], flat, path)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -181,13 +180,13 @@ def _in_order(parts: AbstractSet[Any]) -> list[Any]:
     return found
 
 
-def _walk(tree: Any, flat: Flat, path: str, optimizers: list[Any] | None = None, name: str = "") -> None:
+def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: list[Any] | None = None) -> None:
     """Depth first, in the order of insertion, without recursion: the tree's depth is the file's to choose.
 
     optimizers: to be filled with the state dicts of optimizers, which are left to the caller then; without it, as
-    within an optimizer, one is a container like any other. name: of the tree.
+    within an optimizer, one is a container like any other. trees: each with its name.
     """
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [(name, tree, ())]
+    stack: list[tuple[str, Any, tuple[int, ...]]] = [(name, tree, ()) for name, tree in reversed(trees)]
     while stack:
         name, node, above = stack.pop()
         if len(above) > MAX_DEPTH or id(node) in above:
