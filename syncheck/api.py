@@ -16,6 +16,7 @@ from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.evidence.stale import with_stale
 from syncheck.kernel.blocks import broken_files
 from syncheck.layout.groups import last_steps
+from syncheck.messages import Note
 from syncheck.names import normalize
 from syncheck.omissions import shared_files, without_aliases
 from syncheck.records import Alias, Report, Unreadable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Group
 
 ONLY = {
@@ -166,7 +167,7 @@ def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
 class Found:
     """What lies under some paths: opened and sorted into groups of replicas, no tensor compared yet."""
 
-    groups: tuple[Replicas, ...]
+    groups: tuple[ReplicaGroup, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Files in the folders given that are no checkpoints."""
@@ -199,7 +200,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
 
 
-def kinds_in(replicas: Replicas, options: Options | None = None) -> tuple[str, ...]:
+def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
     """Name the kinds of what would be compared in a group, from the names alone: no tensor is read.
 
     The last is `value` where the files hold Python values that count, such as the step.
@@ -264,8 +265,8 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 
 
 def _compare(
-    replicas: Replicas, options: Options, unreadable: list[Unreadable], *, histograms: bool
-) -> tuple[Group, Replicas]:
+    replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
+) -> tuple[Group, ReplicaGroup]:
     """Compare a group; files that break while they are read are taken out and the others are compared.
 
     Returns also what was compared.
@@ -288,7 +289,7 @@ def _compare(
             replicas = replace(replicas, ranks=left)
 
 
-def _idle(groups: Sequence[Replicas], options: Options) -> tuple[str, ...]:
+def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group: most likely they are misspelled."""
     excused = options.selection().tolerance
     if not excused.names or not groups:
@@ -301,5 +302,5 @@ def _with_note(groups: list[Group], idle: Sequence[str]) -> list[Group]:
     """Say in the first group what concerns all of them."""
     if not idle or not groups:
         return groups
-    note = f"tolerances of names that no tensor of any group has: {', '.join(idle)}; kinds are {', '.join(kinds.KINDS)}"
+    note = Note.UNUSED_TOLERANCES(names=", ".join(idle), kinds=", ".join(kinds.KINDS))
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]

@@ -24,8 +24,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck import atomic
-from syncheck.errors import UsageError, brief, one_line
-from syncheck.records import Fixed, names_text
+from syncheck.errors import UsageError, brief
+from syncheck.messages import Fact, Problem
+from syncheck.records import Fixed
 from syncheck.verdicts import overall, with_findings
 
 if TYPE_CHECKING:
@@ -67,9 +68,10 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
     except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
         if may_be_missing and isinstance(error, FileNotFoundError):
             return frozenset()
+        if isinstance(error, FileNotFoundError):
+            raise UsageError(Problem.NO_BASELINE(path=path)) from None
         reason = getattr(error, "strerror", None) or error
-        hint = "; --update-baseline writes one" if isinstance(error, FileNotFoundError) else ""
-        raise UsageError(f"{path}: cannot read the baseline: {reason}{hint}") from None
+        raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -217,8 +219,7 @@ def _looked_up(group: Group, finding: Finding, known: Known) -> Finding:
     new = tuple(sorted({entry.name for entry in covered if known.isdisjoint((entry, _older(entry)))}))
     if covered and not new:
         return replace(finding, accepted=True)
-    what = f"not in the baseline: {one_line(names_text(new, _MOST_NAMED))}"
-    return replace(finding, new=new, evidence=f"{what}; {finding.evidence}")
+    return replace(finding, new=new, facts=(Fact.NOT_IN_BASELINE(names=new), *finding.facts))
 
 
 def _gone(report: Report, known: Known) -> Known:

@@ -27,7 +27,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import OptionError, UsageError, Words, brief
+from syncheck.errors import TOML, OptionError, UsageError, brief, spelling
 from syncheck.report.files import FORMATS
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ PRINTING = {
     "quiet": _FLAG,
     "color": _COLOR,
 }
-_WORDS = Words("tool.syncheck.", " = ")
 
 # Most files say nothing about us, and parsing one costs more than all else here. `syncheck` as a key of any spelling
 # is followed by a dot, a bracket or an equals sign; as a dependency it seldom is.
@@ -207,7 +206,8 @@ def _config(path: str, table: Mapping[str, Any]) -> Config:
     try:
         api.Options(**values)
     except OptionError as error:
-        raise UsageError(f"{path}: {error.spelled(_WORDS)}") from None
+        with spelling(TOML):
+            raise UsageError(f"{path}: {error}") from None
     if "output" in printing:
         printing["output"] = tuple(os.path.relpath(os.path.join(folder, file)) for file in printing["output"])
     if "baseline" in values:

@@ -34,7 +34,11 @@ def describe(path: str) -> dict[str, Any]:
                 "shape": list(tensor.shape),
             }
             size = None if tensor.refused else tensor.numel * DTYPES[tensor.dtype].size
-            rows.append(row | {"bytes": size, "refused": tensor.refused or None} | _statistics(tensor, files))
+            rows.append(
+                row
+                | {"bytes": size, "refused": None if tensor.refused is None else str(tensor.refused)}
+                | _statistics(tensor, files)
+            )
     values = {name: value if _is_json(value) else brief(value, 200) for name, value in snapshot.values.items()}
     return {
         "path": path,

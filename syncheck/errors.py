@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import re
 import reprlib
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from syncheck.records import Report
 
@@ -115,6 +117,10 @@ class Words:
         entry = f'."{key}"' if self.prefix else f'["{key}"]'
         return self.prefix + (field.replace("_", "-") if self.prefix else field) + (entry if dot else "")
 
+    def placeholder(self, field: str, metavar: str) -> str:
+        """Write a field with a placeholder for its value: `--group-by REGEX`."""
+        return f"{self.name(field)}{self.equals}{metavar}"
+
     def pair(self, field: str, value: object) -> str:
         """Write a field with its value."""
         text = f"{value:g}" if isinstance(value, float) else brief(value)
@@ -127,23 +133,41 @@ class Words:
 
 PYTHON = Words("", "=")
 COMMAND_LINE = Words("--", " ")
+TOML = Words("tool.syncheck.", " = ")
+PYTEST = Words("--syncheck-", " ")
+_CURRENT: ContextVar[Words] = ContextVar("words", default=PYTHON)
+
+
+def current_words() -> Words:
+    """Return how the surface that renders text at present writes options."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def spelling(words: Words) -> Iterator[None]:
+    """Render messages and errors with options written so, in a `with` block or a decorated function."""
+    token = _CURRENT.set(words)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 class OptionError(UsageError):
     """An option makes no sense, or contradicts another one.
 
     text: what is needed; `{rtol}` in it stands for the option of that name. values: the options that are wrong, by the
-    names of `api.Options`, as `str` has them. Whoever took the options from elsewhere says them with `spelled`.
+    names of `api.Options`. `str` writes the options in the current surface's words.
     """
 
     _NAME = re.compile(r"\{(rtol|atol|ulp|close)\}")
 
     def __init__(self, text: str, **values: object) -> None:
         self.text, self.values = text, values
-        super().__init__(self.spelled(PYTHON))
+        super().__init__(text)
 
-    def spelled(self, words: Words) -> str:
-        """Return the error's text with the options written so, in one line."""
+    def __str__(self) -> str:
+        words = current_words()
         head = " ".join(words.pair(name, value) for name, value in self.values.items())
         text = self._NAME.sub(lambda found: words.name(found[1]), self.text)
         return one_line(f"{head}: {text}" if head else text)

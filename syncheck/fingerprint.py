@@ -54,7 +54,7 @@ def fingerprint(snapshot: Snapshot) -> str:
         "metadata": None if snapshot.metadata is None else _block(snapshot.metadata),
         "values": values,
         "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
-        "notes": [note[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
+        "notes": [str(note)[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in about.items()]
     with Files() as files:
@@ -123,7 +123,7 @@ def _below(paths: Sequence[str]) -> dict[str, str]:
 def _entry(tensor: Tensor, files: Files) -> dict[str, Any]:
     entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
     if tensor.refused:
-        return entry | {"refused": tensor.refused[:MOST_TEXT]}
+        return entry | {"refused": str(tensor.refused)[:MOST_TEXT]}
     digest, seen = hasher(), Moments(tensor.dtype)
     for start, count in ranges([tensor]):
         block = files.read(tensor, start, count, slot=0)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
+from syncheck.messages import names_text
 from syncheck.omissions import unlike_siblings
-from syncheck.records import Alias, Unreadable, names_text
+from syncheck.records import Alias, Unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -7,6 +7,7 @@ Field names are those of the JSON document (`syncheck/report/schema.json`), so t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.clues import (
@@ -25,16 +26,31 @@ from syncheck.clues import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Metadata
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
-    "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Replica", "Report", "Severity",
-    "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
-    "names_text", "ranks_text",
+    "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Reason", "Replica", "Report",
+    "Severity",     "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
+
+
+class Reason(StrEnum):
+    """Why a tensor was not, or not fully, compared by value."""
+
+    MISSING = "missing"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    REFUSED = "refused"
+    SHARDED = "sharded"
+    AMBIGUOUS = "ambiguous"
+    RNG = "rng"
+    DIGEST = "digest"
+    CHECKSUM = "checksum"
+
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
@@ -73,13 +89,12 @@ class TensorDiff:
     dtype: str
     shape: tuple[int, ...]
     status: Status
-    reason: str | None = None
-    """Why not (fully) compared: missing, shape, dtype, refused, sharded, ambiguous, rng, digest, checksum.
-
-    Of what differs by digest or checksum, that; for `close` the tolerance that applied.
-    """
-    detail: str | None = None
-    """The reason in words."""
+    reason: Reason | None = None
+    """Why it was not (fully) compared; `digest` or `checksum` if only these differ."""
+    detail: Message | None = None
+    """Explains the reason."""
+    tolerance: str | None = None
+    """The tolerance that applied, if the status is `close`."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
     """The sets of ranks that ought to hold the same bytes."""
     clusters: tuple[tuple[int, ...], ...] = ()
@@ -111,13 +126,13 @@ class TensorDiff:
     def out_of_sync(self) -> bool:
         """Different, or missing on some replica, or of another shape or dtype."""
         return self.status == "different" or (
-            self.status == "not_compared" and self.reason in ("missing", "shape", "dtype")
+            self.status == "not_compared" and self.reason in (Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
         )
 
     @property
-    def untold(self) -> bool:
+    def unknown(self) -> bool:
         """Whether it may differ: its checksums do not show it (`--quick`), or nothing says who holds the same part."""
-        return self.status == "not_compared" and self.reason in ("checksum", "ambiguous")
+        return self.status == "not_compared" and self.reason in (Reason.CHECKSUM, Reason.AMBIGUOUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +180,10 @@ class Finding:
     ranks: tuple[int, ...]
     """The suspects, or all ranks of the group where none stands out."""
     tensors: tuple[str, ...]
-    evidence: str
-    cause: str
-    fix: str
+    facts: tuple[Message, ...]
+    """The evidence, one statement each."""
+    cause: Message
+    fix: Message
     values: tuple[str, ...] = ()
     """Names of the Python values it covers."""
     allowed: bool = False
@@ -177,6 +193,11 @@ class Finding:
     """Whether the baseline has all of it."""
     new: tuple[str, ...] = ()
     """Tensors and values that the baseline does not have under this code; empty without one."""
+
+    @property
+    def evidence(self) -> str:
+        """The facts in words."""
+        return "; ".join(map(str, self.facts))
 
     @property
     def fails(self) -> bool:
@@ -209,8 +230,10 @@ class Group:
     """How many names of a rank had a wrapper's prefix such as `module.` taken off."""
     stores_progress: bool = False
     """Whether the files say at which step or epoch they were written."""
-    notes: tuple[str, ...] = ()
-    """What was decided, normalized, guessed or left out."""
+    grouping: tuple[Message, ...] = ()
+    """How the group was found."""
+    notes: tuple[Message, ...] = ()
+    """What was normalized, guessed or skipped."""
     metadata: Metadata | None = None
     """Of the first replica that has it."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -296,17 +319,3 @@ class Report:
     def exit_code(self) -> int:
         """0 in sync, 1 out of sync, 2 could not tell."""
         return {"in_sync": 0, "out_of_sync": 1}.get(self.verdict, 2)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 1', 'ranks 0, 2, 3', or the first and the number where there are many."""
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def names_text(names: Sequence[str], most: int = 3, count: int | None = None) -> str:
-    """Return the first few names, and how many more there are. count: of all names, if only the first are given."""
-    count = len(names) if count is None else count
-    more = f" and {count - most} more" if count > most else ""
-    return ", ".join(names[:most]) + more

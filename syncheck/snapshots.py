@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
 
+    from syncheck.messages import Message
+
 # What any tensor may have, of whatever format: torch counts elements and bytes in 63 bits, and has 64 dimensions.
 MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
 
@@ -138,8 +140,8 @@ class Tensor:
     big_endian: bool = False
     lazy: str = ""
     """"conj" or "neg": the operation that torch left to be done on reading."""
-    refused: str = ""
-    """Why the bytes of this tensor cannot be compared, else empty."""
+    refused: Message | None = None
+    """Why the bytes of this tensor cannot be compared: a `Refusal`."""
     data: bytes | Sliced | None = None
     """The bytes themselves, of a numpy array that lies in a pickle or of a tensor in memory; else they stay on disk."""
     parameter: bool = False
@@ -182,7 +184,7 @@ class Snapshot:
     stubs: tuple[str, ...] = ()
     """Globals of the pickle that became inert: not compared."""
     metadata: Metadata | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Message, ...] = ()
     """What a reader of the answer must know of this file or its format."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names of one tensor, where the tensors have no places that tell it: those of another process's file."""

@@ -157,9 +157,7 @@ def _run(
         return _compare(things, group, across_ranks, lambda: _options(options, comparing, limit))
     except UsageError as error:
         # Whoever reads this wants the line of the test, not the frames in here.
-        from syncheck.report.failure import in_python
-
-        raise UsageError(in_python(str(error))) from None
+        raise error.with_traceback(None) from None
     except SyncheckError as error:
         raise error.with_traceback(None) from error.__cause__
 

@@ -30,7 +30,7 @@ def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _compared(group) or group.uncompared or any(diff.untold for diff in group.tensors):
+    elif not _compared(group) or group.uncompared or any(diff.unknown for diff in group.tensors):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
 

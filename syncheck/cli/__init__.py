@@ -20,10 +20,12 @@ def main(argv: list[str] | None = None) -> int:
     # What is imported takes most of a short run, so Ctrl-C comes there too.
     try:
         from syncheck.cli import streams
+        from syncheck.errors import COMMAND_LINE, spelling
 
         streams.reopen()
         try:
-            return _run(sys.argv[1:] if argv is None else argv)
+            with spelling(COMMAND_LINE):
+                return _run(sys.argv[1:] if argv is None else argv)
         finally:
             streams.settle()
     except KeyboardInterrupt:
@@ -35,15 +37,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     from syncheck.cli import output, streams
-    from syncheck.errors import COMMAND_LINE, OptionError, SyncheckError
+    from syncheck.errors import SyncheckError
 
     try:
         code = _carried_out(argv)
         streams.flush()
         return code
     except SyncheckError as error:
-        text = error.spelled(COMMAND_LINE) if isinstance(error, OptionError) else error
-        output.tell(f"error: {text}")
+        output.tell(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.

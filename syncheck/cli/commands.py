@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
 from syncheck.errors import CheckpointError, UsageError, logged, one_line
+from syncheck.messages import Problem
 from syncheck.report import files
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _baseline(arguments: argparse.Namespace, options: Options) -> Baseline:
     path, update = options.baseline, arguments.update_baseline
     if path is None:
         if update:
-            raise UsageError("--update-baseline: needs --baseline FILE, or baseline in the table tool.syncheck")
+            raise UsageError(Problem.UPDATE_NEEDS_BASELINE())
         return Baseline()
     from syncheck import baseline
 

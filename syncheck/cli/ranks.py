@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from syncheck.cli import CLOSED, output, streams
-from syncheck.errors import COMMAND_LINE, OptionError, RankFailed, SyncheckError, UsageError, one_line
+from syncheck.errors import RankFailed, SyncheckError, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,10 +65,7 @@ def compared(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
     channel = _channel(path)
 
     def work() -> int:
-        try:
-            return _compared(channel, path, prepare())
-        except OptionError as error:
-            raise UsageError(error.spelled(COMMAND_LINE)) from error
+        return _compared(channel, path, prepare())
 
     try:
         return channel, channel.together(work)

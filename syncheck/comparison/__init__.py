@@ -15,8 +15,9 @@ from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, lacking, stores_progress
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
+from syncheck.messages import Note
 from syncheck.names import normalize
-from syncheck.records import Counts, Group, Replica, Shards, TensorDiff, ranks_text
+from syncheck.records import Counts, Group, Replica, Shards, TensorDiff
 from syncheck.tensor_parallel import replicated
 from syncheck.tolerance import Tolerances
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
 _DEALT_OUT = "of which each rank has its own"
@@ -52,7 +54,7 @@ class Selection:
     rng: bool = False
 
 
-def compare(replicas: Replicas, selection: Selection) -> Group:
+def compare(replicas: ReplicaGroup, selection: Selection) -> Group:
     """Compare a group of replicas; its verdict is left at `undecided` for the diagnosis to fill in.
 
     Raises CheckpointError when a file can no longer be read.
@@ -92,10 +94,10 @@ def compare(replicas: Replicas, selection: Selection) -> Group:
         names=tally.names,
         normalized=_normalized(names, snapshots),
         stores_progress=any(map(stores_progress, snapshots.values())),
+        grouping=replicas.grouping,
         notes=(
-            *_notes(replicas, snapshots, tally, guessed=guessed and bool(tally.by_kind)),
+            *_notes(snapshots, tally, selection, guessed=guessed and bool(tally.by_kind)),
             *lacking(snapshots, values),
-            *(_notes_of_selection(selection) if len(snapshots) > 1 else ()),
         ),
         metadata=metadata,
         hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
@@ -150,7 +152,9 @@ class _Tally:
         if division is not None and division.kind:
             self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
         elif sharded and diff is not None:
-            self.laid_out["optimizer" if apart else "DTensor", _DEALT_OUT if apart else diff.detail or ""].append(())
+            self.laid_out["optimizer" if apart else "DTensor", _DEALT_OUT if apart else str(diff.detail or "")].append(
+                ()
+            )
 
     def shards(self) -> tuple[Shards, ...]:
         """Sum up the tensors that the ranks hold in parts."""
@@ -225,7 +229,7 @@ def _looked_at(diffs: list[TensorDiff], look: Callable[[list[TensorDiff]], Seque
     ]
 
 
-def kinds_in(replicas: Replicas, selection: Selection) -> tuple[str, ...]:
+def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
     """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
     present = set(kinds_asked_for(dict(replicas.ranks), selection).values())
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
@@ -282,40 +286,30 @@ def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, 
     return {rank: count for rank, count in counts.items() if count}
 
 
-def _notes(replicas: Replicas, snapshots: Mapping[int, Snapshot], tally: _Tally, *, guessed: bool) -> list[str]:
-    notes = [replicas.note]
+def _notes(snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selection, *, guessed: bool) -> list[Message]:
+    """Return the notes on the files, on ranks that were not compared, and on options that change numbers and words."""
+    notes = []
     by_kind = tally.by_kind.items()
     if tally.laid_out and all(of.total() == of["not_compared"] for kind, of in by_kind if kind != "optimizer_step"):
-        notes.append("no tensor compared: every rank holds its own shards")
-    alone = [rank for rank in snapshots if rank not in tally.compared]
+        notes.append(Note.ONLY_SHARDS())
+    alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     if alone and tally.compared:
-        notes.append(f"no tensor of {ranks_text(alone)} was compared: no other rank holds the same part")
+        notes.append(Note.RANKS_NOT_COMPARED(ranks=alone))
     worlds = {s.metadata.world_size for s in snapshots.values() if s.metadata is not None and s.metadata.world_size}
     if len(worlds) == 1:
-        absent = sorted(set(range(worlds.pop())) - set(snapshots))
-        if absent:
-            notes.append(f"no file of {ranks_text(absent)}, which the metadata says took part")
+        (world,) = worlds
+        if absent := tuple(rank for rank in range(world) if rank not in snapshots):
+            notes.append(Note.RANKS_ABSENT(ranks=absent, world_size=world))
     if guessed:
-        notes.append(
-            "which tensors are parameters and which buffers is guessed from their names; --buffers GLOB says it, "
-            "or syncheck.metadata(model=...) saved in the file"
-        )
+        notes.append(Note.KINDS_GUESSED())
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
-    if any(stub.endswith(".DTensor") for stub in stubs):  # what torch keeps in one is no object of the user's
+    if any(stub.endswith(".DTensor") for stub in stubs):  # torch's own classes within a DTensor need no note
         stubs = [stub for stub in stubs if not stub.startswith("torch.")]
     if stubs:
-        notes.append(f"objects of unknown classes were not compared, tensors in them were: {', '.join(stubs)}")
+        notes.append(Note.UNKNOWN_CLASSES(classes=", ".join(stubs)))
     notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
-    return notes
-
-
-def _notes_of_selection(selection: Selection) -> list[str]:
-    """Say what the options change in the numbers and words of a comparison."""
-    notes = []
-    if selection.quick:
-        from syncheck.kernel import quick  # what nobody asked for is not imported
-
-        notes.append(quick.NOTE)
-    if selection.reference is not None:
-        notes.append(f"differences are described against rank {selection.reference}, the reference")
+    if len(snapshots) > 1 and selection.quick:
+        notes.append(Note.QUICK())
+    if len(snapshots) > 1 and selection.reference is not None:
+        notes.append(Note.REFERENCE(rank=selection.reference))
     return notes

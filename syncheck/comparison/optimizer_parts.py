@@ -16,8 +16,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from syncheck.kinds import kinds_of
+from syncheck.messages import Detail
 from syncheck.names import normalize
-from syncheck.records import TensorDiff
+from syncheck.records import Reason, TensorDiff
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ def lost_parts(own: Own, found: Mapping[str, Mapping[int, Tensor]]) -> Iterator[
             yield from (
                 TensorDiff(
                     f"{parameter}.{state}", "optimizer_step" if state == "step" else "optimizer", dtype, (),
-                    "not_compared", "missing", f"not on rank {rank}, whose part it is", replica_groups=((rank,),),
+                    "not_compared", Reason.MISSING, Detail.OWN_PART_MISSING(rank=rank), replica_groups=((rank,),),
                     minority=(rank,),
                 )
                 for parameter in sorted(parameters)

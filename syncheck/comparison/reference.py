@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import names_text, ranks_text
 from syncheck.snapshots import index_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.kernel.blocks import Files
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import TensorDiff, Unreadable
     from syncheck.snapshots import Tensor
 
@@ -25,7 +25,7 @@ _MOST_PATHS = 6
 _MOST_DIGITS = 100
 
 
-def rank_of(reference: str | int | None, replicas: Replicas) -> int | None:
+def rank_of(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
     """Return the reference's rank in a group, None where the group does not have it.
 
     reference: a rank, the path of a replica, or a folder in which one replica of the group lies. A file that is called
@@ -46,7 +46,7 @@ def rank_of(reference: str | int | None, replicas: Replicas) -> int | None:
     return int(reference) if short and int(reference) in ranks else None
 
 
-def check(reference: str | int | None, groups: Sequence[Replicas], unreadable: Sequence[Unreadable] = ()) -> None:
+def check(reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()) -> None:
     """Raise OptionError, which lists what there is, where no group has the reference.
 
     A rank counts in each group that has it, so it need not be in all of them.
@@ -96,12 +96,12 @@ def described(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files:
     )
 
 
-def _at(path: str, replicas: Replicas) -> list[int]:
+def _at(path: str, replicas: ReplicaGroup) -> list[int]:
     exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
     return exact or [rank for rank, snapshot in replicas.ranks if _same(path, snapshot.path)]
 
 
-def _below(folder: str, replicas: Replicas) -> list[int]:
+def _below(folder: str, replicas: ReplicaGroup) -> list[int]:
     top = os.path.join(os.path.realpath(folder), "")
     return [rank for rank, snapshot in replicas.ranks if os.path.realpath(snapshot.path).startswith(top)]
 

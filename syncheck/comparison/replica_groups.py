@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 from syncheck.snapshots import Part, Tensor, in_c_order
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 

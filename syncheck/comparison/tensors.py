@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import is_whole, layout_text, sets_text
 from syncheck.kernel import clusters
-from syncheck.records import TensorDiff, ranks_text
+from syncheck.messages import SHARD_REFUSALS, Detail, ranks_text
+from syncheck.records import Reason, TensorDiff
 from syncheck.snapshots import index_at
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
     Compare = Callable[[TensorDiff, Mapping[int, Tensor]], TensorDiff | None]
 
-# How the readers begin what they say of a shard.
-SHARDED = "sharded:"
+_MOST_SETS = 6  # of ranks named in a detail
 # From what says least of a difference to what says most.
 _ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
 
@@ -63,13 +63,12 @@ def compare_tensor(
         return diff
     if sharded and diff is None and len(tensors) > 1:
         return None  # the ranks that hold it agree
-    if sharded and (diff is None or diff.reason == "sharded"):
-        detail = f"on {ranks_text(tuple(tensors))} only: each rank holds its own part"
-        return replace(bare, reason="sharded", detail=detail)
+    if sharded and (diff is None or diff.reason is Reason.SHARDED):
+        return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
     alone = replace(
         bare,
-        reason="missing",
-        detail=f"not on {ranks_text(missing)}",
+        reason=Reason.MISSING,
+        detail=Detail.MISSING(ranks=missing),
         replica_groups=(division.expected,),
         clusters=(tuple(tensors),),
         minority=minority_of(_largest_first((list(tensors), list(missing)))),
@@ -93,12 +92,12 @@ def compare_tensor(
 def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     """Count a random number state, or PowerSGD's error, which differ between ranks by design, as not compared."""
     what = "PowerSGD's errors" if ".error_dict." in f".{name}" else "random number states"
-    return replace(_bare(name, kind, tensors), reason="rng", detail=f"{what} differ by design")
+    return replace(_bare(name, kind, tensors), reason=Reason.RNG, detail=Detail.BY_DESIGN(what=what))
 
 
 def ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], why: str) -> TensorDiff:
     """Count a tensor of which nothing in the files says which ranks must hold the same bytes."""
-    return replace(_bare(name, kind, tensors), reason="ambiguous", detail=why)
+    return replace(_bare(name, kind, tensors), reason=Reason.AMBIGUOUS, detail=Detail.AMBIGUOUS(why=why))
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -122,29 +121,30 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division)
     else:
         return None
     refusals = {rank: tensor.refused for rank, tensor in tensors.items()}
-    sharded = {rank: text for rank, text in refusals.items() if text.startswith(SHARDED)}
+    sharded = {rank: refusal for rank, refusal in refusals.items() if refusal and refusal.code in SHARD_REFUSALS}
     if sharded:
         first = next(iter(sharded.values()))
         if len(sharded) == len(tensors):  # shards of one tensor may have any shapes
-            return replace(bare, reason="sharded", detail=first.removeprefix(SHARDED).strip())
-        return replace(bare, reason="refused", detail=f"{first} (on {ranks_text(tuple(sharded))} only)")
+            return replace(bare, reason=Reason.SHARDED, detail=Detail.REFUSED(refusal=first))
+        detail = Detail.REFUSED_ON_SOME(refusal=first, ranks=tuple(sharded))
+        return replace(bare, reason=Reason.REFUSED, detail=detail)
     # A sparse tensor beside a dense one, or one without values beside one that has them: these are not the same.
-    kinds: dict[int, Any] = {rank: text or f"{tensors[rank].dtype} with values" for rank, text in refusals.items()}
+    kinds: dict[int, Any] = {rank: r or f"{tensors[rank].dtype} with values" for rank, r in refusals.items()}
     if any(refusals.values()) and len(set(refusals.values())) > 1:
-        return _split(bare, "dtype", kinds, tensors)
-    for what in ("shape", "dtype"):
+        return _split(bare, Reason.DTYPE, kinds, tensors)
+    for what in (Reason.SHAPE, Reason.DTYPE):
         found = {rank: _known(tensor, what) for rank, tensor in tensors.items()}
         if None not in found.values() and len(set(found.values())) > 1:
-            if what == "shape" and division.kind == "model parallel" and _alike_within(found, division):
+            if what is Reason.SHAPE and division.kind == "model parallel" and _alike_within(found, division):
                 continue  # parts of plain tensors, too, may be of unequal sizes
             return _split(bare, what, found, tensors)
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     texts = {id(sharding): layout_text(sharding) for sharding in parts.values()}  # ranks of a job share one
     layouts = {rank: texts[id(sharding)] for rank, sharding in parts.items()}
     if len(set(layouts.values())) > 1:  # no rank's part is another's then, and the rest of the model would hide it
-        return _split(bare, "shape", layouts, tensors)
+        return _split(bare, Reason.SHAPE, layouts, tensors)
     refused = next(iter(refusals.values()))
-    return replace(bare, reason="refused", detail=refused) if refused else None
+    return replace(bare, reason=Reason.REFUSED, detail=Detail.REFUSED(refusal=refused)) if refused else None
 
 
 def _among_alike(
@@ -172,24 +172,25 @@ def _alike_within(found: Mapping[int, Any], division: Division) -> bool:
     return all(len({found[rank] for rank in ranks}) == 1 for ranks in division.sets)
 
 
-def _known(tensor: Tensor, what: str) -> Any:
+def _known(tensor: Tensor, what: Reason) -> Any:
     """Return a tensor's shape, the whole one of a DTensor, or dtype; None where the reader could not tell."""
-    found: Any = tensor.sharding.shape if what == "shape" and tensor.sharding else getattr(tensor, what)
+    found: Any = tensor.sharding.shape if what is Reason.SHAPE and tensor.sharding else getattr(tensor, what)
     return None if tensor.refused and found in ((), "unknown") else found
 
 
-def _split(bare: TensorDiff, what: str, found: Mapping[int, Any], tensors: Mapping[int, Tensor]) -> TensorDiff:
+def _split(bare: TensorDiff, what: Reason, found: Mapping[int, Any], tensors: Mapping[int, Tensor]) -> TensorDiff:
     """Return a difference in what is not compared by value, with the ranks that have each."""
     by_text: dict[Any, list[int]] = defaultdict(list)
     for rank, value in found.items():
         by_text[value].append(rank)
     sets = _largest_first(by_text.values())
     texts = {tuple(ranks): list(text) if isinstance(text, tuple) else text for text, ranks in by_text.items()}
-    detail = " and ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets)
+    shown = " and ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets[:_MOST_SETS])
+    more = f" and {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
     return replace(
         bare,
         reason=what,
-        detail=detail,
+        detail=Detail.UNEQUAL(sets=shown + more),
         replica_groups=(tuple(tensors),),
         clusters=sets,
         minority=minority_of(sets),
@@ -201,7 +202,7 @@ def _by_groups(
 ) -> TensorDiff | None:
     """Compare within each replica group; None when all are identical. Of several groups the worst gives the numbers."""
     if division.kind and not division.comparable:
-        return replace(bare, reason="sharded", detail=f"{division.layout}: no two of these ranks hold the same part")
+        return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=division.layout))
     diffs = []
     for ranks in division.comparable:
         alone = len(ranks) == len(tensors)
@@ -210,7 +211,7 @@ def _by_groups(
         # Shards of one place in the mesh have one shape as torch writes them, but a file may hold anything.
         if any(tensor.shape != own.shape for tensor in members.values()):
             shapes = {rank: tensor.shape for rank, tensor in members.items()}
-            diff: TensorDiff | None = _split(own, "shape", shapes, members)
+            diff: TensorDiff | None = _split(own, Reason.SHAPE, shapes, members)
         else:
             diff = compare(own, members)
         if diff is not None:
@@ -220,7 +221,7 @@ def _by_groups(
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     return replace(
         worst,
-        detail=worst.detail or f"{division.layout}: compared within {sets_text(division.comparable)}",
+        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=sets_text(division.comparable)),
         replica_groups=division.sets,
         clusters=tuple(found for diff in diffs for found in diff.clusters),
         minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
@@ -245,7 +246,7 @@ def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tol
     return replace(
         bare,
         status=status,
-        reason=str(tolerance) if status == "close" else None,
+        tolerance=str(tolerance) if status == "close" else None,
         replica_groups=(ranks,),
         clusters=sets,
         minority=minority,

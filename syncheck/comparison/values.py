@@ -6,13 +6,15 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from syncheck.messages import Note
 from syncheck.names import is_random
-from syncheck.records import ValueDiff, names_text, ranks_text
+from syncheck.records import ValueDiff
 from syncheck.value_kinds import SCALES, is_own, value_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
 # Lines that tell of what some ranks lack; each of a thousand ranks may have something of its own.
@@ -104,8 +106,8 @@ def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
     return all(snapshot.format == "memory" for snapshot in snapshots.values())
 
 
-def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[str]:
-    """Name the values that some files of one format do not hold at all, and that do not count. diffs: of all values."""
+def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
+    """Return notes on values that some files of one format lack and that do not count. diffs: of all values."""
     if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
         return []
     tops = {rank: {name.partition(".")[0] for name in snapshot.values} for rank, snapshot in snapshots.items()}
@@ -116,11 +118,11 @@ def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> li
         if ranks and not is_random((top,)):
             gone[ranks].append(top)
     notes = [
-        f"not on {ranks_text(ranks)}, and so not compared: {names_text([f'{name:.80}' for name in names], 5)}"
+        Note.VALUES_ABSENT(ranks=ranks, names=tuple(f"{name:.80}" for name in names))
         for ranks, names in list(gone.items())[:_MOST_NOTES]
     ]
     more = sum(map(len, list(gone.values())[_MOST_NOTES:]))
-    return notes + ([f"nor compared: {more} more values that not all ranks have"] if more else [])
+    return notes + ([Note.MORE_VALUES_ABSENT(count=more)] if more else [])
 
 
 def is_membership(name: str) -> bool:

@@ -41,6 +41,7 @@ from syncheck.diagnose import (
 from syncheck.diagnose.case import Case, Rule
 from syncheck.evidence.history import history_of
 from syncheck.evidence.suspects import sets_within
+from syncheck.messages import Fact, Message, Sentence
 from syncheck.records import Finding
 
 if TYPE_CHECKING:
@@ -178,12 +179,22 @@ def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str]
                 severity=rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
-                evidence=match.evidence,
-                cause=match.cause or rule.CAUSE,
-                fix=match.fix or rule.FIX,
+                facts=_facts(match.evidence),
+                cause=_message(match.cause or rule.CAUSE),
+                fix=_message(match.fix or rule.FIX),
                 values=match.values,
                 allowed=rule.CODE in allow,
                 history=history_of({diff.name for diff in match.tensors}, series),
             )
         )
     return tuple(findings)
+
+
+def _facts(evidence: str | tuple[Message, ...]) -> tuple[Message, ...]:
+    return (Fact.TEXT(text=evidence),) if isinstance(evidence, str) else evidence
+
+
+def _message(given: str | Sentence | Message) -> Message:
+    if isinstance(given, Sentence):
+        return given()
+    return Fact.TEXT(text=given) if isinstance(given, str) else given

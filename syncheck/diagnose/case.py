@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import OPTIMIZER
-from syncheck.records import ranks_text
+from syncheck.messages import Message, Sentence, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -109,10 +109,10 @@ class Match:
 
     tensors: tuple[TensorDiff, ...]
     ranks: tuple[int, ...]
-    evidence: str
+    evidence: str | tuple[Message, ...]
     values: tuple[str, ...] = ()
-    cause: str = ""
-    fix: str = ""
+    cause: str | Message = ""
+    fix: str | Message = ""
     agree: Sequence[Sequence[int]] | None = None
 
 
@@ -125,8 +125,8 @@ class Rule(Protocol):
     CODE: str
     SLUG: str
     SEVERITY: Severity
-    CAUSE: str
-    FIX: str
+    CAUSE: str | Sentence
+    FIX: str | Sentence
     __doc__: str | None
 
     def apply(self, case: Case) -> Match | None:

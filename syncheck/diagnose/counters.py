@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import counted, differ, number_text, parameter_of, ranks_by
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 from syncheck.value_kinds import SCALES
 
 if TYPE_CHECKING:

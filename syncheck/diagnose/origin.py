@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import ranks_by
 from syncheck.diagnose.counters import scales_of
 from syncheck.kinds import OPTIMIZER
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

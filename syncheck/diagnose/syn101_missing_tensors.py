@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, counted, fewer
 from syncheck.diagnose.empty_state import without_state
 from syncheck.kinds import OPTIMIZER
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import Sentence, names_text, ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -32,10 +32,19 @@ CODE = "SYN101"
 SLUG = "missing-tensors"
 SEVERITY: Severity = "error"
 CAUSE = "The ranks did not build or save the same model: some tensors are in some files only."
-FIX = (
-    "Build the model from one configuration on all ranks before wrapping it, save the same state dict "
-    'everywhere, and load with strict=True. Where a file is meant to hold the model only: --exclude "optimizer.*".'
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    FIX = (
+        "Build the model from one configuration on all ranks before wrapping it, save the same state dict on every "
+        "rank, and load it with strict=True. If a file holds only the model on purpose, skip the optimizer: "
+        "{exclude:option=optimizer.*}."
+    )
+
+
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:

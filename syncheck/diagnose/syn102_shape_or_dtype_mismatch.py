@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted
 from syncheck.evidence.suspects import suspects
-from syncheck.records import names_text
+from syncheck.messages import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

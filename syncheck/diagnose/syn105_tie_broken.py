@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted, fewer
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -34,7 +34,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

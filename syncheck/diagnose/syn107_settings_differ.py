@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, agreement_text, by_value_text, parameters_text, ranks_by
 from syncheck.diagnose.counters import minority_of
 from syncheck.diagnose.gradients import cosines, course, followers_text, moments_apart, only_decay, with_moment
-from syncheck.records import names_text
+from syncheck.messages import names_text
 from syncheck.value_kinds import SETTINGS
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.bn import evidence, statistics_alone
 from syncheck.diagnose.case import Match
 from syncheck.evidence.suspects import suspects
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -44,10 +45,18 @@ CAUSE = (
     "only at the start of each forward; it matters when a rank's own file is evaluated or resumed from, and "
     "not when only rank 0's is used."
 )
-FIX = (
-    "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or, before "
-    "saving: for b in model.buffers(): dist.broadcast(b, 0). To accept it: --allow SYN201."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    FIX = (
+        "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or broadcast before "
+        "saving: for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
+    )
+
+
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:

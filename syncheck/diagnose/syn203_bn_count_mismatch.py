@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

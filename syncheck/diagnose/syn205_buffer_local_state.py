@@ -31,7 +31,7 @@ from syncheck.diagnose.gradients import course, steps_of
 from syncheck.evidence.history import trend_of
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import names_text
+from syncheck.messages import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection

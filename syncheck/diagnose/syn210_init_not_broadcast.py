@@ -41,7 +41,7 @@ from syncheck.diagnose.gradients import (
     with_followers,
 )
 from syncheck.evidence.suspects import suspects
-from syncheck.records import names_text
+from syncheck.messages import names_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

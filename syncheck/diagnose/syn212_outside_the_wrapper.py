@@ -44,7 +44,7 @@ from syncheck.diagnose.gradients import (
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import names_text
+from syncheck.messages import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection

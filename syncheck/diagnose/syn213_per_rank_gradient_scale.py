@@ -42,7 +42,7 @@ from syncheck.diagnose.gradients import (
     with_followers,
     with_moment,
 )
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -31,7 +31,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.diagnose.empty_state import without_state
 from syncheck.kinds import OPTIMIZER
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

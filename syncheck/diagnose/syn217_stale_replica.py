@@ -23,7 +23,7 @@ from syncheck.diagnose.case import Match, counted, differ
 from syncheck.diagnose.counters import fitting, scales_of
 from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_text
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection

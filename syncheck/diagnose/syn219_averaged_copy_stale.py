@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, agreement_text, counted, gap_text
 from syncheck.diagnose.gradients import course
 from syncheck.evidence.suspects import suspects
-from syncheck.records import names_text
+from syncheck.messages import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, agreement_text, number_text, place_text, ranks_by
 from syncheck.diagnose.spots import agreeing_text, also_there_text, one_bit, spots
 from syncheck.evidence.suspects import suspects
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

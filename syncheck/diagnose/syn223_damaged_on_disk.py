@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, counted
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import names_text, ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -26,7 +26,7 @@ from syncheck.diagnose.case import Match, counted, gap_text, ranks_by
 from syncheck.diagnose.places import divided_by
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.diagnose.places import divided_by
 from syncheck.evidence.suspects import suspects
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import names_text, ranks_text
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from syncheck.diagnose.averaging import averaging_of
 from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
+from syncheck.messages import Sentence
 from syncheck.records import MEASURED
 
 if TYPE_CHECKING:
@@ -45,10 +46,18 @@ CAUSE = (
     "The ranks did the same arithmetic with another rounding: non-deterministic kernels, another order of summing, or "
     "unlike devices or versions."
 )
-FIX = (
-    "torch.use_deterministic_algorithms(True), and the same versions and devices on all ranks. To accept it in a "
-    "comparison across hardware: --ulp 4."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    FIX = (
+        "Call torch.use_deterministic_algorithms(True), and use the same versions and devices on all ranks. To accept "
+        "rounding differences between kinds of hardware: {ulp:option=4}."
+    )
+
+
+FIX = Text.FIX
 # dtype: (steps that are rounding, machine epsilon where gaps may be measured against the tensor's size, else 0).
 _LIMITS = {
     "float64": (4, 2.0**-52),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.averaging import averaging_of
 from syncheck.diagnose.case import Match, counted, differ, gap_text, parameter_of
 from syncheck.kinds import BN_STATISTICS
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.averaging import Averaging
@@ -32,15 +33,23 @@ CODE = "SYN241"
 SLUG = "periodic-averaging"
 SEVERITY: Severity = "warning"
 CAUSE = "Local SGD: ranks train on their own between two averages of the parameters, and never average the momentum."
-FIX = (
-    "Save right after an averaging step: if (averager.step - 1 - averager.warmup_steps) % averager.period == 0: "
-    "torch.save(...). Or average before the last save: for p in model.parameters(): "
-    "dist.all_reduce(p.data.div_(dist.get_world_size())). --allow SYN241 accepts it."
-)
-IN_A_JOB = (
-    "Nothing has to change: --allow SYN241 accepts it. Parameters agree right after an averaging step only, momentum "
-    "and BatchNorm's statistics never."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    FIX = (
+        "Save right after an averaging step: if (averager.step - 1 - averager.warmup_steps) % averager.period == 0: "
+        "torch.save(...). Or average before the last save: for p in model.parameters(): "
+        "dist.all_reduce(p.data.div_(dist.get_world_size())). To accept the finding: {allow:option=SYN241}."
+    )
+    IN_A_JOB = (
+        "No fix is needed; to accept the finding: {allow:option=SYN241}. Parameters are equal only right after an "
+        "averaging step, momentum and BatchNorm statistics never."
+    )
+
+
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
@@ -59,7 +68,7 @@ def apply(case: Case) -> Match | None:
     if not parameters and not state:
         return None
     text = _text(case, averaging, parameters, statistics)
-    fix = IN_A_JOB if case.in_memory else ""
+    fix = Text.IN_A_JOB() if case.in_memory else ""
     return Match((*parameters, *state, *statistics), case.group.ranks, text, fix=fix)
 
 

@@ -23,7 +23,7 @@ from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_t
 from syncheck.diagnose.gradients import cosines, course, moments_apart, only_decay
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
-from syncheck.records import ranks_text
+from syncheck.messages import ranks_text
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Group
     from syncheck.snapshots import Tensor
 
@@ -77,7 +77,7 @@ class _Pair:
 
 def with_free_running(
     groups: Sequence[Group],
-    compared: Sequence[tuple[Group, Replicas]],
+    compared: Sequence[tuple[Group, ReplicaGroup]],
     unreadable: list[Unreadable],
     jobs: int | None,
 ) -> list[Group]:
@@ -105,7 +105,7 @@ def _apart(group: Group) -> bool:
     return any(diff.kind in BN_STATISTICS and diff.status == "different" for diff in group.tensors)
 
 
-def _of_run(group: Group, series: Sequence[Replicas], jobs: int | None) -> FreeRunning | None:
+def _of_run(group: Group, series: Sequence[ReplicaGroup], jobs: int | None) -> FreeRunning | None:
     """Hold the statistics of a run's steps against both ways. series: in the order of the steps.
 
     Returns None where the files do not tell the counts, or fewer than two steps can be read.
@@ -158,7 +158,7 @@ def _usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
     return list(early)
 
 
-def _moment(replicas: Replicas, names: Sequence[str], files: Files) -> _Moment | None:
+def _moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment | None:
     """Read one step's statistics; None where ranks cannot be held against each other.
 
     That is where one lacks a statistic, has it in another shape, or has counted other batches than rank 0.

@@ -15,7 +15,7 @@ from syncheck.records import Unreadable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Group, TensorDiff
     from syncheck.snapshots import Tensor
 
@@ -26,7 +26,7 @@ MOST_STEPS = 50
 
 
 def with_stale(
-    compared: Sequence[tuple[Group, Replicas]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
+    compared: Sequence[tuple[Group, ReplicaGroup]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
 ) -> list[Group]:
     """Add to each group which of its ranks are where the others were at an earlier step of the same run.
 
@@ -48,7 +48,7 @@ def with_stale(
 
 
 def _stale_ranks(
-    group: Group, now: Replicas, earlier: Sequence[tuple[int, Replicas]], jobs: int | None, *, quick: bool
+    group: Group, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]], jobs: int | None, *, quick: bool
 ) -> dict[int, int]:
     """Return the ranks whose differing parameters and optimizer state are, to the byte, another rank's of before.
 
@@ -75,7 +75,7 @@ def _stale_ranks(
     return found if len(found) < len(today) else {}
 
 
-def _named(replicas: Replicas) -> dict[int, dict[str, Tensor]]:
+def _named(replicas: ReplicaGroup) -> dict[int, dict[str, Tensor]]:
     return {rank: by_normal_name(snapshot.tensors) for rank, snapshot in replicas.ranks}
 
 

@@ -7,17 +7,20 @@ tell at least how far some element is off.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
 from syncheck.kernel import sort_equal
 from syncheck.kernel.blocks import ranges
+from syncheck.messages import Detail
+from syncheck.records import Reason
 from syncheck.snapshots import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.kernel.blocks import Files
+    from syncheck.messages import Message
     from syncheck.snapshots import Tensor
 
 # Of a tensor's bytes, in C order and little-endian: neither its shape nor its dtype is in it.
@@ -38,8 +41,8 @@ class Told:
     """
 
     clusters: tuple[tuple[int, ...], ...] = ()
-    reason: Literal["digest", "checksum"] = "digest"
-    detail: str = ""
+    reason: Reason = Reason.DIGEST
+    detail: Message | None = None
     nonfinite: tuple[int | None, ...] = ()
     gaps: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,7 +63,7 @@ def by_digest(tensors: Sequence[Tensor], files: Files) -> Told:
     used = {tensor.digest.algorithm if tensor.digest else ALGORITHM for tensor in tensors}
     if len(used) > 1:
         whose = ", ".join(sorted(used))
-        return Told(detail=f"digests of different algorithms ({whose}); make the fingerprints again with one version")
+        return Told(detail=Detail.OTHER_ALGORITHMS(algorithms=whose))
     clusters = sort_equal([tensor.digest.value if tensor.digest else _value(tensor, files) for tensor in tensors])
     if len(clusters) == 1:
         return Told(clusters)
@@ -93,20 +96,22 @@ def _described(tensors: Sequence[Tensor], positions: Sequence[int], files: Files
     return Digest(ALGORITHM, "", seen.nonfinite, **seen.found())
 
 
-def _moments_text(firsts: Sequence[Digest]) -> str:
-    """Write what tells the sets apart: 'at least 0.1 apart; mean 0.1 | 0.2', in the order of the clusters."""
+def _moments_text(firsts: Sequence[Digest]) -> Message:
+    """Return the moments that differ between the sets, in the order of the clusters: 'mean 0.1 | 0.2'."""
     told = []
     for name in _MOMENTS:
         numbers = [getattr(first, name) for first in firsts]
         if len(set(numbers)) > 1:
             told.append(f"{name} {' | '.join(_apart(numbers)[:_MOST_SETS])}")
     if all(first.min is None and first.nonfinite is None for first in firsts):
-        return "the digests differ; nothing else was looked at"
+        return Detail.DIGESTS_ONLY()
     if not told:
-        return "the digests differ, but min, max, mean and std do not"
+        return Detail.MOMENTS_AGREE()
     least = max(_spread(firsts, "min"), _spread(firsts, "max"))
-    bound = f"at least {least:.3g} apart; " if least and not any(first.nonfinite for first in firsts) else ""
-    return bound + ", ".join(told)
+    differing = ", ".join(told)
+    if least and not any(first.nonfinite for first in firsts):
+        return Detail.MOMENTS_APART(least=least, differing=differing)
+    return Detail.MOMENTS(differing=differing)
 
 
 def _apart(numbers: Sequence[float | None]) -> list[str]:

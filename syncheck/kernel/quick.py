@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING
 from syncheck.kernel import sort_equal
 from syncheck.kernel.blocks import is_contiguous
 from syncheck.kernel.digests import Told
+from syncheck.messages import Detail
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Tensor
-
-NOTE = (
-    "compared by the checksums stored in the files, which no tolerance applies to; no tensor was read, so damage done "
-    "after saving is not seen, and which elements differ is known without --quick only"
-)
-_UNKNOWN = "the stored checksums differ"
 
 
 def by_checksum(tensors: Sequence[Tensor]) -> Told:
@@ -32,20 +29,20 @@ def by_checksum(tensors: Sequence[Tensor]) -> Told:
     if tensors[0].numel == 0:
         return Told((everyone,))
     if len({(t.lazy, t.big_endian, _steps(t)) for t in tensors}) > 1:
-        return _not_told("the replicas are not stored in one way (strides, byte order or a pending operation)")
+        return _not_told(Detail.STORED_DIFFERENTLY())
     # A view may show each element of its record more than once, and others never.
     if all(t.crc32 and _is_dense(t) for t in tensors):
-        return Told(sort_equal([t.crc32 for t in tensors]), "checksum", _UNKNOWN)
+        return Told(sort_equal([t.crc32 for t in tensors]), Reason.CHECKSUM, Detail.CHECKSUMS())
     if all(t.record for t in tensors):
         places = {(t.record[0], t.offset - t.record[1]) for t in tensors if t.record is not None}
         if len(places) == 1:
             return Told((everyone,))
-        return _not_told("a view of a storage that differs: whether the view does is not known without reading it")
-    return _not_told("not every file stores one of it")
+        return _not_told(Detail.VIEW())
+    return _not_told(Detail.NO_CHECKSUM())
 
 
-def _not_told(why: str) -> Told:
-    return Told(reason="checksum", detail=why)
+def _not_told(why: Message) -> Told:
+    return Told(reason=Reason.CHECKSUM, detail=why)
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:

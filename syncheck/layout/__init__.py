@@ -12,14 +12,16 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from syncheck.layout.groups import Ranked, Replicas, classes, distinct, group_by_metadata, numbered, title_of
+from syncheck.layout.groups import Ranked, ReplicaGroup, classes, distinct, group_by_metadata, numbered, title_of
 from syncheck.layout.joining import join_hosts
 from syncheck.layout.names import PathNumbers, take_apart
+from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from syncheck.layout.names import Role
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
 
@@ -28,7 +30,7 @@ def group(
     group_by: str | None = None,
     roots: Mapping[str, str] | None = None,
     alike: Mapping[str, str] | None = None,
-) -> tuple[Replicas, ...]:
+) -> tuple[ReplicaGroup, ...]:
     """Sort snapshots into groups of replicas, ordered by run and step.
 
     group_by: a regular expression searched in each path; files with equal captured groups (or equal whole matches,
@@ -61,16 +63,18 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if i % 2 else (1, 0, part) for i, part in enumerate(parts)]
 
 
-def _by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[Replicas]:
+def _by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[ReplicaGroup]:
     def key(snapshot: Snapshot) -> tuple[str, ...]:
         match = pattern.search(snapshot.path)
         return (match.groups("") or (match.group(),)) if match else ("no match", snapshot.path)
 
-    note = f"grouped by the expression {pattern.pattern!r}"
-    return [Replicas("-".join(k), None, numbered(members), note) for k, members in classes(snapshots, key).items()]
+    grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
+    return [
+        ReplicaGroup("-".join(k), None, numbered(members), grouping) for k, members in classes(snapshots, key).items()
+    ]
 
 
-def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replicas]:
+def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[ReplicaGroup]:
     """Several folders that hold the same relative paths are copies, compared path by path.
 
     So are files of one name that were given one by one, where words in their folders' names tell them apart.
@@ -81,8 +85,9 @@ def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replica
         and all(parts.find("rank") is not None for parts in given)  # without ranks it is a matter of words
         and len({(os.path.basename(s.path), parts.fixed()) for s, parts in zip(snapshots, given, strict=True)}) == 1
     ):
-        note = "files of one name in several folders"
-        return [Replicas(title_of(snapshots[0].path), _step(given[0], []), numbered(snapshots), note)]
+        return [
+            ReplicaGroup(title_of(snapshots[0].path), _step(given[0], []), numbered(snapshots), (Grouping.SAME_NAME(),))
+        ]
     folders = classes((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
     inside = {frozenset(os.path.relpath(s.path, f) for s in found) for f, found in folders.items()}
     if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
@@ -90,9 +95,12 @@ def _copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[Replica
     named = [take_apart(folder) for folder in folders]
     if len({parts.texts for parts in named}) == 1 and (_varying(named, "step") or _varying(named, "node")):
         return []  # moments of one run, or its machines
-    note = "grouped by path: the folders are copies of each other"
+    grouping = (Grouping.FOLDER_COPIES(),)
     relative = classes(snapshots, lambda s: os.path.relpath(s.path, roots[s.path]))
-    return [Replicas(title_of(path), None, _number_folders(members, roots), note) for path, members in relative.items()]
+    return [
+        ReplicaGroup(title_of(path), None, _number_folders(members, roots), grouping)
+        for path, members in relative.items()
+    ]
 
 
 def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
@@ -101,20 +109,20 @@ def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ra
     return tuple(zip(ranks, members, strict=True)) if len(set(ranks)) == len(members) else tuple(enumerate(members))
 
 
-def _by_names(snapshots: list[Snapshot]) -> list[Replicas]:
+def _by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
     apart = {s.path: take_apart(s.path) for s in snapshots}
     templates = list(classes(snapshots, lambda s: apart[s.path].texts).values())
     ranks = [_rank_position([apart[s.path] for s in members]) for members in templates]
     has_mesh = any("mesh" in parts.roles for parts in apart.values())
     if all(at is None for at in ranks) and not has_mesh and (found := _by_words(snapshots, apart)):
         return found
-    groups: list[Replicas] = []
+    groups: list[ReplicaGroup] = []
     for members, at in zip(templates, ranks, strict=True):
         groups += _template_groups(members, apart, at)
     return groups
 
 
-def _by_words(snapshots: list[Snapshot], apart: Mapping[str, PathNumbers]) -> list[Replicas]:
+def _by_words(snapshots: list[Snapshot], apart: Mapping[str, PathNumbers]) -> list[ReplicaGroup]:
     """Group files whose names tell no rank and differ in words: a/checkpoint-5 and b/checkpoint-5 are replicas.
 
     Returns no group where words alone do not tell the files apart, or where they are of different steps.
@@ -138,12 +146,12 @@ def _by_words(snapshots: list[Snapshot], apart: Mapping[str, PathNumbers]) -> li
     return [_without_ranks(snapshots, apart)] if words and one_step else []
 
 
-def _without_ranks(members: list[Snapshot], apart: Mapping[str, PathNumbers]) -> Replicas:
+def _without_ranks(members: list[Snapshot], apart: Mapping[str, PathNumbers]) -> ReplicaGroup:
     parts = [apart[s.path] for s in members]
     alike = bool(parts[0].fixed()) and len({part.fixed() for part in parts}) == 1
     at = parts[0].find("step") if alike else None
-    note = f"no rank in the names: all files {'of one step and part ' if alike else ''}given are one group"
-    return Replicas("files", None if at is None else parts[0].numbers[at], tuple(enumerate(members)), note)
+    grouping = (Grouping.NO_RANKS_ONE_STEP() if alike else Grouping.NO_RANKS(),)
+    return ReplicaGroup("files", None if at is None else parts[0].numbers[at], tuple(enumerate(members)), grouping)
 
 
 def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
@@ -170,7 +178,7 @@ def _varying(parts: Sequence[PathNumbers], role: Role) -> list[int]:
     return [i for i in parts[0].all_of(role) if len({p.numbers[i] for p in parts}) > 1]
 
 
-def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int | None) -> list[Replicas]:
+def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], at: int | None) -> list[ReplicaGroup]:
     """Group files whose paths are equal but for numbers. at: the position of the rank, None if there is none.
 
     Numbers of the machine and the mesh keep no files apart. Nor do further numbers if no rank is given twice
@@ -179,15 +187,15 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
     parts = [apart[s.path] for s in members]
     opened = [i for i, role in enumerate(parts[0].roles) if role in ("local", "node", "mesh")]
     if at is None and "mesh" not in parts[0].roles:
-        note = _why_alone(parts)
-        return [Replicas(_run(apart[s.path], []), _step(apart[s.path], []), ((0, s),), note) for s in members]
+        grouping = (_why_alone(parts),)
+        return [ReplicaGroup(_run(apart[s.path], []), _step(apart[s.path], []), ((0, s),), grouping) for s in members]
     if at is not None:
         # rank_0/model_rank_0.pth: a number that repeats the rank says nothing more.
         opened += [i for i in _varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)]
         opened = sorted({*opened, at})
     further = [i for i in _varying(parts, "plain") if i not in opened]
     known = at is None or parts[0].roles[at] != "plain"
-    note = "ranks taken from the names" if known else "the only number that varies is taken for the rank"
+    grouping = (Grouping.RANKS_IN_NAMES() if known else Grouping.ONLY_NUMBER(),)
 
     def who(snapshot: Snapshot) -> tuple[int, ...]:
         return tuple(apart[snapshot.path].numbers[i] for i in opened)
@@ -197,19 +205,19 @@ def _template_groups(members: list[Snapshot], apart: Mapping[str, PathNumbers], 
             joined = classes(members, lambda s: apart[s.path].without(*opened, *nodes)).values()  # noqa: B023
             if all(_all_differ(map(who, same)) for same in joined):
                 rest = [i for i in further if i not in nodes]
-                said = f"{note}, the further number for the node"
-                return [_named(same, apart, at, [*opened, *nodes], rest, said) for same in joined]
+                by_node = (*grouping, Grouping.OTHER_NUMBER_IS_NODE())
+                return [_named(same, apart, at, [*opened, *nodes], rest, by_node) for same in joined]
     groups = classes(members, lambda s: apart[s.path].without(*opened)).values()
-    return [_named(same, apart, at, opened, further, note) for same in groups]
+    return [_named(same, apart, at, opened, further, grouping) for same in groups]
 
 
-def _why_alone(parts: Sequence[PathNumbers]) -> str:
-    """Say why files with equal names but for numbers are no replicas, though none of the numbers is a rank."""
+def _why_alone(parts: Sequence[PathNumbers]) -> Message:
+    """Return why files with equal names but for numbers are no replicas, though none of the numbers is a rank."""
     if _varying(parts, "shard"):
-        return "only a model-parallel or ZeRO rank differs: each file holds another part of the model"
+        return Grouping.SHARDS_ALONE()
     if _varying(parts, "part"):
-        return "only the part differs: each file holds another part of the checkpoint"
-    return "only the step differs: moments of one replica" if len(parts) > 1 else "its name matches no other file's"
+        return Grouping.PARTS_ALONE()
+    return Grouping.STEPS_ALONE() if len(parts) > 1 else Grouping.NAME_ALONE()
 
 
 def _all_differ(items: Iterable[Hashable]) -> bool:
@@ -223,8 +231,8 @@ def _named(
     at: int | None,
     opened: list[int],
     further: list[int],
-    note: str,
-) -> Replicas:
+    grouping: tuple[Message, ...],
+) -> ReplicaGroup:
     """Return one group. opened: positions of the numbers that tell its members apart; further: of those of a run."""
     first = apart[members[0].path]
     ranked = [(-1 if at is None else apart[s.path].numbers[at], s) for s in members]
@@ -232,12 +240,13 @@ def _named(
         # Ranks within each machine, or coordinates in a mesh: counted in the order of the names.
         ranked = list(enumerate(members))
         if _all_differ(tuple(apart[s.path].numbers[i] for i in opened) for s in members):
-            note = f"{note}, counted over all {'coordinates' if first.mesh() else 'nodes'}"
+            counted = Grouping.COUNTED_OVER_MESH() if first.mesh() else Grouping.COUNTED_OVER_NODES()
+            grouping = (*grouping, counted)
         else:
-            note = "numbered by their order, for the names give a rank to several files"
+            grouping = (Grouping.NUMBERED_BY_ORDER(),)
     placed = [(rank, replace(s, mesh=apart[s.path].mesh() or s.mesh)) for rank, s in ranked]
     placed.sort(key=lambda pair: pair[0])
-    return Replicas(_run(first, opened, further), _step(first, further), tuple(placed), note)
+    return ReplicaGroup(_run(first, opened, further), _step(first, further), tuple(placed), grouping)
 
 
 def _step(parts: PathNumbers, further: list[int]) -> int | None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.layout.names import take_apart
+from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
     K = TypeVar("K")
@@ -23,18 +25,18 @@ Ranked = tuple[tuple[int, "Snapshot"], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
+class ReplicaGroup:
     """Snapshots that ought to be equal, in the order of their ranks.
 
-    run: a name for the group. step: of the run, where known. ranks: each member's rank, or its position where nothing
-    tells its rank. note: how the group was found. label: the name, where `run` tells it from others of this call by a
-    folder or a run_id, without what is of this machine and this launch only.
+    run: a name for the group. step: of the run, if known. ranks: each member's rank, or its position if its rank is
+    unknown. grouping: how the group was found. label: the name without the folder or run_id that distinguishes `run`
+    from other groups of this call, because these depend on the machine and the launch.
     """
 
     run: str
     step: int | None
     ranks: Ranked
-    note: str
+    grouping: tuple[Message, ...]
     run_id: str | None = None
     label: str = ""
 
@@ -99,7 +101,7 @@ def title_of(pattern: str) -> str:
     return "files"
 
 
-def distinct(groups: list[Replicas]) -> list[Replicas]:
+def distinct(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     """Keep runs of one name apart: what has another run_id is another run, and so is a second group of one step.
 
     Such groups get the folder that holds all of their run in front of their name; runs of one folder, their run_id.
@@ -152,35 +154,36 @@ def _common_folder(paths: Iterable[str]) -> str:
         return folders[0]
 
 
-def last_steps(groups: Sequence[Replicas]) -> tuple[Replicas, ...]:
+def last_steps(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
     """Return, of each run with two replicas or more, the group of its last step; of two of one step the first."""
     several = [group for group in reversed(groups) if len(group.ranks) > 1]
     several.sort(key=lambda group: -1 if group.step is None else group.step)
     return tuple({group.run: group for group in several}.values())
 
 
-def by_step(groups: Iterable[Replicas]) -> dict[str, dict[int, Replicas]]:
+def by_step(groups: Iterable[ReplicaGroup]) -> dict[str, dict[int, ReplicaGroup]]:
     """Sort the groups that name their step by run and step; of two of one step, the first stands."""
-    runs: dict[str, dict[int, Replicas]] = defaultdict(dict)
+    runs: dict[str, dict[int, ReplicaGroup]] = defaultdict(dict)
     for group in groups:
         if group.step is not None:
             runs[group.run].setdefault(group.step, group)
     return {run: dict(sorted(steps.items())) for run, steps in runs.items()}
 
 
-def group_by_metadata(snapshots: Iterable[Snapshot]) -> list[Replicas]:
+def group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
     """Group by run and run_id, then by folder and name pattern.
 
     A step inside a file does not split files that share a folder and a pattern: a stale replica is found that way.
     """
-    groups: list[Replicas] = []
+    groups: list[ReplicaGroup] = []
     for (run, run_id), members in classes(snapshots, lambda s: (_meta(s).run, _meta(s).run_id)).items():
         for pattern, same in classes(members, template_of).items():
             for part in _split_repeated(same):
                 steps = [step for step in (_meta(s).step for s in part) if step is not None]
-                note = "grouped by the metadata in the files"
                 step = max(steps, default=None)
-                groups.append(Replicas(run or title_of(pattern), step, numbered(part), note, run_id))
+                groups.append(
+                    ReplicaGroup(run or title_of(pattern), step, numbered(part), (Grouping.METADATA(),), run_id)
+                )
     return groups
 
 

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import classes, rank_by_name, rank_of, template_of, title_of
 from syncheck.layout.names import take_apart
+from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
 
 
-def join_hosts(groups: list[Replicas]) -> list[Replicas]:
+def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     """Join groups with known ranks if no rank repeats.
 
     First, groups whose paths differ only in the rank, or in the rank and one folder (the host). Then a group of the
@@ -26,7 +27,7 @@ def join_hosts(groups: list[Replicas]) -> list[Replicas]:
     """
     depth = max((template_of(g.ranks[0][1]).count("/") for g in groups), default=0)
     for opened in (None, *range(depth)):
-        joined: list[Replicas] = []
+        joined: list[ReplicaGroup] = []
         for key, alike in classes(groups, lambda g, at=opened: _key(g, at)).items():  # type: ignore[misc]
             # An older step in a file is a finding, not another group, unless ranks repeat.
             parts = [alike] if _fit(alike) else classes(alike, lambda g: g.step).values()
@@ -36,7 +37,7 @@ def join_hosts(groups: list[Replicas]) -> list[Replicas]:
     return _join_leftovers(groups)
 
 
-def _key(group: Replicas, opened: int | None) -> Hashable | None:
+def _key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
     """Return the path template of a group with one folder left open, counted from the file's own."""
     if _ranks([group]) is None:
         return None
@@ -48,13 +49,13 @@ def _key(group: Replicas, opened: int | None) -> Hashable | None:
     return tuple(segments)
 
 
-def _fit(groups: Sequence[Replicas]) -> bool:
+def _fit(groups: Sequence[ReplicaGroup]) -> bool:
     """Whether groups may be one: several, of one run, no rank twice."""
     runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
     return len(groups) > 1 and len(runs) < 2 and _ranks(groups) is not None
 
 
-def _ranks(groups: Sequence[Replicas]) -> list[int] | None:
+def _ranks(groups: Sequence[ReplicaGroup]) -> list[int] | None:
     """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
     members = [pair for group in groups for pair in group.ranks]
     known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
@@ -65,11 +66,11 @@ def _ranks(groups: Sequence[Replicas]) -> list[int] | None:
     return None
 
 
-def _has_metadata(group: Replicas) -> bool:
+def _has_metadata(group: ReplicaGroup) -> bool:
     return any(s.metadata is not None and s.metadata.rank is not None for _, s in group.ranks)
 
 
-def _joined(groups: Sequence[Replicas], opened: int | None = None) -> Replicas:
+def _joined(groups: Sequence[ReplicaGroup], opened: int | None = None) -> ReplicaGroup:
     """Join groups to one. opened: which folder, from the file's own upward, is the host."""
     first = next(filter(_has_metadata, groups), groups[0])
     members = []
@@ -79,22 +80,22 @@ def _joined(groups: Sequence[Replicas], opened: int | None = None) -> Replicas:
         if host is None and opened is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - opened]
         members.append((rank, replace(snapshot, host=host)))
-    note = first.note
+    grouping = first.grouping
     if opened is not None:
-        note += "; folders whose ranks do not repeat are taken for hosts"
+        grouping += (Grouping.FOLDERS_ARE_HOSTS(),)
     unnamed = [rank for group in groups if not _has_metadata(group) for rank, _ in group.ranks]
     if _has_metadata(first) and unnamed:
-        note += f"; rank{'s' * (len(unnamed) > 1)} {', '.join(map(str, sorted(unnamed)))}, without metadata, by name"
+        grouping += (Grouping.SOME_BY_NAME(ranks=tuple(sorted(unnamed))),)
     run = first.run
     if opened is not None and not _has_metadata(first):
         segments = template_of(members[0][1]).split("/")
         segments[-2 - opened] = "*"
         run = title_of("/".join(segment for segment in segments if segment != str(first.step)))
     steps = [group.step for group in groups if group.step is not None]
-    return replace(first, run=run, step=max(steps, default=None), ranks=tuple(members), note=note)
+    return replace(first, run=run, step=max(steps, default=None), ranks=tuple(members), grouping=grouping)
 
 
-def _join_leftovers(groups: list[Replicas]) -> list[Replicas]:
+def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     """Join each group, and each single file, with the only other group of its run that lacks its ranks."""
     while True:
         for group in groups:
@@ -109,7 +110,7 @@ def _join_leftovers(groups: list[Replicas]) -> list[Replicas]:
             return groups
 
 
-def _belong(group: Replicas, other: Replicas) -> bool:
+def _belong(group: ReplicaGroup, other: ReplicaGroup) -> bool:
     """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
     if not _fit([group, other]):
         return False

@@ -15,8 +15,8 @@ from syncheck.layout.groups import title_of
 from syncheck.live.channel import MOST_TOLD, by_answer
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.stored import opened
+from syncheck.messages import Grouping, Problem, ranks_text
 from syncheck.names import normalize
-from syncheck.records import ranks_text
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from syncheck.records import Report
     from syncheck.snapshots import Snapshot, Tensor
 
-NOTE = "each rank read its own file: digests first, and the bytes of what differs"
 # Differs from one start of a machine to the next, and so between machines; several may have one name.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SECOND = 10**9  # in nanoseconds
@@ -58,7 +57,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     where ranks read one file or those of several runs. Through `together` all ranks raise it.
     """
     if options.quick or options.group_by is not None:
-        raise UsageError("--quick and --group-by need one process that sees all files; leave them out")
+        raise UsageError(Problem.NEEDS_ALL_FILES())
     if len(channel.ranks) < 2:
         raise UsageError(
             f"{path}: one process, and so one file: there is no other replica to compare it with; needs a process for "
@@ -73,7 +72,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
             taken = replace(taken, path=f"{found[channel.rank].host}:{path}")
         runs = [file.run[0] for file in found.values() if file.run and file.run[0]]
         name = runs[0] if runs else title_of(pattern)
-        return compare_snapshots(channel, taken, options, name=name, note=NOTE, histograms=histograms)
+        return compare_snapshots(channel, taken, options, name=name, how=Grouping.LIVE_FILES(), histograms=histograms)
 
 
 def _asked(tensors: Mapping[str, Tensor], options: Options) -> Mapping[str, Tensor]:

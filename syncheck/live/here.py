@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from syncheck.api import Found, Options, find, judge
 from syncheck.comparison import reference
 from syncheck.errors import UsageError
-from syncheck.layout.groups import Replicas
+from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import world_size
 from syncheck.live.memory import agree_on_buffers, snapshot
 from syncheck.live.memory.things import has_module, is_module, is_optimizer, title_of
+from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,8 +49,7 @@ def compare_here(things: Sequence[Any], options: Options) -> Report:
         ranked.update((i, taken) for taken in opened)
         unreadable += there.unreadable
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
-    note = "compared in memory; ranks are the positions of the things given"
-    groups = (Replicas("model", None, agreed, note),) if agreed else ()
+    groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()
     reference.check(options.reference, groups, unreadable)
     return judge(Found(groups, tuple(unreadable)), options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,7 +9,6 @@ if TYPE_CHECKING:
 
 # Seconds. A gloo group that hangs does so for 30 minutes by default.
 TIMEOUT = 60.0
-_OPTION = re.compile(r"(?<![\w-])--(?=(?:allow|(?:update-)?baseline|group-by|include|exclude|buffers)\b)")
 # The fields of `syncheck.Options` that an option sets, and what `pytest.Config.getoption` calls it.
 COMPARING = {
     field: f"syncheck_{field}"
@@ -90,12 +88,3 @@ def given(config: pytest.Config) -> dict[str, Any]:
 def written(value: object) -> str:
     """Write the value of an option: texts one after the other, of a table of tolerances what they are for."""
     return ", ".join(value) if isinstance(value, (tuple, dict)) else str(value)
-
-
-def in_pytests_words(said: str | Exception) -> str:
-    """Name options in a text of the library, or an error, as they are called here: allow becomes --syncheck-allow."""
-    from syncheck.errors import OptionError, Words
-
-    if isinstance(said, OptionError):
-        return said.spelled(Words("--syncheck-", " "))
-    return _OPTION.sub("--syncheck-", str(said))

@@ -12,6 +12,8 @@ from syncheck.snapshots import Metadata, Snapshot, Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncheck.messages import Message
+
 
 def as_stored(name: str) -> str:
     """Name a tensor as its file does."""
@@ -29,7 +31,7 @@ class Assembly:
     stubs: set[str] = field(default_factory=set)
     bytes: int = 0
     metadata: Metadata | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[Message] = field(default_factory=list)
 
     def add(self, part: Snapshot, rename: Callable[[str], str] = as_stored) -> None:
         """Add what a file holds. Of two tensors that end at one name both are kept, the second as `name#2`.

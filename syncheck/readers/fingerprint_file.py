@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
+from syncheck.messages import Message, Note, Refusal
 from syncheck.metadata_block import parse
 from syncheck.readers import bounds
 from syncheck.readers.json_text import NotTheObject, json_object
@@ -31,10 +32,6 @@ from syncheck.snapshots import (
 FORMAT = "fingerprint"
 KEY = "syncheck_fingerprint"
 VERSION = 1
-NOTE = (
-    "fingerprints tell which tensors differ, not which of their elements; no tolerance applies to a digest, and "
-    "-0.0 beside 0.0 counts as different"
-)
 # Bytes. An entry takes about 250, so this is 400,000 tensors; parsed, it is some 1 GB at most.
 MAX_SIZE = 100_000_000
 _START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
@@ -90,7 +87,7 @@ def read(path: str) -> Snapshot:
         {name: _value(path, name, value) for name, value in _dict(document, "values", path).items()},
         _texts(document, "stubs", path),
         metadata,
-        (NOTE, *_texts(document, "notes", path)),
+        (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _texts(document, "notes", path))),
     )
 
 
@@ -127,7 +124,7 @@ def _tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
         raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
     strides = in_c_order(sizes)
     if digest is None and _is_text(refused):
-        return Tensor(name, dtype, sizes, strides, path, 0, refused=refused or "no reason is given")
+        return Tensor(name, dtype, sizes, strides, path, 0, refused=_refusal(refused))
     if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         found = f"digest {brief(digest)}, refused {brief(refused)}"
         raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or why there is none")
@@ -199,3 +196,9 @@ def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
     return MalformedFile(
         path, place=place, found=found, needed=needed, next_step=f"it is cut short or was edited: {_AGAIN}"
     )
+
+
+def _refusal(text: str) -> Message:
+    """Return the refusal that a fingerprint stored as text."""
+    known = next((refusal for refusal in Refusal if refusal.value == text), None)
+    return known() if known else Refusal.STORED(text=text or "no reason is given")

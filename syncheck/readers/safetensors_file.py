@@ -14,6 +14,7 @@ from typing import Any
 
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
+from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse
 from syncheck.readers import bounds
 from syncheck.readers.json_text import NotTheObject, json_object
@@ -78,7 +79,7 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
     if dtype is None and elements > MOST_ELEMENTS:
         raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
     if dtype is None:
-        refused = f"dtype {code:.60} is not read"
+        refused = Refusal.DTYPE(name=f"{code:.60}")
         return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=refused)
     size = elements * dtype.size
     if offsets[1] - offsets[0] != size:

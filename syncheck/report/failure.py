@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.errors import logged, one_line
-from syncheck.records import Report, names_text
+from syncheck.errors import PYTHON, logged, one_line, spelling
+from syncheck.messages import Hint, Undecided, names_text
+from syncheck.records import Reason, Report
 from syncheck.report import plain, words
 from syncheck.report import text as text_of
 
@@ -23,12 +23,9 @@ MOST_GROUPS = 3
 MOST_FINDINGS = 8
 MOST_UNREADABLE = 5
 _NAME, _SENTENCE = 120, 600  # characters
-_OPTION = re.compile(
-    r"(?<![\w-])--(only|include|exclude|buffers|rtol|atol|ulp|close|allow|group-by|reference|jobs|quick)\b"
-    r"(?: (SYN\d+|REGEX|GLOB|\"[^\"]*\"))?"
-)
 
 
+@spelling(PYTHON)
 def message(report: Report, limit: int = MOST_ROWS) -> str:
     """Say what a report found in a text of bounded size: the worst groups with their findings and tensors, the counts.
 
@@ -48,13 +45,13 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
     title = f"replicas are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
     if report.verdict == "out_of_sync":
         title = f"replicas are out of sync: {', '.join(codes)}"
-    return logged("\n".join(_cut(in_python(line), MOST_COLUMNS) for line in [title, "", *lines]))
+    return logged("\n".join(_cut(line, MOST_COLUMNS) for line in [title, "", *lines]))
 
 
 def of_group(group: Group) -> str:
     """Draw one group as `syncheck compare` does, in a text of bounded size."""
-    parts = text_of.comparison(Report(group.verdict, (_cut_group(group, MOST_ROWS),)), MOST_ROWS)
-    lines = plain.render(parts).replace("-n 0 shows all", "the .json report has all").splitlines()[:-2]
+    report = Report(group.verdict, (_cut_group(group, MOST_ROWS),))
+    lines = plain.render(text_of.comparison(report, MOST_ROWS, Hint.ALL_ROWS_IN_JSON)).splitlines()[:-2]
     return "\n".join(_cut(line, MOST_COLUMNS) for line in lines).rstrip()
 
 
@@ -67,33 +64,17 @@ def _refused(group: Group) -> list[TensorDiff]:
     return [
         diff
         for diff in group.tensors
-        if diff.status == "not_compared" and diff.reason in ("refused", "digest", "checksum")
+        if diff.status == "not_compared" and diff.reason in (Reason.REFUSED, Reason.DIGEST, Reason.CHECKSUM)
     ]
 
 
 def _verdict(report: Report) -> str:
     """Return the verdict of an assertion, which is stricter than a report's about tensors that were not compared."""
     refused = could_not_compare(report)
-    line = words.verdict_line(report)
-    if report.verdict == "out_of_sync" or report.unreadable:
-        return line
-    if refused:
-        names = names_text([f"{one_line(_cut(diff.name))} ({_cut(diff.detail or '')})" for diff in refused])
-        many = "1 tensor" if len(refused) == 1 else f"{len(refused)} tensors"
-        return f"COULD NOT TELL: {many} could not be compared: {names}; leave them out with exclude="
-    left_out = sum(group.left_out for group in report.groups)
-    told = f"the options leave {left_out} of them out" if left_out else "none was found that could be"
-    return line.replace("options may leave all of them out", told)
-
-
-def in_python(text: str) -> str:
-    """Write the command line's options as keywords: '--allow SYN201' becomes 'allow="SYN201"'."""
-
-    def keyword(match: re.Match[str]) -> str:
-        name, value = match[1].replace("-", "_"), match[2]
-        return name if not value else f'{name}="{value}"' if value.startswith("SYN") else f"{name}={value}"
-
-    return _OPTION.sub(keyword, text).replace("-n 0 shows all", "limit=0 shows all")
+    if report.verdict == "out_of_sync" or report.unreadable or not refused:
+        return words.verdict_line(report)
+    names = names_text([f"{one_line(_cut(diff.name))} ({_cut(str(diff.detail or ''))})" for diff in refused])
+    return f"{words.VERDICTS['undecided']}: {Undecided.REFUSED(count=len(refused), tensors=names)}"
 
 
 def _cut(text: str, most: int = _NAME) -> str:
@@ -104,12 +85,12 @@ def _cut_group(group: Group, limit: int) -> Group:
     """Return a group with names and sentences of bounded length."""
     worst = words.listed(group, shards=not limit)
     shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
-    rest += [diff for diff in group.tensors if limit and diff.reason == "sharded"]
+    rest += [diff for diff in group.tensors if limit and diff.reason is Reason.SHARDED]
     return replace(
         group,
         name=_cut(group.name),
         replicas=tuple(replace(replica, path=_cut(replica.path)) for replica in group.replicas),
-        notes=tuple(_cut(note, _SENTENCE) for note in group.notes[:MOST_FINDINGS]),
+        notes=group.notes[:MOST_FINDINGS],
         # The table counts those that it does not show.
         tensors=(*(_cut_diff(diff) for diff in shown), *rest),
         findings=tuple(_cut_findings(group.findings)),
@@ -118,7 +99,7 @@ def _cut_group(group: Group, limit: int) -> Group:
 
 
 def _cut_diff(diff: TensorDiff) -> TensorDiff:
-    return replace(diff, name=_cut(diff.name), detail=None if diff.detail is None else _cut(diff.detail, _SENTENCE))
+    return replace(diff, name=_cut(diff.name))
 
 
 def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:
@@ -127,4 +108,4 @@ def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:
         history = finding.history
         if history is not None:
             history = replace(history, tensors=tuple(_cut(name) for name in history.tensors[:1]) + history.tensors[1:])
-        yield replace(finding, evidence=_cut(finding.evidence, _SENTENCE), history=history)
+        yield replace(finding, history=history)

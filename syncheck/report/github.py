@@ -138,7 +138,14 @@ def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
     rows = [_row(diff.name, *words.gap_cells(diff)) for diff in worst[:_MOST_TENSORS]]
     if len(worst) > _MOST_TENSORS:
         rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
-    text = (finding.evidence, before, *rows, finding.cause, f"Fix: {finding.fix}", f"syncheck explain {finding.code}")
+    text = (
+        finding.evidence,
+        before,
+        *rows,
+        str(finding.cause),
+        f"Fix: {finding.fix}",
+        f"syncheck explain {finding.code}",
+    )
     return tuple(line for line in text if line)
 
 

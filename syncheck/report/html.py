@@ -160,7 +160,7 @@ def _group(group: Group, *, charts: bool, most_data: int) -> list[str]:
     """Draw one step of a run, with the history of its findings. charts: whether to draw those that it has."""
     return [
         f"<h2>{text(words.group_title(group))}: {_span(group)}</h2>",
-        f'<p class="note">{text("; ".join(group.notes))}</p>',
+        f'<p class="note">{text("; ".join(words.notes_of(group)))}</p>',
         table(
             ("file", "rank", "format", "tensors", "bytes"),
             [(r.path, str(r.rank), r.format, str(r.tensors), words.bytes_text(r.bytes)) for r in group.replicas],
@@ -219,6 +219,6 @@ def _finding(finding: Finding) -> str:
     since = f"<p><b>When</b> {text(when.sentence(finding))}</p>" if finding.history is not None else ""
     return (
         f'<div class="finding {finding.severity}"><h3>{text(words.headline(finding))}</h3>'
-        f"<p><b>What</b> {text(finding.evidence)}</p>{since}<p><b>Why</b> {text(finding.cause)}</p>"
-        f"<p><b>Fix</b> {text(finding.fix)}</p></div>"
+        f"<p><b>What</b> {text(finding.evidence)}</p>{since}<p><b>Why</b> {text(str(finding.cause))}</p>"
+        f"<p><b>Fix</b> {text(str(finding.fix))}</p></div>"
     )

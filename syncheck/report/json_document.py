@@ -8,10 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
+from syncheck.messages import Message
 from syncheck.records import Evidence, Histogram, TensorDiff
+from syncheck.report import words
 
 if TYPE_CHECKING:
-    from syncheck.records import Group, Report, ValueDiff
+    from syncheck.records import Finding, Group, Report, ValueDiff
 
 SCHEMA = 1
 
@@ -59,25 +61,46 @@ def _group(group: Group) -> dict[str, Any]:
         "shards": [asdict(shards) for shards in group.shards],
         "ties": [asdict(tie) for tie in group.ties],
         "values": [_value(diff) for diff in group.values],
-        "findings": [asdict(finding) for finding in group.findings],
+        "findings": [_finding(finding) for finding in group.findings],
         "fixed": [asdict(fixed) for fixed in group.fixed],
         "stale": {str(rank): step for rank, step in group.stale.items()},
         "free_running": None if group.free_running is None else asdict(group.free_running),
-        "notes": list(group.notes),
+        "notes": words.notes_of(group),
     }
 
 
 def _tensor(diff: TensorDiff) -> dict[str, Any]:
     # asdict would rebuild the clusters of 1,024 ranks element by element.
-    return {name: _plain(getattr(diff, name)) for name in diff.__slots__}
+    tensor = {name: _plain(getattr(diff, name)) for name in diff.__slots__ if name != "tolerance"}
+    return tensor | {"reason": diff.reason or diff.tolerance}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], TensorDiff):
         return [_tensor(fact) for fact in value]
+    if isinstance(value, Message):
+        return str(value)
     if isinstance(value, (Evidence, Histogram)):
         return {name: _plain(getattr(value, name)) for name in value.__slots__}
     return {str(rank): count for rank, count in value.items()} if isinstance(value, dict) else value
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "slug": finding.slug,
+        "severity": finding.severity,
+        "ranks": finding.ranks,
+        "tensors": finding.tensors,
+        "evidence": finding.evidence,
+        "cause": str(finding.cause),
+        "fix": str(finding.fix),
+        "values": finding.values,
+        "allowed": finding.allowed,
+        "history": None if finding.history is None else asdict(finding.history),
+        "accepted": finding.accepted,
+        "new": finding.new,
+    }
 
 
 def _value(diff: ValueDiff) -> dict[str, Any]:

@@ -75,7 +75,13 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
     if group.verdict == "alone":
         case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=items.ALONE)
         reason = f"one file only, nothing to compare it with: {group.replicas[0].path}"
-        _end(case, "error" if report.verdict == "undecided" else "skipped", "alone", reason, "\n".join(group.notes))
+        _end(
+            case,
+            "error" if report.verdict == "undecided" else "skipped",
+            "alone",
+            reason,
+            "\n".join(words.notes_of(group)),
+        )
         return
     siblings = list(dict.fromkeys(map(items.item_of, group.kinds)))
     if any(value.counts for value in group.values):
@@ -133,7 +139,7 @@ def _judged(case: ET.Element, group: Group, findings: Sequence[Finding], report:
 
 def _nothing(group: Group, counts: Counts, mine: Sequence[TensorDiff], *, is_values: bool) -> str:
     """Say why a case can tell nothing; empty where it can."""
-    untold = sum(diff.untold and diff.reason == "checksum" for diff in mine)
+    untold = sum(diff.unknown and diff.reason == "checksum" for diff in mine)
     if untold:
         return f"the stored checksums do not tell of {untold} of {counts.tensors} tensors"
     if not is_values and not counts.compared:

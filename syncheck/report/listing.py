@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from syncheck.records import names_text
+from syncheck.messages import names_text
 from syncheck.report import words
 from syncheck.report.parts import BLANK, Grid, Part, Span, line, lines
 

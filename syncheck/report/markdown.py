@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncheck.errors import logged, one_line
-from syncheck.records import names_text
+from syncheck.messages import names_text
 from syncheck.report import when, words
 from syncheck.series import step_order
 
@@ -127,7 +127,7 @@ def _with_table(group: Group) -> str:
 def _with_findings(group: Group) -> str:
     files = [f"{name(replica.path)} (rank {replica.rank})" for replica in group.replicas[:4]]
     more = f" and {len(group.replicas) - len(files)} more" if len(group.replicas) > len(files) else ""
-    notes = "".join(f"; {text(note)}" for note in group.notes[:4])
+    notes = "".join(f"; {text(note)}" for note in words.notes_of(group)[:4])
     blocks = [f"### {_title(group)}", f"Files: {', '.join(files)}{more}{notes}", *map(_finding, group.findings)]
     return _joined(blocks)
 
@@ -147,8 +147,8 @@ def _finding(finding: Finding) -> str:
         f"#### {text(words.headline(finding))}\n\n"
         f"- **What:** {text(finding.evidence)}\n"
         f"{since}"
-        f"- **Why:** {text(finding.cause)}\n"
-        f"- **Fix:** {text(finding.fix)}\n"
+        f"- **Why:** {text(str(finding.cause))}\n"
+        f"- **Fix:** {text(str(finding.fix))}\n"
         f"- **More:** `syncheck explain {finding.code}`"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.errors import one_line
+from syncheck.messages import Hint
 from syncheck.records import Counts
 from syncheck.report import when, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
@@ -20,14 +21,14 @@ _MOST_REPLICAS = 8
 _MOST_NOTES = 6
 
 
-def comparison(report: Report, limit: int) -> list[Part]:
+def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
     """Return each group with its findings and worst tensors, then the verdict.
 
-    limit: rows of tensors to print a group, 0 for all.
+    limit: rows of tensors to print for each group, 0 for all. all_rows: how to see the rows beyond the limit.
     """
     parts: list[Part] = []
     for group in report.groups:
-        parts += _group(group, limit)
+        parts += _group(group, limit, all_rows)
     found = by_run(report.groups).items()
     runs = [run for run, groups in found if len(groups) > 1 and any(g.verdict == "out_of_sync" for g in groups)]
     if runs:
@@ -49,9 +50,8 @@ def overview(report: Report, limit: int) -> list[Part]:
         if group.findings:
             parts.append(_title(group))
             parts += [part for finding in group.findings for part in _finding(finding, curve=True)]
-            parts += _tensors(group, limit)
-    # The first of a group's notes says how its files were found; the others concern the answer.
-    notes = list(dict.fromkeys(note for group in shown for note in group.notes[1:]))
+            parts += _tensors(group, limit, Hint.ALL_ROWS)
+    notes = list(dict.fromkeys(str(note) for group in shown for note in group.notes))
     parts += lines(notes[:_MOST_NOTES], "dim")
     if len(notes) > _MOST_NOTES:
         parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare has them", "dim"))
@@ -72,14 +72,14 @@ def _title(group: Group) -> Line:
     )
 
 
-def _group(group: Group, limit: int) -> list[Part]:
+def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
     files = [
         f"rank {r.rank}: {r.path} ({r.format}, {r.tensors} tensor{'s' * (r.tensors != 1)}, {words.bytes_text(r.bytes)})"
         for r in group.replicas[:_MOST_REPLICAS]
     ]
     if len(group.replicas) > _MOST_REPLICAS:
         files.append(f"... and {len(group.replicas) - _MOST_REPLICAS} more replicas")
-    parts = [_title(group), *lines(files, indent=2), *lines(group.notes, "dim", 2), BLANK]
+    parts = [_title(group), *lines(files, indent=2), *lines(words.notes_of(group), "dim", 2), BLANK]
     if group.verdict == "alone":
         return parts
     if group.kinds:
@@ -89,7 +89,7 @@ def _group(group: Group, limit: int) -> list[Part]:
     values = words.values_text(group.values)
     if values:
         parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
-    return parts + _tensors(group, limit)
+    return parts + _tensors(group, limit, all_rows)
 
 
 def _kinds(group: Group) -> Grid:
@@ -107,7 +107,7 @@ def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
         rows.append(("when", when.sentence(finding)))
         if curve:
             rows.append(("drift", _curve(finding.history)))
-    rows += [("why", one_line(finding.cause)), ("fix", one_line(finding.fix))]
+    rows += [("why", one_line(str(finding.cause))), ("fix", one_line(str(finding.fix)))]
     rows.append(("more", f"syncheck explain {finding.code}"))
     return [line(words.headline(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
 
@@ -125,7 +125,7 @@ def _curve(history: History) -> Sparkline:
     )
 
 
-def _tensors(group: Group, limit: int) -> list[Part]:
+def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
     worst = words.listed(group, shards=not limit)  # SYN104 tells of them in one sentence
     sharded = sum(diff.reason == "sharded" for diff in group.tensors) if limit else 0
     parts: list[Part] = []
@@ -141,7 +141,7 @@ def _tensors(group: Group, limit: int) -> list[Part]:
     more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
     more += [f"{sharded} sharded"] if sharded else []
     if more:
-        parts.append(line(f"... and {' and '.join(more)}; -n 0 shows all", "dim", 2))
+        parts.append(line(f"... and {' and '.join(more)}; {all_rows()}", "dim", 2))
     return [*parts, BLANK] if parts else []
 
 

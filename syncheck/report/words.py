@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
 from syncheck.evidence.suspects import sets_within
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import Hint, Message, Undecided, names_text
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,48 +51,38 @@ def verdict_line(report: Report) -> str:
         told = [f"{what}: {', '.join(codes)}" for what, codes in excused if codes]
         text += f" but for {' and '.join(told)}" if told else ""
     if report.verdict == "undecided":
-        text += f": {_why_undecided(report)}"
+        text += f": {why_undecided(report)}"
     elif count := len(report.unreadable):
         text += f", and {count} file{'s' * (count != 1)} could not be read"
     return text
 
 
-def _why_undecided(report: Report) -> str:
+def why_undecided(report: Report) -> Message:
+    """Return why a report has no verdict."""
     if report.unreadable:
-        return f"{len(report.unreadable)} of the files given could not be read"
+        return Undecided.UNREADABLE(count=len(report.unreadable))
     if len(report.groups) == 1 and report.groups[0].verdict == "alone":
-        if report.aliases:
-            return "all files given are one file, by links; compare copies"
-        return (
-            "one file has no replica to be compared with; save one on every rank, and give them all "
-            "(syncheck show lists what is in one)"
-        )
+        return Undecided.ALL_LINKS() if report.aliases else Undecided.ONE_FILE()
     alone = [group for group in report.groups if group.verdict == "alone"]
     if alone and len(alone) == len(report.groups):
-        return (
-            "no two of the files are replicas of one another; give at least two ranks' files of one run, or say with "
-            "--group-by REGEX which belong together (--group-by '' takes all files for one group)"
-        )
+        return Undecided.NO_REPLICAS()
     if alone:
         paths = names_text([_short(group.replicas[0].path) for group in alone])
-        return (
-            f"{len(alone)} of the checkpoints given had no replica to be compared with: {paths}; leave them out, give "
-            "their replicas, or group files with --group-by REGEX"
-        )
-    untold = [diff for group in report.groups for diff in group.tensors if diff.untold]
-    if untold and (unclear := [diff for diff in untold if diff.reason == "ambiguous"]):
-        many = f" and {len(unclear) - 1} more tensors" if len(unclear) > 1 else ""
-        return f"{unclear[0].name:.80}{many}: {unclear[0].detail}"
-    if untold:
-        return (
-            f"the stored checksums do not tell of {len(untold)} of {report.counts.tensors} tensors (torch.save stores "
-            "one for each record, other formats none); without --quick every byte is read"
-        )
+        return Undecided.SOME_ALONE(count=len(alone), paths=paths)
+    unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
+    if ambiguous := [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]:
+        name, detail = f"{ambiguous[0].name:.80}", ambiguous[0].detail
+        if len(ambiguous) == 1:
+            return Undecided.AMBIGUOUS(name=name, detail=detail)
+        return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
+    if unknown:
+        return Undecided.NO_CHECKSUMS(unknown=len(unknown), tensors=report.counts.tensors)
     if lonely := [group.uncompared for group in report.groups if group.uncompared]:
-        return f"no tensor of {ranks_text(lonely[0])} was compared: no other rank holds the same part"
+        return Undecided.RANKS_NOT_COMPARED(ranks=lonely[0])
     if any(group.shards for group in report.groups):
-        return "every rank holds its own shards, so no tensor was compared"
-    return "no tensor was compared; options may leave all of them out"
+        return Undecided.ONLY_SHARDS()
+    excluded = sum(group.left_out for group in report.groups)
+    return Undecided.ALL_EXCLUDED(count=excluded) if excluded else Undecided.NOTHING()
 
 
 def omission_lines(report: Report, name: Callable[[str], str] | None = None) -> list[str]:
@@ -159,7 +150,7 @@ def gap_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
     if odd and odd < len(diff.nonfinite):
         differing += " (not finite on some)"
     if diff.status == "close":
-        differing += one_line(f", close: {diff.reason}")
+        differing += one_line(f", close: {diff.tolerance}")
     absolute = "-" if diff.max_abs is None else f"{diff.max_abs:.3g}"
     relative = "-" if diff.max_rel is None else f"{diff.max_rel:.2%}"
     return differing, absolute, relative, "-" if diff.max_ulp is None else str(diff.max_ulp)
@@ -243,6 +234,11 @@ def suspects(finding: Finding) -> str:
     return named(finding.ranks)
 
 
+def notes_of(group: Group) -> list[str]:
+    """Return how the group was found, then its notes."""
+    return ["; ".join(map(str, group.grouping)), *map(str, group.notes)]
+
+
 def headline(finding: Finding) -> str:
     """Name a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
     excused = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
@@ -261,7 +257,7 @@ def fixed_lines(groups: Sequence[Group]) -> list[str]:
             names = names_text([*map(_short, fixed.names)], _MOST_FIXED)
             lines.append(
                 f"fixed: {_short(group.label or group.run)} no longer has {_short(fixed.code)} on {names}; "
-                "take it out of the baseline with --update-baseline"
+                f"{Hint.UPDATE_BASELINE()}"
             )
     return lines
 

@@ -10,10 +10,10 @@ from checkpoints import snapshot
 from syncheck import layout
 
 if TYPE_CHECKING:
-    from syncheck.layout.groups import Replicas
+    from syncheck.layout.groups import ReplicaGroup
 
 
-def groups(*paths: str) -> tuple[Replicas, ...]:
+def groups(*paths: str) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata."""
     return layout.group([snapshot(path) for path in paths])
 

@@ -18,7 +18,7 @@ from syncheck.comparison import compare as compare_group
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import kinds_of
-from syncheck.layout.groups import Replicas
+from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.digest import digest_all
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.held import Held
@@ -422,6 +422,6 @@ def test_tensors_on_a_device_are_compared() -> None:
 
 def test_groups_of_one_snapshot_are_alone() -> None:
     """A snapshot is an ordinary record: the comparison of one replica says that there is nothing to compare with."""
-    group = compare_group(Replicas("model", None, ((0, snapshot({"w": np.ones(2)})),), ""), Selection())
+    group = compare_group(ReplicaGroup("model", None, ((0, snapshot({"w": np.ones(2)})),), ""), Selection())
     assert group.verdict == "alone"
     assert "torch" in sys.modules

@@ -180,7 +180,7 @@ def test_running_at_once_changes_no_bit(replicas: int) -> None:
     ids=str,
 )
 def test_dropout_takes_turns_with_the_generator(layer: nn.Module, training: bool, at_once: bool) -> None:
-    """Replicas run at once unless a layer drops out: then one draws after the other."""
+    """ReplicaGroup run at once unless a layer drops out: then one draws after the other."""
     barrier, met = threading.Barrier(2), []
 
     def meet(*_: object) -> None:

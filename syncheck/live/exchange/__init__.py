@@ -21,14 +21,14 @@ from syncheck.api import Found, Options, judge
 from syncheck.comparison import hyperparameters, kinds_asked_for, reference
 from syncheck.comparison.replica_groups import divide, positions_of
 from syncheck.errors import UsageError
-from syncheck.layout.groups import Replicas
+from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.catalogue import untold
 from syncheck.live.exchange.fetching import Fetcher, Remote, Wanted, answer, size_of
 from syncheck.live.exchange.holdings import exchange
 from syncheck.live.here import NOTHING
 from syncheck.live.memory import snapshot
-from syncheck.records import ranks_text
+from syncheck.messages import Grouping
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import replicated
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     from syncheck.live.exchange.fetching import Key
     from syncheck.live.exchange.holdings import Holdings
+    from syncheck.messages import Message
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
 
 # Most bytes of differing tensors that are fetched and measured, smallest tensors first. Beyond that, a difference is
 # reported with its place but without its size.
 BUDGET = 4 << 30
-NOTE = "compared in memory: digests first, and the bytes of what differs"
 
 
 def compare_across_ranks(
@@ -100,23 +100,25 @@ def compare_snapshots(
     options: Options,
     budget: int = BUDGET,
     name: str = "model",
-    note: str = NOTE,
+    how: Message | None = None,
     *,
     histograms: bool = False,
 ) -> Report:
     """Compare the snapshots that the ranks took, each its own; to be run by `channel.together` on all of them.
 
-    name, note: of the group in the report. histograms: as in `api.judge`.
+    name: of the group in the report. how: the comparison was made, by default of objects in memory. histograms: as in
+    `api.judge`.
     """
     holdings = exchange(channel, taken, options)
+    grouping: tuple[Message, ...] = (how or Grouping.LIVE(),)
     slow = {rank: place.fallback for rank, place in holdings.places.items() if place.fallback}
     if slow:
-        note = f"{note}; digests without the fused kernel on {ranks_text(list(slow))}: {next(iter(slow.values()))}"
+        grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(slow), reason=next(iter(slow.values()))),)
     if holdings.are_equal and options.reference is None:  # which may be any of them
-        return _in_sync(holdings, options, name, note)
+        return _in_sync(holdings, options, name, grouping)
     wanted = _differing(holdings, options)
     if not wanted:
-        return _judged(holdings, options, name, note)
+        return _judged(holdings, options, name, grouping)
     short = holdings.of(channel.rank).short
     tensors = holdings.of(channel.rank).tensors
     own: dict[Key, Sliced] = {
@@ -127,8 +129,8 @@ def compare_snapshots(
 
     def measured() -> Report:
         readable, beyond = _readable(holdings, channel, own, wanted, budget)
-        told = f"{note}; {_beyond_text(beyond, budget)}" if beyond else note
-        return _judged(readable, options, name, told, histograms=histograms)
+        over = (Grouping.OVER_BUDGET(tensors=beyond, budget=budget),) if beyond else ()
+        return _judged(readable, options, name, grouping + over, histograms=histograms)
 
     return channel.led(measured, lambda pieces: answer(own, pieces))
 
@@ -137,15 +139,15 @@ def compare_snapshots(
 _KNOWN: OrderedDict[Any, Report] = OrderedDict()
 
 
-def _in_sync(holdings: Holdings, options: Options, name: str, note: str) -> Report:
+def _in_sync(holdings: Holdings, options: Options, name: str, grouping: tuple[Message, ...]) -> Report:
     """Return the report on ranks of which none can differ from another. Two stand for all, to be as fast as two."""
     ranks = list(holdings.places)
     held = holdings.of(ranks[0])
     shown = tuple((place.path, rank, place.host, place.size) for rank, place in holdings.places.items())
-    key = held.catalogue.layout(), repr(options), shown, holdings.whole, name, note
+    key = held.catalogue.layout(), repr(options), shown, holdings.whole, name, grouping
     report = _KNOWN.get(key)
     if report is None:
-        report = _judged(holdings, options, name, note, ranks[:2])
+        report = _judged(holdings, options, name, grouping, ranks[:2])
         first = report.groups[0].replicas[0]
         replicas = tuple(
             replace(first, path=path, rank=rank, host=host, bytes=size) for path, rank, host, size in shown
@@ -159,9 +161,15 @@ def _in_sync(holdings: Holdings, options: Options, name: str, note: str) -> Repo
 
 
 def _judged(
-    holdings: Holdings, options: Options, name: str, note: str, ranks: Sequence[int] = (), *, histograms: bool = False
+    holdings: Holdings,
+    options: Options,
+    name: str,
+    grouping: tuple[Message, ...],
+    ranks: Sequence[int] = (),
+    *,
+    histograms: bool = False,
 ) -> Report:
-    replicas = Replicas(name, holdings.step, tuple(holdings.snapshots(ranks).items()), note)
+    replicas = ReplicaGroup(name, holdings.step, tuple(holdings.snapshots(ranks).items()), grouping)
     reference.check(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
@@ -236,7 +244,3 @@ def _readable(
         for key, held in holdings.by_key.items()
     }
     return replace(holdings, by_key=by_key), len(beyond)
-
-
-def _beyond_text(tensors: int, budget: int) -> str:
-    return f"by digest alone {tensors} tensor{'s' if tensors > 1 else ''} beyond the budget of {budget} bytes"

@@ -15,6 +15,7 @@ from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, in_c_order
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Metadata
 
 
@@ -27,7 +28,7 @@ class Row(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    refused: str
+    refused: Message | None
     parameter: bool
     algorithm: str
     sharding: int
@@ -47,7 +48,7 @@ class Catalogue:
     values: Mapping[str, Any]
     stubs: tuple[str, ...]
     metadata: Metadata | None
-    notes: tuple[str, ...]
+    notes: tuple[Message, ...]
     ties: tuple[tuple[str, ...], ...]
 
     def layout(self) -> bytes:

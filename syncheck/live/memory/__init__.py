@@ -11,6 +11,7 @@ from syncheck.errors import UsageError
 from syncheck.live.memory.held import HeldPlace
 from syncheck.live.memory.things import is_readable, title_of
 from syncheck.live.memory.tree import Tree
+from syncheck.messages import Note, Refusal
 from syncheck.names import normalize
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.pickles.tree import flatten
@@ -43,14 +44,14 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     tree = Tree(parts, persistent=persistent)
     flat = flatten(tree.root, path)
     for name, kind in tree.hidden:
-        place = HeldPlace(None, (), None, f"in an object of class {kind}, which is not read")
+        place = HeldPlace(None, (), None, Refusal.IN_UNREAD_OBJECT(name=kind))
         flat.tensors[flat.free(name, flat.tensors)] = place
     tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
     # With a partitioned optimizer, the groups of each rank are of its own parameters.
     values = {name: value for name, value in flat.values.items() if not (tree.dealt_out and is_membership(name))}
     stubs, unread = tuple(sorted(tree.stubs)), ", ".join(sorted(tree.unread))
-    notes = (f"not read in full, so tensors in them may not be compared: {unread}",) if unread else ()
+    notes = (Note.NOT_READ_IN_FULL(objects=unread),) if unread else ()
     return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata, notes))
 
 

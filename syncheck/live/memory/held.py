@@ -24,15 +24,14 @@ from syncheck.live.digest.parts import (
     storage_holds,
 )
 from syncheck.live.memory.sharded import sharding_of
+from syncheck.messages import SHARD_REFUSALS, Refusal
 from syncheck.readers.pickles.stand_ins import TensorPlace
 from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType
+    from syncheck.messages import Message
     from syncheck.snapshots import Sharding
-
-_NESTED = "a nested tensor"
-_LAZY = "a parameter of a lazy module that has not run yet: it has no values"
 
 
 class Held:
@@ -75,7 +74,7 @@ class HeldPlace(TensorPlace):
         dtype: DType | None,
         shape: tuple[int, ...],
         held: Held | None,
-        refused: str = "",
+        refused: Message | None = None,
         sharding: Sharding | None = None,
     ) -> None:
         # A live check makes some hundred of these every time.
@@ -84,7 +83,7 @@ class HeldPlace(TensorPlace):
             sharding=sharding, held=held,
         )  # fmt: skip
 
-    def refuse(self, reason: str) -> HeldPlace:
+    def refuse(self, reason: Message) -> HeldPlace:
         """Return the same place with a reason not to compare it."""
         return self if self.refused else HeldPlace(self.dtype, self.shape, None, reason)
 
@@ -103,7 +102,7 @@ def place_of(value: Any) -> HeldPlace:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         dtype = DTYPES.get(value.dtype.name)
-        refused = "" if dtype else f"a numpy array of dtype {value.dtype.str[1:]:.20}"
+        refused = None if dtype else Refusal.NUMPY_DTYPE(name=f"{value.dtype.str[1:]:.20}")
         return HeldPlace(dtype, tuple(value.shape), None if refused else Held(value), refused)
     kind = type(value)
     if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:  # as nearly all
@@ -111,7 +110,7 @@ def place_of(value: Any) -> HeldPlace:
         has_bytes = not (value.is_meta or value.is_quantized or value.is_nested) and storage_holds(value)
         if dtype is not None and has_bytes:
             return HeldPlace(dtype, tuple(value.shape), Held(value))
-    refused = "sharded: a ShardedTensor holds this rank's shard only" if type(value).__name__ == "ShardedTensor" else ""
+    refused = Refusal.SHARDED_TENSOR() if type(value).__name__ == "ShardedTensor" else None
     sharding = None
     if not refused and hasattr(value, "placements") and hasattr(value, "device_mesh"):
         sharding = sharding_of(value)
@@ -120,8 +119,8 @@ def place_of(value: Any) -> HeldPlace:
     refused = refused or _refused(value, torch)
     dtype = _dtype_of(value.dtype)
     if dtype is None and not refused:
-        refused = f"dtype {str(value.dtype).removeprefix('torch.')} is not read"
-    shape = () if refused in (_NESTED, _LAZY) else tuple(value.shape)  # these have none
+        refused = Refusal.DTYPE(name=str(value.dtype).removeprefix("torch."))
+    shape = () if refused and refused.code in (Refusal.NESTED, Refusal.LAZY) else tuple(value.shape)
     return HeldPlace(dtype, shape, None if refused else Held(value), refused, sharding)
 
 
@@ -139,25 +138,27 @@ def holds_shard(value: Any) -> bool:
 
 def is_shard(place: HeldPlace) -> bool:
     """Whether a rank holds a part of the tensor only."""
-    return place.refused.startswith("sharded:") or (place.sharding is not None and not is_whole(place.sharding))
+    if place.refused is not None:
+        return place.refused.code in SHARD_REFUSALS
+    return place.sharding is not None and not is_whole(place.sharding)
 
 
-def _refused(value: Any, torch: Any) -> str:
-    """Say why the bytes of a tensor cannot be had, in the words of the file readers."""
+def _refused(value: Any, torch: Any) -> Message | None:
+    """Return why the bytes of a tensor are unavailable."""
     if value.is_nested:
-        return _NESTED
+        return Refusal.NESTED()
     if hasattr(value, "cls_to_become"):  # torch.nn.UninitializedParameter and its buffer
-        return _LAZY
+        return Refusal.LAZY()
     if value.is_quantized:
-        return "a quantized tensor"
+        return Refusal.QUANTIZED()
     # What has one of its own wraps other tensors, and has no bytes itself.
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return "a wrapper tensor that is not read"
+        return Refusal.WRAPPER()
     if value.device.type == "meta":
-        return "a meta tensor: it has no values"
+        return Refusal.META()
     if value.layout != torch.strided:
-        return "a sparse tensor" if "sparse" in str(value.layout) else f"a tensor of layout {value.layout}"
-    return "" if storage_holds(value) else "a tensor whose storage was freed"
+        return Refusal.SPARSE() if "sparse" in str(value.layout) else Refusal.LAYOUT(layout=str(value.layout))
+    return None if storage_holds(value) else Refusal.FREED()
 
 
 def flat_bytes(source: Any) -> Any:

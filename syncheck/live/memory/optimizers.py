@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.memory.held import HeldPlace
+from syncheck.messages import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
-
-FLAT = "sharded: FSDP holds this rank's shard of its parameters only"
 
 
 def own_part(optimizer: Any) -> tuple[Any, bool]:
@@ -42,5 +41,5 @@ def with_names(made: Any, optimizer: Any, names: Mapping[int, str], sharded: Con
         for key, number in zip(keys, ids, strict=True):
             if key in sharded:
                 # Which states there are differs: a rank whose shard of the parameter is empty has none.
-                made["state"][number] = {"state": HeldPlace(None, (), None, FLAT)}
+                made["state"][number] = {"state": HeldPlace(None, (), None, Refusal.FLAT_PARAMETER())}
     return made

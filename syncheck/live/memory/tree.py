@@ -24,8 +24,9 @@ from syncheck.live.memory.modules import (
     own_state,
     transient_buffers,
 )
-from syncheck.live.memory.optimizers import FLAT, own_part, with_names
+from syncheck.live.memory.optimizers import own_part, with_names
 from syncheck.live.memory.things import attributes, has_tensor, insides, is_bundle, is_module, is_optimizer, is_stateful
+from syncheck.messages import Refusal
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 
@@ -175,7 +176,7 @@ class Tree:
                 place = place_of(parameter)
                 if flat and f"{at}{key}".startswith(flat):
                     self._sharded.add(id(parameter))
-                    place = place.refuse(FLAT)
+                    place = place.refuse(Refusal.FLAT_PARAMETER())
                 made[f"{at}{key}"] = place
                 self.names.setdefault(id(parameter), f"{prefix}{at}{key}")
                 self.parameters.add(f"{prefix}{at}{key}")

@@ -13,7 +13,8 @@ from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, br
 from syncheck.live.channel import MOST_TOLD, Channel, by_answer, world_size
 from syncheck.live.checks import check, group_of
 from syncheck.live.monitor.telling import Checked, Teller
-from syncheck.records import Report, ranks_text
+from syncheck.messages import ranks_text
+from syncheck.records import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -272,7 +273,8 @@ class SyncMonitor:
             call_together(Channel(self._members), self._on_desync, report)
 
     def _resync(self) -> None:
-        from syncheck.live.repair import resync  # where it is wanted only
+        from syncheck.live.repair import resync
+        from syncheck.live.repair.plan import NoMajority
 
         model, optimizer, scaler = self._things
         try:
@@ -280,7 +282,7 @@ class SyncMonitor:
                 done = resync(model, optimizer, scaler, source="majority", group=self._members, **self._checking)
         except UsageError as error:
             text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
-            if "source=RANK" in text:  # no argument of a monitor
+            if isinstance(error, NoMajority):
                 text += "; a monitor takes a source by on_desync=lambda report: resync(model, optimizer, source=RANK)"
             raise UsageError(text) from error
         self._trouble = Trouble(good=self._step)

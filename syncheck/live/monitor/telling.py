@@ -215,11 +215,9 @@ def _when(checked: Checked) -> str:
 
 
 def _finding(finding: Finding) -> list[Part]:
-    from syncheck.report.failure import in_python
-
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
-        ("fix", in_python(one_line(finding.fix))),
+        ("fix", one_line(str(finding.fix))),
         ("more", f"syncheck explain {finding.code}"),
     ]
     return [line(words.headline(finding), "bold", 2), Labels(tuple(rows), indent=4)]

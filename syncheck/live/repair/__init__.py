@@ -19,7 +19,7 @@ from syncheck.live.channel import Channel
 from syncheck.live.checks import check, eager, group_of
 from syncheck.live.repair.plan import MAJORITY, SHOWN, planned
 from syncheck.live.repair.state import State, broadcast, size_of
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import names_text, ranks_text
 from syncheck.report import words
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from syncheck.errors import UsageError
 from syncheck.kinds import BUFFERS, OPTIMIZER
 from syncheck.live.channel import by_answer
 from syncheck.live.memory.modules import EXTRA_STATE
-from syncheck.records import names_text, ranks_text
+from syncheck.messages import names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 MAJORITY = "majority"
 SHOWN = 5  # names in an error or a summary
+
+
+class NoMajority(UsageError):
+    """No rank can be chosen as the source of a repair by majority; the caller has to name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +159,12 @@ def _source_of(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
                 ". Under plain DDP each rank has its own BatchNorm statistics: source=0 takes those of rank 0, "
                 "only=('params', 'optimizer') leaves them"
             )
-        raise UsageError(text)
+        raise NoMajority(text)
     faults = {rank: other.name for other in voting for rank in other.ranks if rank not in other.majority}
     healthy = [rank for rank in job.ranks if rank not in faults]
     if not healthy:
         texts = _names(f"rank {rank} differs in {faults[rank]}" for rank in job.ranks)
-        raise UsageError(
+        raise NoMajority(
             f"no rank of {ranks_text(job.ranks)} is in the majority everywhere: {texts}; source=RANK names one"
         )
     return healthy[0]

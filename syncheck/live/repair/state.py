@@ -49,7 +49,7 @@ class State:
         """Return a live tensor by name. Raises UsageError if its bytes cannot be copied, or written."""
         tensor = self._tensors.get(name)
         if tensor is None or not isinstance(tensor.data, Held):
-            raise UsageError(f"{name} has no bytes to copy: {getattr(tensor, 'refused', '') or 'not in memory'}")
+            raise UsageError(f"{name} has no bytes to copy: {getattr(tensor, 'refused', None) or 'not in memory'}")
         source = tensor.data.source
         if not is_torch(source):
             if writable and not source.flags.writeable:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from syncheck.errors import PYTEST, spelling
 from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import Asked, asked_for, is_same
 
@@ -184,9 +185,11 @@ def _usage() -> Iterator[None]:
     from syncheck.errors import SyncheckError
 
     try:
-        yield
+        with spelling(PYTEST):
+            yield
     except SyncheckError as error:
-        raise pytest.UsageError(options.in_pytests_words(error)) from None
+        with spelling(PYTEST):
+            raise pytest.UsageError(str(error)) from None
 
 
 def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> CheckpointPlugin:
@@ -251,22 +254,6 @@ def _chosen(planned: list[Planned], asked: Asked, config: pytest.Config) -> list
 def _is_worker(config: pytest.Config) -> bool:
     """Whether this is a process that pytest-xdist started."""
     return hasattr(config, "workerinput")
-
-
-def _in_pytests_words(report: Report) -> Report:
-    """Name options as this command line has them, in what the findings advise."""
-    from dataclasses import replace
-
-    return replace(
-        report,
-        groups=tuple(
-            replace(
-                group,
-                findings=tuple(replace(found, fix=options.in_pytests_words(found.fix)) for found in group.findings),
-            )
-            for group in report.groups
-        ),
-    )
 
 
 class CheckpointPlugin:
@@ -339,28 +326,31 @@ class CheckpointPlugin:
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
+    @spelling(PYTEST)
     def _write(self, path: str) -> None:
         from syncheck.errors import SyncheckError
         from syncheck.readers import keep
         from syncheck.report.files import write_file
 
         try:
-            report = _in_pytests_words(self.judge.report())
+            report = self.judge.report()
             with self.judge.here():
                 keep(path, "--syncheck-output")
                 write_file(path, report, option="--syncheck-output")
             self.written.append(path)
         except SyncheckError as error:
-            self.errors.append(options.in_pytests_words(error))
+            self.errors.append(str(error))
 
+    @spelling(PYTEST)
     def _update(self, update: Update) -> None:
         from syncheck.errors import SyncheckError
 
         try:
             self.updated = update.write(self.judge, [one for one in self.planned if one.nodeid not in self.ran])
         except SyncheckError as error:
-            self.errors.append(options.in_pytests_words(error))
+            self.errors.append(str(error))
 
+    @spelling(PYTEST)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was found, by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
         from syncheck.pytest_plugin.checkpoints import summary

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from syncheck.errors import CheckpointError, one_line
+from syncheck.errors import PYTEST, CheckpointError, one_line, spelling
+from syncheck.messages import Hint, names_text
 from syncheck.pytest_plugin.checkpoints import text
-from syncheck.pytest_plugin.options import in_pytests_words
-from syncheck.records import Counts, names_text
+from syncheck.records import Counts
 from syncheck.report import words
 from syncheck.report.items import ALONE, NOTHING, VALUES, concerning, item_of
 
@@ -34,6 +34,7 @@ class Outcome:
     properties: tuple[tuple[str, str], ...] = ()
 
 
+@spelling(PYTEST)
 def outcome(planned: Planned, judge: Judge) -> Outcome:
     """Judge one item. Only what the item needs is compared."""
     if planned.unreadable is not None:
@@ -57,11 +58,9 @@ def _alone(planned: Planned, judge: Judge) -> Outcome:
     path = replicas.ranks[0][1].path
     headline = f"could not tell: one file only, nothing to compare it with: {path}"
     links = [alias.path for alias in judge.found.aliases if alias.of == path]
-    found = f"{replicas.note}; the same file by a link: {names_text(links)}" if links else replicas.note
-    advice = (
-        "Give the files of at least two ranks of one run, leave this one out, or say with --syncheck-group-by REGEX "
-        "which belong together."
-    )
+    found = "; ".join(map(str, replicas.grouping))
+    found += f"; the same file by a link: {names_text(links)}" if links else ""
+    advice = str(Hint.GROUP_FILES())
     return _failed(headline, _told("undecided"), f"{headline}\n{text.bounded(found)}\n{advice}")
 
 
@@ -121,11 +120,10 @@ def _told(
     told = {"verdict": verdict}
     if group is not None and planned is not None:
         told["replicas"] = str(len(group.replicas))
-        # The first tells only how the group was found.
         if group.fixed:
-            told["fixed"] = text.bounded(in_pytests_words("; ".join(words.fixed_lines([group]))), 1000)
-        if group.notes[1:]:
-            told["notes"] = text.bounded(in_pytests_words("; ".join(group.notes[1:])), 500)
+            told["fixed"] = text.bounded("; ".join(words.fixed_lines([group])), 1000)
+        if group.notes:
+            told["notes"] = text.bounded("; ".join(map(str, group.notes)), 500)
         told |= _beside(group, planned)
     for name, told_of in (
         ("findings", findings),

@@ -7,7 +7,6 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
-from syncheck.pytest_plugin.options import in_pytests_words
 from syncheck.report import plain, words
 from syncheck.report.parts import Grid
 
@@ -83,8 +82,8 @@ def _finding(finding: Finding, width: int) -> Iterable[str]:
     yield words.headline(finding)
     rows = (
         ("what", finding.evidence),
-        ("why", finding.cause),
-        ("fix", in_pytests_words(finding.fix)),
+        ("why", str(finding.cause)),
+        ("fix", str(finding.fix)),
         ("more", f"syncheck explain {finding.code}"),
     )
     for label, text in rows:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck import baseline
 from syncheck.errors import UsageError
+from syncheck.messages import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ def begun(options: Options, asked: Asked) -> tuple[Options, Update]:
     To be called where pytest was started. Raises UsageError where it cannot be carried out.
     """
     if options.baseline is None:
-        raise UsageError("--update-baseline: needs --baseline FILE, or baseline in the table tool.syncheck")
+        raise UsageError(Problem.UPDATE_NEEDS_BASELINE())
     if asked.ids:
-        raise UsageError(f"--update-baseline takes the tests of all checkpoints: leave out {asked.ids[0]}")
+        raise UsageError(Problem.UPDATE_NEEDS_ALL_TESTS(test=asked.ids[0]))
     return replace(options, baseline=None), Update(options.baseline, baseline.read_for_update(options.baseline))

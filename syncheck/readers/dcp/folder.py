@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
+from syncheck.messages import Note, Refusal
 from syncheck.readers import torch_zip
 from syncheck.readers.assembly import Assembly
 from syncheck.readers.bookkeeping import settled
@@ -29,14 +30,12 @@ from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from syncheck.messages import Message
+
 FORMAT = "dcp"
 CHUNKS = ".distcp"
 # Written by torch.save: what Lightning and Megatron-Core keep apart, such as the step.
 EXTRAS = ("meta.pt", "common.pt")
-ONE_COPY = (
-    "a torch.distributed.checkpoint folder holds one copy of each replicated tensor, from any rank: it cannot show "
-    "whether the ranks of its own run were in sync"
-)
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, which torch.save writes without a comment
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
 
@@ -52,15 +51,14 @@ def _with_extras(whole: Snapshot) -> Snapshot:
     return assembly.snapshot()
 
 
-def _unlisted(folder: str, named: Collection[str]) -> Iterator[str]:
-    """Say which files of chunks belong to no tensor: torch does not read them, and so they are not compared.
+def _unlisted(folder: str, named: Collection[str]) -> Iterator[Message]:
+    """Yield a note about chunk files that belong to no tensor: torch does not read them, so they are not compared.
 
     named: those in which chunks lie, by their path below the folder.
     """
     found = sorted(name for name in os.listdir(folder) if name.endswith(CHUNKS) and name not in named)
     if found:
-        listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        yield f"files of chunks that .metadata does not name were not compared ({len(found)}): {listed}"
+        yield Note.UNLISTED_FILES(count=len(found), names=tuple(found))
 
 
 def matches_folder(folder: str) -> bool:
@@ -92,11 +90,11 @@ def read(folder: str) -> Snapshot:
     leaves = {name: found.leaf(name, entry) for name, entry in entries.items()}
     tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
     flat = flatten(tree, folder, size + found.pickled, found.made)
-    unread = Tensor("", "unknown", (), (), folder, 0, refused="a storage in an object")
+    unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
     tensors = {name: replace(found.tensors.get(id(place), unread), name=name) for name, place in flat.tensors.items()}
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
-        flat.metadata, (ONE_COPY, *found.notes(), *_unlisted(folder, found.sizes)),
+        flat.metadata, (Note.ONE_COPY(), *found.notes(), *_unlisted(folder, found.sizes)),
     )  # fmt: skip
     return settled(_with_extras(whole))
 
@@ -170,11 +168,10 @@ class _Found:
         self.made.append(place)  # an id is one thing's own only as long as that lives
         return place
 
-    def notes(self) -> Iterator[str]:
-        """Say what could not be read."""
+    def notes(self) -> Iterator[Message]:
+        """Yield a note about records that could not be read."""
         if self.unknown:
-            listed = ", ".join(sorted(self.unknown)[:5]) + (", ..." if len(self.unknown) > 5 else "")
-            yield f"objects that torch.save did not write were not compared ({len(self.unknown)}): {listed}"
+            yield Note.UNKNOWN_RECORDS(count=len(self.unknown), names=tuple(sorted(self.unknown)))
 
     def _open(self, chunk: Chunk, place: str) -> BinaryIO:
         """Return the file of a chunk, which lies within it."""
@@ -203,13 +200,13 @@ class _Found:
     def _add_unknown(self, name: str) -> None:
         """Count an object that a planner of the user's own wrote: beside a replica that can be read it is missing."""
         self.unknown.append(name)
-        place = refused_place("an object that torch.save did not write")
+        place = refused_place(Refusal.UNKNOWN_RECORD())
         self.tensors[id(place)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=place.refused)
         self.objects[name] = place
 
     def _add_part(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
         if not isinstance(tree, TensorPlace):
-            tree = TensorPlace(None, None, 0, chunk.shape, (), refused="a tensor of an unknown class")
+            tree = TensorPlace(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
         tensor = _moved(archive.tensor(name, tree, archive.big_endian()), chunk)
         dtype = entry.dtype.name if entry.dtype is not None else "unknown"
         if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
@@ -223,10 +220,10 @@ class _Found:
         shape, parts = entry.shape or (), self.parts.get(name, [])
         if len(parts) == 1 and not parts[0].tensor.refused:
             return parts[0].tensor
-        refused = next((part.tensor.refused for part in parts if part.tensor.refused), "")
+        refused = next((part.tensor.refused for part in parts if part.tensor.refused), None)
         dtype = entry.dtype.name if entry.dtype is not None else "unknown"
         if entry.dtype is None:
-            refused = refused or "its dtype is not known"
+            refused = refused or Refusal.UNKNOWN_DTYPE()
         parts = [] if refused else sorted(parts, key=lambda part: part.start)
         path = parts[0].tensor.path if parts else self.folder
         data = None if parts else b""  # of a tensor without elements

@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.messages import Note
 from syncheck.readers.folders.inside import names_in, numbered
 from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
 
@@ -62,5 +63,4 @@ def read(folder: str) -> Snapshot:
     snapshot = replace(snapshot, shards=shards)
     if sum(match.string.startswith("zero_pp_rank_") for match in models) < 2:
         return snapshot
-    note = "the ranks in a tag folder are not compared with each other; its *_model_states.pt as files are"
-    return replace(snapshot, notes=(*snapshot.notes, note))
+    return replace(snapshot, notes=(*snapshot.notes, Note.RANKS_IN_FOLDER()))

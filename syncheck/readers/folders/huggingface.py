@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, brief
+from syncheck.messages import Note
 from syncheck.readers.assembly import Assembly, as_stored
 from syncheck.readers.bookkeeping import settled
 from syncheck.readers.files import read_file
@@ -183,7 +184,7 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
     for name in sorted(weights - used - set(slots.values())):
         # Another copy of the weights, or a shard that the index no longer names: libraries may load it instead.
         whole.add(read_file(os.path.join(whole.folder, name)), _below(name, ""))
-        whole.notes.append(f"{name} is compared as a model of its own, beside {', '.join(slots.values())}")
+        whole.notes.append(Note.OTHER_WEIGHTS(file=name, others=", ".join(slots.values())))
     return [bool(_WEIGHTS.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
 
 

@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, brief
+from syncheck.messages import Note
 from syncheck.readers.assembly import Assembly
 from syncheck.readers.files import read_file
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
     Part: TypeAlias = tuple[str, str, bool]
@@ -51,14 +53,14 @@ def label(match: re.Match[str], found: Sequence[re.Match[str]]) -> str:
     return "" if first and len(found) == 1 else match["label"]
 
 
-def lacking(places: Iterable[tuple[int, ...]], what: str) -> list[str]:
-    """Say how many parts a folder lacks, by the numbers of those that it has. places: of each part its numbers."""
+def lacking(places: Iterable[tuple[int, ...]], what: str) -> list[Message]:
+    """Return a note if a folder lacks parts. places: the numbers of each part."""
     there = set(places)
     if len({len(place) for place in there}) != 1:  # no grid
         return []
     most = math.prod(max(column) + 1 for column in zip(*there, strict=True))
     gone = most - len(there)
-    return [f"{brief(gone)} of {brief(most)} {what} are not in the folder, and were not compared"] if gone else []
+    return [Note.PARTS_ABSENT(absent=brief(gone), total=brief(most), what=what)] if gone else []
 
 
 def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:

@@ -13,6 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
+from syncheck.messages import Refusal
 from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, attributes_of, refused_place
 from syncheck.snapshots import Sharding, are_naturals
@@ -20,7 +21,6 @@ from syncheck.snapshots import Sharding, are_naturals
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NOT_READ = "sharded: a DTensor holds this rank's shard only"
 # Ranks of a mesh. The largest runs that were published had some ten thousands.
 _MAX_RANKS = 1 << 20
 
@@ -40,14 +40,14 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
         try:
             place = _local(args, own)
         except _Unknown:
-            place = refused_place(_NOT_READ)
+            place = refused_place(Refusal.SHARDED_DTENSOR())
         return Compound.around(place, attributes, *own.values())
     if isinstance(call, StandIn) and isinstance(args, tuple):
         place = call(*args)
         if not isinstance(place, TensorPlace):
             return place
         return Compound.around(place, state) if state else place
-    reason = f"a tensor subclass that is not read: {brief(getattr(kind, 'name', kind), 80)}"
+    reason = Refusal.SUBCLASS(name=brief(getattr(kind, "name", kind), 80))
     return refused_place(reason, inner={"given": args, "state": state})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
+from syncheck.messages import Refusal
 from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, TypeName, sizes
 
 # numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
@@ -64,7 +65,7 @@ class _NumpyArray(Compound):
     """A numpy array: made empty by _reconstruct, then filled by BUILD with shape, dtype, order and bytes."""
 
     def __init__(self, *_: Any) -> None:
-        super().__init__(None, None, 0, (), (), refused="a numpy array without content")
+        super().__init__(None, None, 0, (), (), refused=Refusal.EMPTY_NUMPY())
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
@@ -77,13 +78,13 @@ class _NumpyArray(Compound):
             inner: dict[str, Any] = {"elements": data} if isinstance(data, list) else {}  # perhaps tensors
             if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times: equal, or not
                 inner["bytes"] = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)
-            self._fill(shape=shape, refused=f"a numpy array of dtype {code:.40}", inner=inner)
+            self._fill(shape=shape, refused=Refusal.NUMPY_DTYPE(name=f"{code:.40}"), inner=inner)
             return
         if len(data) != math.prod(shape) * dtype.size:
             raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")
         dims = range(len(shape))
         strides = tuple(math.prod(shape[:i] if fortran else shape[i + 1 :]) for i in dims)
-        self._fill(shape=shape, strides=strides, dtype=dtype, data=data, big_endian=kind.big_endian, refused="")
+        self._fill(shape=shape, strides=strides, dtype=dtype, data=data, big_endian=kind.big_endian, refused=None)
 
 
 def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> _NumpyArray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, brief
+from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Tensor
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def tensor_at(
     if place.data is not None and place.dtype is not None:
         return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, place.big_endian, data=place.data)
     if place.refused or place.dtype is None or place.storage is None:
-        reason = place.refused or "its storage has no dtype"
+        reason = place.refused or Refusal.STORAGE_WITHOUT_DTYPE()
         dtype = place.dtype.name if place.dtype else "unknown"
         return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=reason)
     record = record_of(place.storage)
@@ -80,7 +81,7 @@ def tensor_at(
             needed="fewer", next_step="no library writes this; find out where the file comes from",
         )  # fmt: skip
     if shown > max(record.size, _MOST_SHOWN):
-        reason = f"a view that shows {record.size} stored bytes as {shown:.3g}"
+        reason = Refusal.HUGE_VIEW(stored=record.size, shown=shown)
         return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, refused=reason)
     return Tensor(
         name, place.dtype.name, place.shape, place.strides, path, record.start + place.offset * place.dtype.size,

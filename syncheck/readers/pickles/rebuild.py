@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ
 from syncheck.errors import brief
+from syncheck.messages import Refusal
 from syncheck.readers.pickles.inert import Complex, Inert, Ordered, frozen_of, set_of
 from syncheck.readers.pickles.stand_ins import (
     Compound,
@@ -28,6 +29,7 @@ from syncheck.snapshots import MOST_ELEMENTS
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType
+    from syncheck.messages import Message
 
 
 def _place(storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any) -> TensorPlace:
@@ -61,9 +63,9 @@ def _rebuild_tensor_v3(
     storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, bits: Any = None
 ) -> TensorPlace:
     if not isinstance(dtype, DTypeName):
-        return refused_place("its dtype is not known", shape)
+        return refused_place(Refusal.UNKNOWN_DTYPE(), shape)
     if dtype.dtype is None:
-        return refused_place(f"dtype {dtype.name} is not read", shape)
+        return refused_place(Refusal.DTYPE(name=dtype.name), shape)
     return _place(storage, offset, shape, strides, dtype.dtype, bits)
 
 
@@ -99,7 +101,7 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
     return kind(state) if isinstance(kind, type) and issubclass(kind, Inert) else None
 
 
-def _refuse(reason: str) -> StandIn:
+def _refuse(reason: Message) -> StandIn:
     def refuse(*given: Any) -> TensorPlace:
         return refused_place(reason, inner={str(i): x for i, x in enumerate(given) if isinstance(x, TensorPlace)})
 
@@ -113,18 +115,18 @@ def _sparse(_layout: Any, parts: Any) -> TensorPlace:
     values = listed[at - 1] if at else None
     names = ("indices", "values") if at == 2 else ("compressed_indices", "plain_indices", "values")
     inner = dict(zip(names, listed[:at], strict=False))
-    return refused_place("a sparse tensor", listed[at] if at else (), getattr(values, "dtype", None), inner)
+    return refused_place(Refusal.SPARSE(), listed[at] if at else (), getattr(values, "dtype", None), inner)
 
 
 def _quantized(
     storage: Any, _offset: Any, shape: Any, _strides: Any = None, scheme: Any = None, *_: Any
 ) -> TensorPlace:
-    return refused_place("a quantized tensor", shape, inner={"storage": storage, "quantizer": scheme})
+    return refused_place(Refusal.QUANTIZED(), shape, inner={"storage": storage, "quantizer": scheme})
 
 
 def _meta(dtype: Any, shape: Any, *_: Any) -> TensorPlace:
     known = dtype.dtype if isinstance(dtype, DTypeName) else None
-    return refused_place("a meta tensor: it has no values", shape, known)
+    return refused_place(Refusal.META(), shape, known)
 
 
 def _text(*parts: Any) -> str:
@@ -160,11 +162,11 @@ REBUILT: dict[str, Any] = {
     **{f"torch.per_{what}": f"torch.per_{what}" for what in ("tensor_affine", "channel_affine")},
     "torch.device": StandIn(_text),
     "torch.serialization._get_layout": StandIn(_text),
-    "torch._utils._rebuild_wrapper_subclass": _refuse("a wrapper tensor that is not read"),
+    "torch._utils._rebuild_wrapper_subclass": _refuse(Refusal.WRAPPER()),
     "torch._utils._rebuild_qtensor": StandIn(_quantized),
     "torch._utils._rebuild_sparse_tensor": StandIn(_sparse),
     "torch._utils._rebuild_sparse_csr_tensor": StandIn(_sparse),
-    "torch._utils._rebuild_nested_tensor": _refuse("a nested tensor"),
+    "torch._utils._rebuild_nested_tensor": _refuse(Refusal.NESTED()),
     "torch._utils._rebuild_meta_tensor_no_storage": StandIn(_meta),
-    "torch._utils._rebuild_device_tensor_from_numpy": _refuse("a tensor stored as a numpy array"),
+    "torch._utils._rebuild_device_tensor_from_numpy": _refuse(Refusal.AS_NUMPY()),
 }

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
+from syncheck.messages import Refusal
 from syncheck.readers.pickles.limits import light
 from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Sharding
 
 
@@ -56,7 +58,7 @@ class Storage(_Frozen):
     def as_tensor(self) -> TensorPlace:
         """Return the place of all its elements, of all its bytes where it is untyped."""
         if self.itemsize is None:
-            return refused_place("a storage of a class that is not known")
+            return refused_place(Refusal.UNKNOWN_STORAGE())
         unit = 1 if self.dtype else self.itemsize
         return TensorPlace(self, self.dtype or DTYPES["uint8"], self.start * unit, (self.size * unit,), (1,))
 
@@ -75,7 +77,7 @@ class TensorPlace(_Frozen):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     lazy: str = ""
-    refused: str = ""
+    refused: Message | None = None
     data: bytes | None = None
     big_endian: bool = False
     sharding: Sharding | None = None
@@ -168,7 +170,7 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def refused_place(reason: str, shape: Any = (), dtype: Any = None, inner: Any = None) -> TensorPlace:
+def refused_place(reason: Message, shape: Any = (), dtype: Any = None, inner: Any = None) -> TensorPlace:
     """Stand in for a tensor whose bytes are not read, so that it is counted.
 
     shape, dtype: if these are known. inner: what it is made of; tensors in it are compared.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
+from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import bounds
@@ -175,7 +176,7 @@ def _in_order(parts: AbstractSet[Any]) -> list[Any]:
     several = Counter(keys.ordering(part) for part in found if isinstance(part, TensorPlace))
     for i, part in enumerate(found):
         if several[keys.ordering(part)] > 1:
-            place = refused_place("one of several in a set, which has no order", part.shape, part.dtype)
+            place = refused_place(Refusal.SET_MEMBER(), part.shape, part.dtype)
             found[i] = Compound.around(place, None, part)
     return found
 
@@ -199,7 +200,7 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
                 flat.count(path, name, len(inside))
                 stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
         elif isinstance(node, Inert) and node.name.endswith(".ShardedTensor"):
-            place = refused_place("sharded: a ShardedTensor holds this rank's shards only")
+            place = refused_place(Refusal.SHARDED_TENSOR())
             flat.tensors[flat.free(name, flat.tensors)] = Compound.around(place, None, node)
         elif isinstance(node, Storage):
             flat.tensors[flat.free(name, flat.tensors)] = node.as_tensor()
