@@ -8,6 +8,7 @@ import pytest
 from checkpoints import snapshot
 
 from syncheck import layout
+from syncheck.messages import Grouping
 
 Grouped = list[list[tuple[int, str]]]
 
@@ -56,7 +57,7 @@ def test_a_step_is_never_a_rank(pattern: str) -> None:
     """Files that differ only in a step are moments of one replica: nothing to compare."""
     found = layout.group([snapshot(pattern.format(step)) for step in (0, 1, 100)])
     assert [(len(replicas.ranks), replicas.step) for replicas in found] == [(1, 0), (1, 1), (1, 100)]
-    assert {replicas.note for replicas in found} == {"only the step differs: moments of one replica"}
+    assert {replicas.grouping for replicas in found} == {(Grouping.STEPS_ALONE(),)}
     assert len({replicas.run for replicas in found}) == 1
 
 
@@ -105,9 +106,7 @@ def test_parts_are_not_replicas() -> None:
     parts = [f"c/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
     found = layout.group([snapshot(path) for path in parts])
     assert [len(replicas.ranks) for replicas in found] == [1, 1, 1]
-    assert {replicas.note for replicas in found} == {
-        "only the part differs: each file holds another part of the checkpoint"
-    }
+    assert {replicas.grouping for replicas in found} == {(Grouping.PARTS_ALONE(),)}
 
 
 def test_model_parallel_shards_are_not_replicas() -> None:
@@ -120,9 +119,7 @@ def test_model_parallel_shards_are_not_replicas() -> None:
     ):  # fmt: skip
         found = layout.group([snapshot(pattern.format(i)) for i in (0, 1)])
         assert [len(replicas.ranks) for replicas in found] == [1, 1], pattern
-        assert {replicas.note for replicas in found} == {
-            "only a model-parallel or ZeRO rank differs: each file holds another part of the model"
-        }
+        assert {replicas.grouping for replicas in found} == {(Grouping.SHARDS_ALONE(),)}, pattern
 
 
 def test_the_ending_is_no_part_of_the_key() -> None:
@@ -143,9 +140,7 @@ def test_words_tell_replicas_of_one_step() -> None:
         (500, sorted(paths[:2])),
         (1000, sorted(paths[2:])),
     ]
-    assert {replicas.note for replicas in found} == {
-        "no rank in the names: all files of one step and part given are one group"
-    }
+    assert {replicas.grouping for replicas in found} == {(Grouping.NO_RANKS_ONE_STEP(),)}
 
 
 def test_a_step_beside_words() -> None:
@@ -251,7 +246,7 @@ def test_the_one_file_without_metadata_is_not_left_out() -> None:
     for other in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
         assert sorted(described(*files, {"path": other}), key=len) == [[other], [file["path"] for file in files]]
     (group,) = layout.group([snapshot(**file) for file in (*files, {"path": "c/ddp_rank3.pth"})])
-    assert group.note == "grouped by the metadata in the files; rank 3, without metadata, by name"
+    assert group.grouping == (Grouping.METADATA(), Grouping.SOME_BY_NAME(ranks=(3,)))
 
 
 def test_metadata_ranks_win_over_names() -> None:

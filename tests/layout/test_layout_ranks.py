@@ -8,6 +8,7 @@ import pytest
 from checkpoints import snapshot
 
 from syncheck import layout
+from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from syncheck.layout.groups import ReplicaGroup
@@ -193,4 +194,4 @@ def test_a_rank_of_two_files_is_said() -> None:
     """Where names give a rank to two files, positions stand for ranks, and the note does not claim otherwise."""
     (group,) = groups("c/rank0.pth", "c/rank0.safetensors", "c/rank1.pth", "c/rank1.safetensors")
     assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
-    assert group.note == "numbered by their order, for the names give a rank to several files"
+    assert group.grouping == (Grouping.NUMBERED_BY_ORDER(),)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import syncheck  # noqa: E402
 from syncheck import readers  # noqa: E402
 from syncheck.errors import RefusedFile  # noqa: E402
+from syncheck.messages import Note  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +128,7 @@ def test_two_folders_are_replicas(tmp_path: Path, cli: Callable[..., Done]) -> N
     done = cli("compare", one, tmp_path / "b")
     assert done.code == 0, done.out + done.err
     assert "IN SYNC" in done.out
-    assert done.out.count("holds one copy of each replicated tensor") == 1
+    assert done.out.count(str(Note.ONE_COPY())) == 1
 
 
 def test_one_flipped_bit_in_a_chunk_is_found(tmp_path: Path) -> None:

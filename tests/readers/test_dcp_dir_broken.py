@@ -17,6 +17,7 @@ from dcp_folders import assemble, contents, metadata, save, write_metadata  # no
 
 from syncheck import api, readers  # noqa: E402
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat  # noqa: E402
+from syncheck.messages import Refusal  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,11 +273,13 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[
     change(folder, edit)
     tensors = readers.read(str(folder)).tensors
     assert {name: tensor.refused for name, tensor in tensors.items()} == {
-        "w": "", "v": "", "note": "an object that torch.save did not write",
-    }  # fmt: skip
+        "w": None,
+        "v": None,
+        "note": Refusal.UNKNOWN_RECORD(),
+    }
     shutil.copytree(folder, folder.with_name("copy"))
     done = cli("compare", folder, folder.with_name("copy"))
-    assert "not compared (1): note" in done.out
+    assert str(Refusal.UNKNOWN_RECORD()) in done.out
     assert (done.code, done.lines[-1]) == (0, "3 tensors: 2 identical, 0 close, 0 different, 1 not compared")
 
 

@@ -13,7 +13,9 @@ from test_training_folders import accelerate, adam, deepspeed, megatron
 
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.messages import Note
 from syncheck.readers import opening, safetensors_file
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +91,7 @@ def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
     for kind in ("megatron", "tag", "zero", "model", "optimizer"):
         report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
         # Two nodes may each have saved their own partition, and nothing says how many there are.
-        expected = (2, "ambiguous") if kind == "zero" else (1, "missing")
+        expected = (2, Reason.AMBIGUOUS) if kind == "zero" else (1, Reason.MISSING)
         reasons = {diff.reason for group in report.groups for diff in group.tensors}
         assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})
 
@@ -142,7 +144,7 @@ def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
     """Where the numbers of the parts leave a gap, what is compared is in sync, and the gap is told."""
     report = both(tmp_path / "megatron", megatron, "iter_0000500", lambda folder: shutil.rmtree(folder / "mp_rank_00"))
     (group,) = report.groups
-    assert "1 of 2 model-parallel parts are not in the folder, and were not compared" in group.notes
+    assert Note.PARTS_ABSENT(absent="1", total="2", what="model-parallel parts") in group.notes
     lost = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     report = both(
         tmp_path / "deepspeed",
@@ -151,10 +153,11 @@ def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
         lambda folder: (folder / lost).unlink(),
     )
     (group,) = report.groups
-    assert "1 of 4 ZeRO parts are not in the folder, and were not compared" in group.notes
+    assert Note.PARTS_ABSENT(absent="1", total="4", what="ZeRO parts") in group.notes
     number = "9" * 200
     folder = megatron(tmp_path / "huge" / "iter_0000500", ("mp_rank_00", f"mp_rank_{number}"))
-    assert "model-parallel parts are not in the folder" in syncheck.read(str(folder)).notes[0]
+    (note,) = syncheck.read(str(folder)).notes
+    assert (note.code, note.parameters["what"]) == (Note.PARTS_ABSENT, "model-parallel parts")
     folder = megatron(tmp_path / "mixed" / "iter_0000500", ("mp_rank_00", "mp_rank_01_000"))
     assert syncheck.read(str(folder)).notes == ()
 
@@ -162,7 +165,7 @@ def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
 def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
     """A folder of `save_state` that lacks its scaler and scheduler is out of sync: a resume would miss them."""
     left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
-    assert not any("not on rank" in note for note in syncheck.compare(left, right).groups[0].notes)
+    assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(left, right).groups[0].notes}
     (right / "scaler.pt").unlink()
     (right / "scheduler.bin").unlink()
     (group,) = syncheck.compare(left, right).groups

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import syncheck
+from syncheck.messages import Detail, Refusal
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,5 +25,5 @@ def test_a_view_without_end_is_refused(tmp_path: Path) -> None:
         )
     (group,) = syncheck.compare(tmp_path).groups
     (diff,) = group.tensors
-    assert (group.counts.identical, diff.name, diff.reason, diff.shape) == (2, "huge", "refused", (10**11,))
-    assert diff.detail == "a view that shows 4 stored bytes as 4e+11"
+    assert (group.counts.identical, diff.name, diff.reason, diff.shape) == (2, "huge", Reason.REFUSED, (10**11,))
+    assert diff.detail == Detail.REFUSED(refusal=Refusal.HUGE_VIEW(stored=4, shown=4 * 10**11))

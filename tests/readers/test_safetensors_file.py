@@ -12,6 +12,7 @@ from checkpoints import save_header, save_safetensors
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile
 from syncheck.kernel.blocks import Files
+from syncheck.messages import Detail, Refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +53,7 @@ def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
         save_header(tmp_path / f"rank{rank}.safetensors", header, bytes(6))
     (group,) = syncheck.compare(tmp_path).groups
     assert [(diff.name, diff.status, diff.detail) for diff in group.tensors] == [
-        ("odd", "not_compared", "dtype F4 is not read")
+        ("odd", "not_compared", Detail.REFUSED(refusal=Refusal.DTYPE(name="F4")))
     ]
     assert group.verdict == "in_sync"
 

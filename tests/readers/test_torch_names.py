@@ -12,6 +12,8 @@ from checkpoints import Call, Global, save_pth, save_safetensors
 from dcp_folders import contents
 
 import syncheck
+from syncheck.messages import Refusal
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +57,7 @@ def test_a_storage_of_an_unknown_class_is_counted(tmp_path: Path) -> None:
     from checkpoints import _Stored
 
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "s": _Stored("0", "OddStorage", 2)})
-    assert syncheck.read(str(path)).tensors["s"].refused == "a storage of a class that is not known"
+    assert syncheck.read(str(path)).tensors["s"].refused == Refusal.UNKNOWN_STORAGE()
 
 
 def test_what_only_describes_a_tensor_is_no_unknown_object(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_arrays_of_other_classes_are_refused_by_name(tmp_path: Path) -> None:
     """An array of a dtype that is not read is counted, with the name of its dtype and its shape."""
     path = saved(tmp_path / "f.pth", {"a": np.ones((2, 3), ml_dtypes.int4)})
     tensor = syncheck.read(str(path)).tensors["a"]
-    assert (tensor.refused, tensor.shape) == ("a numpy array of dtype ml_dtypes.int4", (2, 3))
+    assert (tensor.refused, tensor.shape) == (Refusal.NUMPY_DTYPE(name="ml_dtypes.int4"), (2, 3))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -102,9 +104,9 @@ def test_dtypes_that_are_not_read_have_a_name_and_a_shape(tmp_path: Path) -> Non
     for rank in range(2):
         saved(tmp_path / f"rank{rank}.pth", {"c": torch.zeros(2, 3 + rank, dtype=torch.complex32)})
     tensor = syncheck.read(str(tmp_path / "rank0.pth")).tensors["c"]
-    assert (tensor.refused, tensor.shape) == ("dtype complex32 is not read", (2, 3))
+    assert (tensor.refused, tensor.shape) == (Refusal.DTYPE(name="complex32"), (2, 3))
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
-    assert (diff.reason, diff.detail) == ("shape", "[2, 3] on rank 0 and [2, 4] on rank 1")
+    assert (diff.reason, diff.clusters) == (Reason.SHAPE, ((0,), (1,)))
 
 
 def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:
     arguments = (_Stored("0", "ByteStorage", 8), 0, (2, 4), (4, 1), False, {}, Global("torch", "float2_odd"))
     call = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
     tensor = syncheck.read(str(save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "t": call}))).tensors["t"]
-    assert (tensor.refused, tensor.shape) == ("its dtype is not known", (2, 4))
+    assert (tensor.refused, tensor.shape) == (Refusal.UNKNOWN_DTYPE(), (2, 4))
 
 
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ import syncheck
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, NotACheckpoint
 from syncheck.kernel.blocks import Files, ranges
+from syncheck.messages import Detail, Refusal
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,12 +177,14 @@ def test_what_is_not_read_has_its_shape(tmp_path: Path) -> None:
         }
         torch.save({"w": torch.ones(2), **odd}, tmp_path / f"m_rank{rank}.pth")
     (group,) = syncheck.compare(tmp_path).groups
-    assert {diff.name: diff.detail for diff in group.tensors if diff.name in odd} == {
-        "coo": "[3, 3] on rank 0 and [4, 4] on rank 1",
-        "csr": "[3, 3] on rank 0 and [4, 4] on rank 1",
-        "bsr": "[6, 6] on rank 0 and [8, 8] on rank 1",
-        "q": "[3, 2] on rank 0 and [4, 2] on rank 1",
-        "meta": "[3] on rank 0 and [4] on rank 1",
+    found = {diff.name: diff for diff in group.tensors if diff.name in odd}
+    assert {diff.reason for diff in found.values()} == {Reason.SHAPE}
+    assert {name: re.findall(r"\[.*?\]", str(diff.detail)) for name, diff in found.items()} == {
+        "coo": ["[3, 3]", "[4, 4]"],
+        "csr": ["[3, 3]", "[4, 4]"],
+        "bsr": ["[6, 6]", "[8, 8]"],
+        "q": ["[3, 2]", "[4, 2]"],
+        "meta": ["[3]", "[4]"],
     }
     assert [finding.code for finding in group.findings] == ["SYN102"]
 
@@ -188,8 +193,9 @@ def test_what_is_not_read_can_still_be_missing(tmp_path: Path) -> None:
     """A tensor that is refused on one rank and absent on the other is missing there, whatever it holds."""
     torch.save({"w": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path / "m_rank0.pth")
     torch.save({"w": torch.ones(2)}, tmp_path / "m_rank1.pth")
-    (finding,) = syncheck.compare(tmp_path).groups[0].findings
-    assert (finding.code, finding.evidence) == ("SYN101", "1 tensor not on rank 1: meta")
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(diff.name, diff.detail) for diff in group.tensors] == [("meta", Detail.MISSING(ranks=(1,)))]
+    assert [(finding.code, finding.tensors) for finding in group.findings] == [("SYN101", ("meta",))]
 
 
 def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
@@ -222,8 +228,8 @@ def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "o": np.array([None, 1]), "s": np.array(["a"])}, tmp_path / "f.pth")
     tensors = syncheck.read(str(tmp_path / "f.pth")).tensors
     assert {name: t.refused for name, t in tensors.items() if t.refused} == {
-        "o": "a numpy array of dtype O8",
-        "s": "a numpy array of dtype U1",
+        "o": Refusal.NUMPY_DTYPE(name="O8"),
+        "s": Refusal.NUMPY_DTYPE(name="U1"),
     }
 
 
