@@ -10,6 +10,7 @@ from checkpoints import save, save_pth
 
 import syncheck
 from syncheck import baseline, testing
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_fact_has_the_numbers_of_its_ranks(tmp_path: Path) -> None:
     report = compared(tmp_path, ONE, TWO, None, ONE)
     (diff,) = report.groups[0].tensors
     missing, values = diff.facts
-    assert (missing.reason, missing.status, missing.minority) == ("missing", "not_compared", (2,))
+    assert (missing.reason, missing.status, missing.minority) == (Reason.MISSING, "not_compared", (2,))
     assert (values.reason, values.status, values.minority, values.max_abs) == (None, "different", (1,), 1)
     assert values.evidence is not None
 

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import network, save_pth, save_safetensors
 
 import syncheck
+from syncheck.messages import Note
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,14 +154,14 @@ def test_formats_that_hold_no_values(tmp_path: Path) -> None:
 def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
     """Notes that not all files of one format hold are named as not compared, five a line and in a few lines."""
     trees = [training(note=1), training()]
-    assert "not on rank 1, and so not compared: note" in group_of(tmp_path, *trees).notes
+    assert Note.VALUES_ABSENT(ranks=(1,), names=("note",)) in group_of(tmp_path, *trees).notes
     trees = [training(**{f"own{rank}_{i}_{'x' * 200}": i for i in range(7)}) for rank in range(5)]
-    told = [note for note in group_of(tmp_path, *trees).notes if "compared" in note]
-    assert len(told) == 4
-    assert told[0].startswith("not on ranks 1, 2, 3, 4, and so not compared: own0_0_x")
-    assert told[0].endswith("xxx and 2 more")
-    assert told[3] == "nor compared: 14 more values that not all ranks have"
-    assert all(len(note) < 600 for note in told)
+    notes = group_of(tmp_path, *trees).notes
+    first, *others = [note for note in notes if note.code is Note.VALUES_ABSENT]
+    assert (first.parameters["ranks"], len(first.parameters["names"]), len(others)) == ((1, 2, 3, 4), 7, 2)
+    assert str(first).count("own0_") == 5
+    assert Note.MORE_VALUES_ABSENT(count=14) in notes
+    assert all(len(str(note)) < 600 for note in notes)
 
 
 # Where trainers keep what counts: the key, two values, the finding.

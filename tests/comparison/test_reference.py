@@ -10,6 +10,7 @@ from checkpoints import changed, network, save
 
 import syncheck
 from syncheck.errors import OptionError
+from syncheck.messages import Note
 from syncheck.testing import compare
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def test_findings_name_the_ranks_that_are_not_the_reference(tmp_path: Path) -> N
     for reference, ranks in ((None, (2,)), (0, (2,)), (2, (0, 1))):
         (group,) = syncheck.compare(tmp_path, options=syncheck.Options(reference=reference)).groups
         assert group.findings[0].ranks == ranks
-        note = f"differences are described against rank {reference}, the reference"
-        assert (note in group.notes) == (reference is not None)
+        assert (Note.REFERENCE(rank=reference) in group.notes) == (reference is not None)
 
 
 @pytest.mark.parametrize(("reference", "minority"), [(0, (1, 2)), (1, (0,)), (2, (0,))])
@@ -127,8 +127,8 @@ def test_a_rank_counts_in_every_group_that_has_it(tmp_path: Path) -> None:
     written(tmp_path, [0], [1], name="small_rank{}.pth")
     written(tmp_path, [0], [0], [1], name="wide_rank{}.pth")
     report = syncheck.compare(tmp_path, options=syncheck.Options(reference=2))
-    noted = {group.name: any("reference" in note for note in group.notes) for group in report.groups}
-    assert noted == {"small": False, "wide": True}
+    noted = {group.name for group in report.groups if Note.REFERENCE(rank=2) in group.notes}
+    assert noted == {"wide"}
     minorities = {group.name: group.tensors[0].minority for group in report.groups}
     assert minorities == {"small": (), "wide": (0, 1)}
 

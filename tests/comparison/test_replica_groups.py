@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ from checkpoints import save_pth
 from dtensors import dtensor, mesh_of_2_6, save_ranks
 
 import syncheck
+from syncheck.messages import Detail, Note
+from syncheck.records import Reason
 from syncheck.report import json_document
 
 if TYPE_CHECKING:
+    from syncheck.messages import Sentence
     from syncheck.records import Group, Report
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -32,6 +36,11 @@ def codes(group: Group) -> list[str]:
     return [finding.code for finding in group.findings]
 
 
+def reasons(group: Group) -> list[tuple[Reason | None, Sentence | None]]:
+    """Return why each tensor of a group was not compared: the reason and the code of its detail."""
+    return [(diff.reason, diff.detail and diff.detail.code) for diff in group.tensors]
+
+
 def off(array: Any, index: tuple[int, int], by: float = 1.0) -> Any:
     """Return a copy with one element changed."""
     changed = array.copy()
@@ -40,17 +49,16 @@ def off(array: Any, index: tuple[int, int], by: float = 1.0) -> Any:
 
 
 def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
-    """Four ranks that hold two copies of two shards are in sync, and the finding says who was compared with whom."""
+    """Four ranks that hold two copies of two shards are in sync, and the report lists the replica groups."""
     save_ranks(tmp_path, {rank: hsdp(rank) for rank in range(4)}, ["R", "S(0)"], (2, 2))
     report = syncheck.compare(tmp_path)
     (group,) = report.groups
     assert (report.exit_code, group.counts.identical, codes(group)) == (0, 1, ["SYN104"])
-    assert group.findings[0].evidence == (
-        "1 DTensor, copied to 2, divided in 2 (dimension 0): compared within ranks 0, 2 and ranks 1, 3"
-    )
+    (shards,) = group.shards
+    assert (shards.kind, shards.compared, shards.replica_groups) == ("DTensor", 1, ((0, 2), (1, 3)))
     found = json.loads(json_document.render(report, "0"))
     jsonschema.validate(found, json.loads((Path(syncheck.__file__).parent / "report" / "schema.json").read_text()))
-    layout = {"kind": "DTensor", "layout": "copied to 2, divided in 2 (dimension 0)", "tensors": 1, "compared": 1}
+    layout = {"kind": "DTensor", "layout": shards.layout, "tensors": 1, "compared": 1}
     assert found["groups"][0]["shards"] == [layout | {"replica_groups": [[0, 2], [1, 3]]}]
 
 
@@ -60,11 +68,8 @@ def test_ranks_that_lay_a_tensor_out_in_unlike_ways(tmp_path: Path) -> None:
     save_ranks(tmp_path, {rank: hsdp(rank // 2) for rank in (2, 3)}, ["S(0)", "R"], (2, 2))
     report = syncheck.compare(tmp_path)
     (diff,) = report.groups[0].tensors
-    assert (report.exit_code, codes(report.groups[0])[0], diff.reason) == (1, "SYN102", "shape")
-    assert diff.detail == (
-        "copied to 2, divided in 2 (dimension 0) on ranks 0, 1 and "
-        "divided in 2 (dimension 0), copied to 2 on ranks 2, 3"
-    )
+    assert (report.exit_code, codes(report.groups[0])[0], diff.reason) == (1, "SYN102", Reason.SHAPE)
+    assert diff.clusters == ((0, 1), (2, 3))
 
 
 def test_a_difference_between_the_copies_of_a_shard_names_their_ranks(tmp_path: Path) -> None:
@@ -84,7 +89,8 @@ def test_a_difference_between_the_copies_of_a_shard_names_their_ranks(tmp_path: 
     assert (diff.replica_groups, diff.clusters, diff.minority) == (((0, 2), (1, 3)), ((1,), (3,)), ())
     (finding,) = (finding for finding in group.findings if finding.fails)
     assert finding.ranks == (1, 3)
-    assert "compared within the replica groups of ranks 0, 2 and of ranks 1, 3, suspect ranks 1, 3" in finding.evidence
+    assert diff.detail is not None
+    assert diff.detail.code is Detail.WITHIN_GROUPS
 
 
 def test_minorities_are_found_inside_each_group(tmp_path: Path) -> None:
@@ -116,7 +122,7 @@ def test_a_shard_that_a_renamed_file_lacks_is_missing(tmp_path: Path) -> None:
         save_pth(tmp_path / f"rank{name}.pth", tensors)
     (group,) = syncheck.compare(tmp_path).groups
     assert (group.verdict, codes(group)) == ("out_of_sync", ["SYN101", "SYN104"])
-    assert group.tensors[0].detail == "not on rank 11"
+    assert group.tensors[0].detail == Detail.MISSING(ranks=(11,))
 
 
 def test_pure_shards_are_nothing_to_compare(tmp_path: Path) -> None:
@@ -124,13 +130,12 @@ def test_pure_shards_are_nothing_to_compare(tmp_path: Path) -> None:
     save_ranks(tmp_path / "alone", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,))
     report = syncheck.compare(tmp_path / "alone")
     (group,) = report.groups
-    assert (report.exit_code, group.tensors[0].reason) == (2, "sharded")
-    assert "no tensor compared: every rank holds its own shards" in group.notes
-    assert group.tensors[0].detail == "divided in 2 (dimension 0): no two of these ranks hold the same part"
+    assert (report.exit_code, reasons(group)) == (2, [(Reason.SHARDED, Detail.SHARDED)])
+    assert Note.ONLY_SHARDS() in group.notes
     save_ranks(tmp_path / "both", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,), mean=BN)
     report = syncheck.compare(tmp_path / "both")
     assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (0, 1, 1)
-    assert not any("no tensor compared" in note for note in report.groups[0].notes)
+    assert Note.ONLY_SHARDS() not in report.groups[0].notes
 
 
 def test_a_replicated_dtensor_is_compared_over_all(tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_parts_of_a_sum_are_not_compared(tmp_path: Path) -> None:
     save_ranks(tmp_path / "sum", {0: ROWS, 1: 2 * ROWS}, ["P(sum)"], (2,))
     report = syncheck.compare(tmp_path / "sum")
     assert report.exit_code == 2
-    assert report.groups[0].tensors[0].detail == ("2 parts of a sum: no two of these ranks hold the same part")
+    assert reasons(report.groups[0]) == [(Reason.SHARDED, Detail.SHARDED)]
     parts = {0: ROWS, 1: 2 * ROWS, 2: ROWS, 3: off(2 * ROWS, (1, 1))}
     save_ranks(tmp_path / "both", parts, ["R", "P(sum)"], (2, 2))
     (diff,) = syncheck.compare(tmp_path / "both").groups[0].tensors
@@ -167,7 +172,7 @@ def test_ranks_without_a_partner_are_not_compared(tmp_path: Path) -> None:
     report = syncheck.compare(*files[:3])
     (group,) = report.groups
     assert (report.exit_code, report.counts.identical, group.uncompared) == (2, 1, (1,))
-    assert any("rank 1" in note for note in group.notes)
+    assert Note.RANKS_NOT_COMPARED(ranks=(1,)) in group.notes
     files = save_ranks(tmp_path / "both", parts, ["R", "S(0)"], (2, 2), mean=BN)
     assert syncheck.compare(*files[:3]).exit_code == 0  # the buffer of rank 1 was compared
 
@@ -188,7 +193,9 @@ def test_whole_shapes_that_differ_are_a_mismatch(tmp_path: Path) -> None:
         save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(hsdp(rank), ["S(0)"], place, (rows, 3))})
     (group,) = syncheck.compare(tmp_path).groups
     assert codes(group)[0] == "SYN102"
-    assert group.tensors[0].detail == "[8, 3] on rank 0 and [10, 3] on rank 1"
+    (diff,) = group.tensors
+    assert (diff.reason, diff.clusters) == (Reason.SHAPE, ((0,), (1,)))
+    assert re.findall(r"\[.*?\]", str(diff.detail)) == ["[8, 3]", "[10, 3]"]
 
 
 def test_copies_of_a_shard_of_unlike_shapes_are_a_mismatch(tmp_path: Path) -> None:
@@ -197,7 +204,9 @@ def test_copies_of_a_shard_of_unlike_shapes_are_a_mismatch(tmp_path: Path) -> No
     save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2))
     (group,) = syncheck.compare(tmp_path).groups
     assert [(f.code, f.ranks) for f in group.findings if f.fails] == [("SYN102", (0, 2))]
-    assert group.tensors[0].detail == "[4, 3] on rank 0 and [3, 3] on rank 2"
+    (diff,) = group.tensors
+    assert (diff.reason, diff.clusters) == (Reason.SHAPE, ((0,), (2,)))
+    assert re.findall(r"\[.*?\]", str(diff.detail)) == ["[4, 3]", "[3, 3]"]
 
 
 def test_a_layout_that_differs_between_ranks_is_told(tmp_path: Path) -> None:
@@ -205,8 +214,8 @@ def test_a_layout_that_differs_between_ranks_is_told(tmp_path: Path) -> None:
     save_pth(tmp_path / "m_rank0.pth", {"w": dtensor(hsdp(0), ["S(0)"], mesh_of_2_6([0, 1], [0]))})
     save_pth(tmp_path / "m_rank1.pth", {"w": ROWS})
     report = syncheck.compare(tmp_path)
-    assert report.exit_code == 2
-    assert "but whole on rank 1" in str(report.groups[0].tensors[0].detail)
+    assert (report.exit_code, reasons(report.groups[0])) == (2, [(Reason.AMBIGUOUS, Detail.AMBIGUOUS)])
+    assert "rank 1" in str(report.groups[0].tensors[0].detail)
 
 
 def model_parallel(folder: Path, tensors: dict[int, dict[str, Any]], meshes: dict[int, dict[str, int]]) -> Report:
@@ -236,7 +245,8 @@ def test_a_tensor_that_one_of_a_stage_lacks_is_missing(tmp_path: Path) -> None:
     content[1] = {"norm": ROWS[0]}
     (group,) = model_parallel(tmp_path, content, PIPELINE).groups
     (finding,) = (finding for finding in group.findings if finding.fails)
-    assert (finding.code, finding.evidence) == ("SYN101", "1 tensor not on rank 1: layers.0.weight")
+    assert (finding.code, finding.tensors) == ("SYN101", ("layers.0.weight",))
+    assert [diff.detail for diff in group.tensors] == [Detail.MISSING(ranks=(1,))]
     assert set(finding.ranks) <= {0, 1}
 
 

@@ -9,6 +9,8 @@ import pytest
 from checkpoints import network, save_pth
 
 import syncheck
+from syncheck.messages import Detail
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,15 +41,11 @@ def test_parts_are_not_missing(tmp_path: Path) -> None:
     (group,) = report.groups
     (finding,) = group.findings
     assert (report.verdict, finding.code, finding.fails) == ("in_sync", "SYN104", False)
-    assert finding.evidence == (
-        "2 tensors of the optimizer, of which each rank has its own: not compared, no two ranks hold the same part"
-    )
+    (shards,) = group.shards
+    assert (shards.kind, shards.tensors, shards.compared, shards.replica_groups) == ("optimizer", 2, 0, ())
     assert {diff.name: (diff.reason, diff.detail) for diff in group.tensors} == {
-        "optimizer.fc.weight.exp_avg": (
-            "sharded",
-            "on rank 0 only: each rank holds its own part",
-        ),
-        "optimizer.fc.bias.exp_avg": ("sharded", "on rank 1 only: each rank holds its own part"),
+        "optimizer.fc.weight.exp_avg": (Reason.SHARDED, Detail.PARTITIONED(ranks=(0,))),
+        "optimizer.fc.bias.exp_avg": (Reason.SHARDED, Detail.PARTITIONED(ranks=(1,))),
     }
     assert group.counts.not_compared == 2
 
@@ -60,10 +58,14 @@ def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
     files = [rank_file(tmp_path, 0, first, own=own), rank_file(tmp_path, 1, {}, own=own)]
     report = syncheck.compare(*files)
     assert report.verdict == "out_of_sync"
-    (finding,) = (finding for group in report.groups for finding in group.findings if finding.fails)
+    (group,) = report.groups
+    (finding,) = (finding for finding in group.findings if finding.fails)
     lost = {f"optimizer.{name}.exp_avg" for name in own[1]}  # though of fc.bias no file holds anything
     assert (finding.code, set(finding.tensors)) == ("SYN101", lost)
-    assert "not on rank 1" in finding.evidence
+    details = {diff.name: diff.detail for diff in group.tensors}
+    assert details["optimizer.fc.bias.exp_avg"] == Detail.OWN_PART_MISSING(rank=1)
+    if whose == "shared":
+        assert details["optimizer.fc.weight.exp_avg"] == Detail.MISSING(ranks=(1,))
 
 
 def test_state_that_nobody_keeps_is_not_missing(tmp_path: Path) -> None:

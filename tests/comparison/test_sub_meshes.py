@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import syncheck
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +142,7 @@ def test_what_cannot_be_put_together_is_never_in_sync(tmp_path: Path, placement:
         save_pth(tmp_path / f"m_rank{rank}.pth", {"w": part, "mean": rows[0]})
         save_pth(tmp_path / f"m_rank{rank + 2}.pth", {"w": rows, "mean": rows[0]})
     report = syncheck.compare(tmp_path)
-    assert (report.exit_code, [diff.reason for diff in report.groups[0].tensors]) == (2, ["ambiguous"])
+    assert (report.exit_code, [diff.reason for diff in report.groups[0].tensors]) == (2, [Reason.AMBIGUOUS])
 
 
 class Block(torch.nn.Module):
