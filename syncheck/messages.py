@@ -1,6 +1,6 @@
 """Sentences as data: which sentence, with which ranks, names and numbers. Each surface renders its text.
 
-Records hold a `Message`; code that decides something compares its `code`. Text exists only after `str(message)`, and the
+Records hold a `Message`; code that decides something compares its `code`. Text exists only after `str(message)`. The
 only difference between surfaces is how they write an option (`syncheck.errors.Words`).
 """
 
@@ -42,33 +42,40 @@ class Message:
 
     def __str__(self) -> str:
         """Render the sentence, with options in the current surface's words."""
-        return _RENDERER.vformat(self.code.value, (), self.parameters)
+        return _render(self.code.value, self.parameters)
 
     def __hash__(self) -> int:
-        return hash((self.code, str(self)))
+        return hash((self.code, *self.parameters))
 
 
-class _Renderer(Formatter):
-    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG002
-        """Return a parameter; the name itself, of an option."""
-        return kwargs.get(str(key), key)
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        """Render one field by its format specification."""
-        kind, _, detail = format_spec.partition(" ")
-        if kind == "ranks":
-            return ranks_text(value)
-        if kind == "names":
-            return names_text(value, int(detail or 3))
-        if kind == "option":
-            words = current_words()
-            return words.placeholder(value, detail) if detail else words.name(value)
-        if kind.startswith("option="):
-            return current_words().pair(value, format_spec.removeprefix("option="))
-        return format(str(value) if isinstance(value, Message) else value, format_spec)
+def _render(template: str, parameters: Mapping[str, Any]) -> str:
+    """Fill in a template. Raises KeyError for a parameter that the message lacks."""
+    parts = []
+    for literal, name, spec, conversion in Formatter().parse(template):
+        parts.append(literal)
+        if name is not None and (spec or "").startswith("option"):
+            parts.append(_render_option(name, (spec or "").removeprefix("option")))
+        elif name is not None:
+            value = parameters[name]
+            parts.append(_render_value(repr(value) if conversion == "r" else value, spec or ""))
+    return "".join(parts)
 
 
-_RENDERER = _Renderer()
+def _render_option(field: str, detail: str) -> str:
+    words = current_words()
+    if detail.startswith("="):
+        value = detail[1:]
+        return words.pair(field, int(value) if value.isdecimal() else value)
+    return words.placeholder(field, detail.strip()) if detail else words.name(field)
+
+
+def _render_value(value: Any, spec: str) -> str:
+    kind, _, most = spec.partition(" ")
+    if kind == "ranks":
+        return ranks_text(value)
+    if kind == "names":
+        return names_text(value, int(most or 3))
+    return format(str(value) if isinstance(value, (Message, tuple)) else value, spec)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
     "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Reason", "Replica", "Report",
-    "Severity",     "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
+    "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
 

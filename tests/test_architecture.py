@@ -35,15 +35,16 @@ FOR_SOME_FILES = tuple(
 # Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too. A package is one layer, or each of
 # its modules is one; then its own name is its `__init__`.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"snapshots", "records"}
+BASE = LEAVES | {"messages", "snapshots", "records"}
 BYTES = BASE | {"kernel", "kernel.blocks"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "atomic": LEAVES,
     "dtypes": set(),
-    "snapshots": set(),
+    "messages": {"errors"},
+    "snapshots": {"messages"},
     "clues": set(),
-    "records": {"snapshots", "clues"},
+    "records": {"messages", "snapshots", "clues"},
     "names": LEAVES,
     "tensor_parallel": set(),
     "tolerance": LEAVES,

@@ -12,7 +12,9 @@ import pytest
 from checkpoints import changed, network, save_pth
 
 from syncheck.errors import UsageError
+from syncheck.messages import Detail, Note, Refusal, Undecided
 from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff
+from syncheck.report import words
 from syncheck.testing import OutOfSync, assert_in_sync, compare, message
 
 if TYPE_CHECKING:
@@ -82,16 +84,15 @@ def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -
 
 def test_nothing_compared_never_passes(ranks: Ranks) -> None:
     """Options that leave every tensor out fail instead of passing without a look."""
-    assert "COULD NOT TELL: no tensor was compared; the options leave 14 of them out" in str(
-        failing(*ranks(), include="no.such.tensor")
-    )
-    assert "option" not in str(failing({"step": 1}, {"step": 1}))
+    excluded = failing(*ranks(), include="no.such.tensor").report
+    assert words.why_undecided(excluded) == Undecided.ALL_EXCLUDED(count=14)
+    assert words.why_undecided(failing({"step": 1}, {"step": 1}).report).code is Undecided.NOTHING
 
 
 def test_texts_name_options_as_python_does(ranks: Ranks, tmp_path: Path) -> None:
-    """What the command line calls --allow SYN201 is allow="SYN201" in the text of an assertion and of an error."""
+    """What the command line calls --allow SYN201 is allow='SYN201' in the text of an assertion and of an error."""
     text = str(failing(*ranks(network(), changed(network(), "running_mean", "running_var"))))
-    assert 'allow="SYN201"' in text
+    assert "allow='SYN201'" in text
     assert "--allow" not in text
     for name in ("best.pth", "model_0.pth", "ckpt-rank1-step100.pt"):
         save_pth(tmp_path / "unlike" / name, network())
@@ -161,7 +162,7 @@ def test_an_array_of_objects_is_counted_as_not_compared() -> None:
     odd = {"names": np.array(["a", "b"])}
     report = compare(odd, odd)
     assert report.verdict == "undecided"
-    assert report.groups[0].tensors[0].detail == "a numpy array of dtype U1"
+    assert report.groups[0].tensors[0].detail == Detail.REFUSED(refusal=Refusal.NUMPY_DTYPE(name="U1"))
 
 
 def test_keys_of_one_text_are_told_apart() -> None:
@@ -188,7 +189,8 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
 
     error = failing({"average": Average(1.0)}, {"average": Average(2.0)})
     assert error.report.groups[0].tensors[0].name == "average.shadow.w"
-    assert "Average" in error.report.groups[0].notes[-1]
+    (note,) = (note for note in error.report.groups[0].notes if note.code is Note.UNKNOWN_CLASSES)
+    assert "Average" in note.parameters["classes"]
 
 
 # --- wrong usage ---
@@ -316,7 +318,7 @@ def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(failed=2)
     text = result.stdout.str()
     assert "test_pytest_shows_the_line_of_the_test.py:5: OutOfSync" in text
-    assert "test_pytest_shows_the_line_of_the_test.py:8: UsageError" in text
+    assert "test_pytest_shows_the_line_of_the_test.py:8: OptionError" in text
     assert "syncheck/testing.py:" not in text
 
 

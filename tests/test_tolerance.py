@@ -13,7 +13,8 @@ from checkpoints import changed, network, save, save_safetensors
 import syncheck
 from syncheck import api, kinds
 from syncheck.dtypes import DTYPES
-from syncheck.errors import OptionError, UsageError, Words
+from syncheck.errors import COMMAND_LINE, TOML, OptionError, UsageError, spelling
+from syncheck.messages import Note
 from syncheck.records import DECADES
 from syncheck.testing import compare
 from syncheck.tolerance import CLOSE, Tolerance, tolerances
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.records import Report, TensorDiff
-
-TOML = Words("tool.syncheck.", " = ")
 
 
 def compared(folder: Path, *states: dict[str, Any], **options: Any) -> Report:
@@ -64,7 +63,7 @@ def test_close_is_by_dtype(tmp_path: Path, dtype: str, near: float, far: float) 
         diff = diffs(syncheck.compare(tmp_path, options=syncheck.Options(close=True)))["w"]
         assert diff.status == status
         rtol, atol = CLOSE[dtype]
-        assert diff.reason == (f"rtol={rtol:g} atol={atol:g} (close)" if status == "close" else None)
+        assert diff.tolerance == (f"rtol={rtol:g} atol={atol:g} (close)" if status == "close" else None)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int64", "uint8", "bool"])
@@ -172,7 +171,7 @@ def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
         "bn_var": "close",
     }
     found = diffs(compared(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
-    told = {name: (diff.status, diff.reason) for name, diff in found.items()}
+    told = {name: (diff.status, diff.tolerance) for name, diff in found.items()}
     assert told == {
         "layer0.bn.running_mean": ("close", "rtol=0 atol=0.01 (tolerance of bn_mean)"),
         "layer0.bn.running_var": ("different", None),
@@ -253,9 +252,11 @@ def test_integers_are_exact_under_every_tolerance(tmp_path: Path) -> None:
 def test_an_idle_glob_is_noted(tmp_path: Path) -> None:
     """A glob that no tensor matches is noted, with the kinds, for it may be a misspelled one; others are not."""
     report = compared(tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"})
-    (note,) = [note for note in report.groups[0].notes if "tolerances of names" in note]
-    assert note.startswith("tolerances of names that no tensor of any group has: bn_means; kinds are parameter, buffer")
-    assert not any("tolerances of" in note for note in compared(tmp_path, network(), network()).groups[0].notes)
+    (note,) = [note for note in report.groups[0].notes if note.code is Note.UNUSED_TOLERANCES]
+    assert note.parameters["names"] == "bn_means"
+    assert note.parameters["kinds"].startswith("parameter, buffer")
+    codes = {note.code for note in compared(tmp_path, network(), network()).groups[0].notes}
+    assert Note.UNUSED_TOLERANCES not in codes
 
 
 def test_a_glob_of_another_group_is_not_idle(tmp_path: Path) -> None:
@@ -267,15 +268,16 @@ def test_a_glob_of_another_group_is_not_idle(tmp_path: Path) -> None:
     found = api.find(tmp_path, options=options)
     for part in (found, replace(found, groups=found.groups[:1]), replace(found, groups=found.groups[1:])):
         notes = [note for group in api.judge(part, options).groups for note in group.notes]
-        assert not any("tolerances of" in note for note in notes)
+        assert Note.UNUSED_TOLERANCES not in {note.code for note in notes}
 
 
 def test_things_in_memory_have_tolerances_too() -> None:
     """The table applies to things in memory as to files, idle globs included."""
     things = [{"w": np.array([value], np.float32), "v": np.ones(1, np.float32)} for value in (1.0, 1.5)]
     (group,) = compare(*things, tolerance={"w": {"rtol": 0, "atol": 0.5}, "x.*": "close"}).groups
-    assert [diff.reason for diff in group.tensors] == ["rtol=0 atol=0.5 (tolerance of w)"]
-    assert "tolerances of names that no tensor of any group has: x.*" in group.notes[-1]
+    assert [diff.tolerance for diff in group.tensors] == ["rtol=0 atol=0.5 (tolerance of w)"]
+    assert group.notes[-1].code is Note.UNUSED_TOLERANCES
+    assert group.notes[-1].parameters["names"] == "x.*"
 
 
 @pytest.mark.parametrize(
@@ -324,8 +326,10 @@ def test_errors_speak_the_words_of_who_took_the_option() -> None:
             syncheck.Options(**options)  # type: ignore[arg-type]
         error = caught.value
         assert str(error).startswith(python)
-        assert error.spelled(Words("--", " ")).startswith(line)
-        assert error.spelled(TOML).startswith(file)
+        with spelling(COMMAND_LINE):
+            assert str(error).startswith(line)
+        with spelling(TOML):
+            assert str(error).startswith(file)
         sent = pickle.loads(pickle.dumps(error))
         assert (type(sent), str(sent)) == (UsageError, str(error))
 

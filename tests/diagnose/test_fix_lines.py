@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from syncheck.testing import Rank
 
 ROOT = Path(__file__).resolve().parents[2]
-FIX = {rule.CODE: rule.FIX for rule in RULES}
+FIX = {rule.CODE: rule.FIX if isinstance(rule.FIX, str) else str(rule.FIX()) for rule in RULES}
 
 
 def run(code: str, line: str, **names: Any) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def test_every_rule_is_whole(rule: Any) -> None:
     assert re.fullmatch(r"SYN\d{3}", rule.CODE)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.SLUG)
     assert rule.SEVERITY in get_args(Severity)
-    assert rule.CAUSE.endswith(".")
-    assert rule.FIX.endswith(".")
+    for sentence in (rule.CAUSE, rule.FIX):
+        assert (sentence if isinstance(sentence, str) else str(sentence())).endswith(".")
     assert rule.__file__ is not None
     assert Path(rule.__file__).stem == f"{rule.CODE.lower()}_{rule.SLUG.replace('-', '_')}"
     sections = re.findall(r"^(Signature|Cause|Fix|Incidents)\b", rule.__doc__, flags=re.MULTILINE)

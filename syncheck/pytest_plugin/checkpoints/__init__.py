@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.pytest_plugin.checkpoints.update import Update
-    from syncheck.records import Report
 
 
 class Checkpoints(pytest.Collector):
