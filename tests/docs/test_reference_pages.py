@@ -1,10 +1,11 @@
-"""What is generated in docs/reference is what the code says today."""
+"""The generated parts of the documents are up to date."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,23 +32,73 @@ def blocks(name: str) -> str:
     return "\n".join(re.findall(r"<!-- made: [a-z-]+ -->\n(.*?)<!-- /made -->", page(name), re.DOTALL))
 
 
-def test_pages_are_todays(tmp_path: Path) -> None:
-    """`make.py --check` passes on the pages of the clone, and in a copy names the one page whose table was changed."""
-    command = [sys.executable, str(REFERENCE / "make.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def run_make(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run make.py of a clone or of a copy."""
+    command = [sys.executable, str(folder / "docs" / "reference" / "make.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Copy make.py and all pages; the code and the results of the benchmarks are links."""
     for name in ("syncheck", "train", "fixtures", "benchmarks", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
-    copied = tmp_path / "docs" / "reference"
-    copied.mkdir(parents=True)
-    for file in [*REFERENCE.glob("*.py"), *REFERENCE.glob("*.md")]:
-        text = file.read_text(encoding="utf-8")
-        (copied / file.name).write_text(text.replace("| `--ulp N` |", "| `--ulps N` |"), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(copied / "make.py"), "--check"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert re.findall(r"\w+\.md", done.stdout) == ["commands.md"]
+    for file in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *REFERENCE.glob("*.py")]:
+        target = tmp_path / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    return tmp_path
+
+
+def test_pages_are_up_to_date() -> None:
+    """`make.py --check` passes on the pages of the clone."""
+    done = run_make(ROOT, "--check")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern", "changed"),
+    [
+        ("docs/reference/commands.md", r"\| `--ulp N` \|", "| `--ulps N` |"),
+        ("README.md", r"(<!-- result: resnet18-s -->)[\d.]+", r"\g<1>0.001"),
+    ],
+)
+def test_outdated_page_is_reported(copy: Path, page: str, pattern: str, changed: str) -> None:
+    """A changed table cell or measured number fails the check, which names the page; without --check it is restored."""
+    text = (copy / page).read_text(encoding="utf-8")
+    outdated, count = re.subn(pattern, changed, text)
+    assert count == 1
+    (copy / page).write_text(outdated, encoding="utf-8")
+    done = run_make(copy, "--check")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, f"{copy / page}: out of date; run: python docs/reference/make.py\n", "",
+    )  # fmt: skip
+    assert run_make(copy).returncode == 0
+    assert (copy / page).read_text(encoding="utf-8") == text
+
+
+def test_number_follows_the_results(copy: Path) -> None:
+    """A new benchmark result changes the number on the page; a result that is missing is an error."""
+    (copy / "benchmarks").unlink()
+    (copy / "benchmarks").mkdir()
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    row = r"\| `import torch` \| [\d.]+ \|"
+    changed, count = re.subn(row, "| `import torch` | 7.891 |", results)
+    assert count == 1
+    (copy / "benchmarks" / "RESULTS.md").write_text(changed, encoding="utf-8")
+    assert run_make(copy).returncode == 0
+    assert "<!-- result: import-torch-s -->7.9<!-- /result -->" in (copy / "README.md").read_text(encoding="utf-8")
+    (copy / "benchmarks" / "RESULTS.md").write_text(re.sub(f"{row}.*\n", "", results), encoding="utf-8")
+    done = run_make(copy, "--check")
+    assert done.returncode == 1
+    assert "KeyError: \"RESULTS.md: compare: no row 'import torch'" in done.stderr
+
+
+def test_no_number_mark_begins_a_line() -> None:
+    """Markdown renders a line that begins with a comment as HTML, without emphasis, links and code."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = {str(path): re.findall(r"^ *<!-- result: .*", path.read_text(encoding="utf-8"), re.M) for path in pages}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_every_finding_has_an_anchor() -> None:
