@@ -55,7 +55,7 @@ WORDS = {
     "group.name": "name of the run, with the step if there are several steps",
     "group.run": "name of the run, from the metadata or the paths",
     "group.step": "step of the run, null if unknown",
-    "group.verdict": "`alone` means a single replica; next to other groups it does not change the overall verdict",
+    "group.verdict": "`alone` means a single replica; the overall verdict is then never `in_sync`",
     "group.replicas": "the replicas, by rank",
     "group.counts": "counts of this group",
     "group.shards": "sharded tensors, by layout",
@@ -100,7 +100,7 @@ def fields() -> str:
         required = set(found.get("required", ()))
         rows = []
         for key, wanted in found["properties"].items():
-            shown = code(key) if key in required else f"{code(key)} (may be absent)"
+            shown = code(key) if key in required else f"{code(key)} (optional)"
             meaning = WORDS.get(f"{name}.{key}") or meanings.get(key, "")
             rows.append((shown, _type(wanted, key), phrase(re.sub(r"\bNone\b", "null", meaning))))
         parts.append(f"### {name}\n\n{table(('field', 'type', 'meaning'), rows)}")
