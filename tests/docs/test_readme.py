@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICK_START = README.split("\n## Quick start\n")[1].split("\n## ")[0]
-# Users type these lines, and .ci/run runs the second one as README prints it.
+# Users type each of the lines below, and .ci/run extracts the second line from README.
 COMMANDS = (
     "pip install -e '.[train]' && syncheck demo",
     "pip install -e '.[train,test]' && pytest -n 2",

@@ -23,12 +23,12 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def page(name: str) -> str:
-    """Return a page's text."""
+    """Return the text of a page."""
     return (REFERENCE / name).read_text(encoding="utf-8")
 
 
 def blocks(name: str) -> str:
-    """Return the generated text of a page."""
+    """Return the generated blocks of a page."""
     return "\n".join(re.findall(r"<!-- made: [a-z-]+ -->\n(.*?)<!-- /made -->", page(name), re.DOTALL))
 
 
@@ -101,15 +101,28 @@ def test_no_number_mark_begins_a_line() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
+def test_measured_times_are_generated() -> None:
+    """Outside marks, generated blocks and code, no page states a time or a ratio with a number."""
+    # The times on these pages are timeouts, or results of `python -m train.bench`.
+    others = {"bench.md", "data.md", "resume.md", "running.md", "stopping.md"}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *REFERENCE.glob("*.md")]
+    generated = re.compile(
+        r"<!-- (made|result): .*?<!-- /\1 -->|```.*?```|^    .*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE
+    )
+    measured = re.compile(r"\b\d[\d.,]* (?:s|ms|seconds|microseconds|times as)\b")
+    found = {path.name: measured.findall(generated.sub("", path.read_text(encoding="utf-8"))) for path in pages}
+    assert {name: times for name, times in found.items() if times and name not in others} == {}
+
+
 def test_every_finding_has_an_anchor() -> None:
-    """A message may link to `findings.md#syn201`: each code is a heading of its own, and its slug stands below it."""
+    """A message may link to `findings.md#syn201`: each code is a heading, followed by the slug."""
     headings = dict(re.findall(r"^## (SYN\d{3})\n\n\*\*([a-z0-9-]+)\*\*", page("findings.md"), re.MULTILINE))
     assert headings == {rule.CODE: rule.SLUG for rule in RULES}
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", page("findings.md"))) > 50
 
 
-def test_every_option_and_key_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `--help` prints of a command stands in the page of commands, and every key in that of configuration."""
+def test_every_option_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """commands.md lists every option in the help of each command, and configuration.md every key."""
     commands, keys = page("commands.md"), page("configuration.md")
     names = re.findall(r"^## ([a-z]+)$", commands, re.MULTILINE)
     assert len(names) > 5
@@ -121,15 +134,15 @@ def test_every_option_and_key_is_there(capsys: pytest.CaptureFixture[str]) -> No
     assert [key for key in config.KEYS | config.PRINTING if f"| `{key}` |" not in keys] == []
 
 
-def test_every_field_has_a_meaning() -> None:
-    """No field of the JSON document and none of a public record stands there without a word on what it is."""
+def test_every_field_is_described() -> None:
+    """Every field of the JSON document and of a public record has a description."""
     rows = re.findall(r"^\| (`.*) \|$", blocks("json.md") + blocks("api.md"), re.MULTILINE)
     assert len(rows) > 150
     assert [row for row in rows if row.rstrip().endswith("|")] == []
 
 
-def test_json_example_is_a_document(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example is what the command above it prints today, and the schema accepts it."""
+def test_json_example_is_valid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example equals the output of the command above it, and is valid under the schema."""
     (command, example) = re.findall(r"^    (syncheck [^\n]*)\n\n```json\n(.*?)```", page("json.md"), re.M | re.S)[0]
     monkeypatch.chdir(ROOT)
     assert main([*command.split()[1:], "--no-config"]) == 1
@@ -142,8 +155,8 @@ def test_json_example_is_a_document(capsys: pytest.CaptureFixture[str], monkeypa
         jsonschema.validate(document | {"verdict": "alone"}, schema)
 
 
-def test_api_is_what_python_sees() -> None:
-    """Pages are made from the source; what is imported has the arguments that stand there, and their defaults."""
+def test_api_equals_the_imported_names() -> None:
+    """The arguments and defaults on the page, read from the source, equal the imported signatures."""
     text = page("api.md")
     for module in (syncheck, live, testing):
         for name in module.__all__:
@@ -155,13 +168,13 @@ def test_api_is_what_python_sees() -> None:
                 parameters = inspect.signature(found).parameters
                 assert re.findall(r"\**(\w+)(?:: |=)", shown[1]) == list(parameters)
                 for key, parameter in parameters.items():
-                    if parameter.default is not parameter.empty and key != "budget":  # which stands there as 4 << 30
+                    if parameter.default is not parameter.empty and key != "budget":  # the page has 4 << 30
                         assert re.search(rf"\b{key}: [^=]* = {re.escape(repr(parameter.default))}", shown[1]), key
 
 
 @pytest.mark.parametrize(("name", "printed"), [("compare", "in_sync 14\n"), ("read", "bn1.running_mean float32 (4,)")])
 def test_examples_of_the_api_run(name: str, printed: str) -> None:
-    """The examples that need no torch do what they say, on files of the clone."""
+    """The examples without torch work on files of the clone."""
     (example,) = re.findall(rf"### syncheck\.{name}\n.*?```.*?```.*?```python\n(.*?)```", page("api.md"), re.DOTALL)
     folder = "fixtures/desync/bn_local_stats"
     files = f"{folder}/ddp_rank0.pth" if name == "read" else f"{folder}/*.pth"
