@@ -1,6 +1,6 @@
-"""Rebuild README's picture from a real run: `python docs/make_pictures.py` writes docs/compare.svg.
+"""Rebuild the picture in README: `python docs/make_pictures.py` writes docs/compare.svg.
 
-python docs/make_pictures.py --check    # exit code 1 when the picture is not that of today's output
+python docs/make_pictures.py --check    # exit code 1 if the picture is out of date
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def picture() -> str:
         force_terminal=True,
         color_system="truecolor",
         highlight=False,
-        _environ={},  # the picture is the same whatever terminal it is made in
+        _environ={},  # the picture does not depend on the terminal
     )
     console.print(Text("$ syncheck compare -n 4 fixtures/desync/bn_local_stats/*.pth", style="bold"))
     for part in text.comparison(report, 4):
         console.print(terminal.drawn(part))
     drawn = console.export_svg(title="syncheck", unique_id="syncheck")
-    # The font is the reader's own: a page that loads one from elsewhere is not self-contained.
+    # Use the fonts of the browser: loading a font from a website would make the picture depend on it.
     return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
 
 
 def main() -> int:
-    """Write the picture, or with --check compare it."""
+    """Write the picture, or compare it with `--check`."""
     target = HERE / "compare.svg"
     drawn = picture()
     if "--check" in sys.argv[1:]:
         if target.read_text(encoding="utf-8") == drawn:
             return 0
-        print(f"{target}: not the picture of today's output; run: python docs/make_pictures.py")
+        print(f"{target}: out of date; run: python docs/make_pictures.py")
         return 1
     target.write_text(drawn, encoding="utf-8")
     return 0

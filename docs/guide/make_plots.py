@@ -1,11 +1,12 @@
-"""Draw the guide's pictures: `python docs/guide/make_plots.py` trains what they show, and writes pictures/NAME.svg.
+"""Create the plots of the guide from training runs and write them to pictures/NAME.svg.
 
-python docs/guide/make_plots.py bn_drift       # only that one; without a name all
-python docs/guide/make_plots.py --from-data    # draws again what was measured, and trains nothing
+python docs/guide/make_plots.py                # train for and draw all plots
+python docs/guide/make_plots.py bn_drift       # a single plot
+python docs/guide/make_plots.py --from-data    # redraw from saved numbers without training
 
-The numbers of a picture stand beside it in NAME.json. Training is the same bits on one machine and torch version, so
-the numbers are too. A picture is a function that draws, in a module plots_TOPIC.py, and a line in PLOTS; what it needs
-to train is a function that is given an empty folder.
+The numbers of a plot are saved in pictures/NAME.json. They are bitwise reproducible on one machine with one torch
+version. To add a plot, write a draw function in a module plots_TOPIC.py and add a line to PLOTS. A plot with training
+runs also needs a measure function, which receives an empty folder.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 LOOK = {
-    "svg.hashsalt": "guide",  # names of parts are made from it, and else at random
-    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "guide",  # makes element ids reproducible
+    "svg.fonttype": "none",  # keep text instead of paths
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
@@ -46,7 +47,7 @@ LOOK = {
 
 @dataclass(frozen=True)
 class Plot:
-    """draw: is given what measure returned, as JSON holds it; with nothing to measure, None."""
+    """A plot: `draw` receives the JSON-decoded result of `measure`, or None if there is nothing to measure."""
 
     draw: Callable[[Any], Figure]
     measure: Callable[[Path], Any] | None = None
@@ -60,7 +61,7 @@ PLOTS = {
 
 
 def data_of(name: str, measure: Callable[[Path], Any], *, anew: bool) -> Any:
-    """Read what was measured, or measure and write it."""
+    """Return the numbers of a plot, measured again if `anew` is set."""
     path = PICTURES / f"{name}.json"
     if anew:
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +70,7 @@ def data_of(name: str, measure: Callable[[Path], Any], *, anew: bool) -> Any:
 
 
 def save(name: str, figure: Figure) -> None:
-    """Write a picture without the date, so that the same numbers make the same file."""
+    """Write an SVG file without a date, so equal numbers give equal files."""
     path = PICTURES / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
     plt.close(figure)
@@ -78,13 +79,13 @@ def save(name: str, figure: Figure) -> None:
 
 
 def main() -> int:
-    """Make the pictures that the arguments name."""
-    parser = argparse.ArgumentParser(description="Draw the guide's pictures.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (all): {', '.join(PLOTS)}")
-    parser.add_argument("--from-data", action="store_true", help="draw what was measured before")
+    """Create the plots named on the command line."""
+    parser = argparse.ArgumentParser(description="Create the plots of the guide.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"plots to create (default: all): {', '.join(PLOTS)}")
+    parser.add_argument("--from-data", action="store_true", help="redraw from saved numbers without training")
     args = parser.parse_args()
     if unknown := set(args.names) - set(PLOTS):
-        parser.error(f"there is no picture {', '.join(sorted(unknown))}; there are {', '.join(PLOTS)}")
+        parser.error(f"unknown plot {', '.join(sorted(unknown))}; choose from {', '.join(PLOTS)}")
     PICTURES.mkdir(exist_ok=True)
     plt.rcParams.update(LOOK)
     for name in args.names or PLOTS:

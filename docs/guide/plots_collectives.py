@@ -1,4 +1,4 @@
-"""Page 1: what collectives leave on each rank. Nothing is measured."""
+"""Diagram for page 1: the values on each rank after a collective."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# That colour-blind readers tell apart: Okabe and Ito (2008), https://jfly.uni-koeln.de/color/
+# Colour-blind safe: Okabe and Ito (2008), https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072b2", "#d55e00", "#009e73")
 RANKS = range(3)
-# For each rank its cells from left to right: of each, the ranks whose values are in it.
+# Per rank, the cells from left to right; per cell, the ranks whose values are summed in it.
 PANELS = {
-    "at first": [[[r]] * 3 for r in RANKS],
+    "input": [[[r]] * 3 for r in RANKS],
     "broadcast from 1": [[[1]] * 3 for _ in RANKS],
     "all-reduce": [[[0, 1, 2]] * 3 for _ in RANKS],
     "all-gather": [[[r] for r in RANKS for _ in range(3)] for _ in RANKS],
@@ -25,7 +25,7 @@ PANELS = {
 
 
 def draw(_data: None) -> Figure:
-    """Draw a panel for each collective, with a row for each rank."""
+    """Draw one panel per collective with one row per rank."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(9.5, 2.4))
     for at, (title, rows) in zip(axes, PANELS.items(), strict=True):
         at.set_title(title, fontsize=11)
@@ -37,13 +37,13 @@ def draw(_data: None) -> Figure:
         at.tick_params(length=0)
         at.grid(visible=False)
         at.spines[:].set_visible(False)
-    figure.supxlabel("a cell is a part of a tensor; its colours: the ranks whose values are summed in it", fontsize=10)
+    figure.supxlabel("each cell is a part of a tensor; its colours are the ranks whose values are summed", fontsize=10)
     figure.tight_layout()
     return figure
 
 
 def draw_cell(at: Axes, x: float, y: float, width: float, sources: list[int]) -> None:
-    """Draw a part of a tensor: a stripe for each rank that it is the sum of, an empty frame where it is nothing."""
+    """Draw a cell with one stripe per source rank, or an empty frame without sources."""
     for index, source in enumerate(sources):
         height = 0.8 / len(sources)
         at.add_patch(Rectangle((x, y + index * height), width, height, facecolor=COLOURS[source], edgecolor="none"))

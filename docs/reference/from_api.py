@@ -1,4 +1,4 @@
-"""The Python API: signatures, fields and docstrings of public names."""
+"""The Python API: signatures, fields and docstrings of the public names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import sources
 from from_schema import RECORDS, WORDS
-from marks import code, paragraphs, phrase, table, told
+from marks import code, paragraphs, phrase, split_fields, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Modules of syncheck.integrations that users import from; each needs its library, so they are read only.
+# Public modules of syncheck.integrations. Each imports its library, so they are parsed and never imported.
 LIBRARIES = ("lightning", "transformers", "accelerate")
 _FIXTURE = "pytest.fixture"
 
@@ -24,14 +24,14 @@ def package(name: str) -> str:
     for public in sorted(sources.listed(name), key=_functions_first(name)):
         module, node = sources.home(name, public)
         if name != "syncheck" and public in main and sources.home("syncheck", public)[0] == module:
-            parts.append(f"### {name}.{public}\n\nIs [syncheck.{public}](#{_anchor(f'syncheck.{public}')}).")
+            parts.append(f"### {name}.{public}\n\nSee [syncheck.{public}](#{_anchor(f'syncheck.{public}')}).")
         else:
             parts.append(section(f"{name}.{public}", module, node))
     return "\n\n".join(parts)
 
 
 def integrations() -> str:
-    """Return a section for each library: its module's docstring, and the public names defined there."""
+    """Return a section for each library: the docstring of its module, and the public names defined there."""
     parts = []
     for library in LIBRARIES:
         name = f"syncheck.integrations.{library}"
@@ -44,7 +44,7 @@ def integrations() -> str:
 
 
 def fixtures() -> str:
-    """Return the plugin's marker and fixtures."""
+    """Return the marker and the fixtures of the pytest plugin."""
     plugin = sources.parsed("syncheck.pytest_plugin")
     markers = [
         ast.literal_eval(node.args[1])
@@ -53,9 +53,9 @@ def fixtures() -> str:
     ]
     parts = []
     for text in markers:
-        call, _, says = text.partition(": ")
+        call, _, meaning = text.partition(": ")
         name = call.partition("(")[0]
-        parts.append(f"### @pytest.mark.{name}\n\n```python\n@pytest.mark.{call}\n```\n\n{phrase(says)}.")
+        parts.append(f"### @pytest.mark.{name}\n\n```python\n@pytest.mark.{call}\n```\n\n{phrase(meaning)}.")
     for node in plugin.body:
         if isinstance(node, ast.FunctionDef) and _FIXTURE in sources.decorators(node) and node.name[0] != "_":
             returns = ast.unparse(node.returns) if node.returns is not None else ""
@@ -67,57 +67,58 @@ def fixtures() -> str:
 
 
 def literals() -> str:
-    """Return the words that fields such as a verdict may hold."""
+    """Return the allowed values of `verdict` and similar fields."""
     rows = []
     for module in ("syncheck.clues", "syncheck.records"):
         for node in sources.parsed(module).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
                 words = ast.literal_eval(node.value.slice) if isinstance(node.value, ast.Subscript) else ()
                 rows.append((code(ast.unparse(node.targets[0])), ", ".join(code(f'"{word}"') for word in words)))
-    return table(("type", "one of"), sorted(rows))
+    return table(("type", "values"), sorted(rows))
 
 
 def section(title: str, module: str, node: sources.Definition, level: int = 3, *, constructor: bool = True) -> str:
-    """Return a heading, how it is called, and what it says of itself; of a class also fields, properties and methods.
+    """Return heading, signature and docstring of a public name, and for a class its fields, properties and methods.
 
-    module: where it is defined. constructor: whether users make one themselves.
+    module: the module with the definition. constructor: whether users create objects of a class themselves.
     """
     head = f"{'#' * level} {title}"
     name = title.rpartition(".")[2]
     if isinstance(node, ast.FunctionDef):
-        says = paragraphs(sources.docstring(node), sources.parameters(node))
-        return f"{head}\n\n```python\n{sources.signature(module, node, name)}\n```\n\n{says}"
+        text = paragraphs(sources.docstring(node), sources.parameters(node))
+        return f"{head}\n\n```python\n{sources.signature(module, node, name)}\n```\n\n{text}"
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     called = f"class {name}({bases})" if bases and "(" not in bases else f"class {name}"
     made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     if made and constructor:
         called += "\n\n" + sources.signature(module, made[0], name, method=True)
     fields = sources.attributes(node)
-    says, of_fields = told(sources.docstring(node), [field.name for field in fields])
+    text, of_fields = split_fields(sources.docstring(node), [field.name for field in fields])
     names = [name for method in made for name in sources.parameters(method)]
-    parts = [head, f"```python\n{called}\n```", paragraphs(says, names)]
+    parts = [head, f"```python\n{called}\n```", paragraphs(text, names)]
     shared = next((key for key, record in RECORDS.items() if record == name), "")
     rows = []
     for f in fields:
-        about = f.says or of_fields[f.name] or WORDS.get(f"{shared}.{f.name}", "")
-        rows.append((code(f.name), code(f.type) if f.type else "", code(f.default) if f.default else "", phrase(about)))
+        meaning = f.text or of_fields[f.name] or WORDS.get(f"{shared}.{f.name}", "")
+        default = code(f.default) if f.default else ""
+        rows.append((code(f.name), code(f.type) if f.type else "", default, phrase(meaning)))
     if rows:
-        parts.append(table(("field", "type", "default", "is"), rows))
+        parts.append(table(("field", "type", "default", "meaning"), rows))
     return "\n\n".join([*parts, *_members(module, node)])
 
 
 def _members(module: str, node: ast.ClassDef) -> list[str]:
-    """Return the public properties and methods of a class; what a library calls itself, `on_...`, is left out."""
+    """Return the public properties and methods of a class, without the hooks `on_...` that its library calls."""
     parts = []
     for member in node.body:
         if not isinstance(member, ast.FunctionDef) or member.name.startswith(("_", "on_")):
             continue
-        says = paragraphs(sources.docstring(member), sources.parameters(member))
+        text = paragraphs(sources.docstring(member), sources.parameters(member))
         if "property" in sources.decorators(member):
             returns = ast.unparse(member.returns) if member.returns is not None else ""
-            parts.append(f"**`.{member.name}: {returns}`** {says}")
+            parts.append(f"**`.{member.name}: {returns}`** {text}")
         else:
-            parts.append(f"**`{sources.signature(module, member, f'.{member.name}', method=True)}`** {says}")
+            parts.append(f"**`{sources.signature(module, member, f'.{member.name}', method=True)}`** {text}")
     return parts
 
 

@@ -1,77 +1,86 @@
-"""The findings, from the docstrings of the rules and from the fixtures that show them."""
+"""The findings: docstrings of the rules, fixtures with each finding, and an example of the printed text."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import textwrap
-from pathlib import Path
+from contextlib import redirect_stdout
 
 from marks import cell, code, escaped, table
+from sources import ROOT
 
+from syncheck.cli import main
 from syncheck.diagnose import RULES
 
-ROOT = Path(__file__).resolve().parents[2]
-# What a paragraph of a rule's docstring may begin with.
+EXAMPLE = "fixtures/desync/stale_rank"
+# Titles of paragraphs in the docstring of a rule.
 _HEAD = re.compile(r"^(Signature|Cause|Fix(?:, best first)?|Incidents): ")
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)?#(\d+)")
 _CODE = re.compile(r"\bSYN\d{3}\b")
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 
 
-def _rows() -> list[tuple[str, ...]]:
-    """Return the cells of each finding, by code."""
-    return [
-        (
-            f"[{rule.CODE}](#{rule.CODE.lower()})",
-            rule.SLUG,
-            rule.SEVERITY,
-            cell((rule.__doc__ or "").partition("\n")[0]),
-        )
-        for rule in sorted(RULES, key=lambda rule: rule.CODE)
-    ]
+def example() -> str:
+    """Return a command for the clone and its printed finding, folded to 100 columns."""
+    os.chdir(ROOT)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        main(["report", EXAMPLE, "--no-config", "--color", "never"])
+    (finding,) = re.findall(r"^  SYN\d{3} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
+    lines = []
+    for line in finding.splitlines():
+        label = re.match(r" *\w+ +", line) if line.startswith("    ") else None
+        lines += textwrap.wrap(line, 100, subsequent_indent=" " * (label.end() if label else 4), break_long_words=False)
+    return f"    syncheck report {EXAMPLE}\n\n```\n" + "\n".join(lines) + "\n```"
 
 
-def table_made() -> str:
-    """Return the table of all findings."""
-    return table(("code", "finding", "severity", "says"), _rows())
+def table_of_findings() -> str:
+    """Return the table of all findings, by code."""
+    rows = []
+    for rule in sorted(RULES, key=lambda rule: rule.CODE):
+        summary = cell((rule.__doc__ or "").partition("\n")[0])
+        rows.append((f"[{rule.CODE}](#{rule.CODE.lower()})", rule.SLUG, rule.SEVERITY, summary))
+    return table(("code", "finding", "severity", "meaning"), rows)
 
 
 def order() -> str:
-    """Return the order in which rules are asked, those aside that cover nothing."""
+    """Return the order in which rules are applied, without rules of severity info."""
     return " ".join(rule.CODE[3:] for rule in RULES if rule.SEVERITY != "info")
 
 
 def sections() -> str:
-    """Return a section for each finding: signature, cause, fix, incidents, and a fixture to see it on."""
-    shown = _shown()
+    """Return a section for each finding: signature, cause, fix, incidents, and an example to run."""
+    commands = _commands_by_code()
     parts = []
     for rule in sorted(RULES, key=lambda rule: rule.CODE):
         first, *rest = textwrap.dedent(rule.__doc__ or "").strip().split("\n\n")
         parts.append(f"## {rule.CODE}\n\n**{rule.SLUG}**, {rule.SEVERITY}. {escaped(first)}")
         parts += [_paragraph(" ".join(text.split())) for text in rest]
-        if rule.CODE in shown:
-            parts.append("To see it: " + ", ".join(code(f"syncheck {line}") for line in shown[rule.CODE]))
+        if rule.CODE in commands:
+            parts.append("Example: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.CODE]))
     return "\n\n".join(parts)
 
 
 def _paragraph(text: str) -> str:
     head = _HEAD.match(text)
     if head is None:
-        return _to_codes(escaped(text))
+        return _link_codes(escaped(text))
     body = escaped(text[head.end() :])
-    return f"**{head[1]}.** {_linked(body) if head[1] == 'Incidents' else _to_codes(body[0].upper() + body[1:])}"
+    return f"**{head[1]}.** {_link_issues(body) if head[1] == 'Incidents' else _link_codes(body[0].upper() + body[1:])}"
 
 
-def _to_codes(text: str) -> str:
-    """Make links of findings, where they do not stand in code."""
+def _link_codes(text: str) -> str:
+    """Link codes of findings, except inside `code`."""
     parts = text.split("`")
     parts[::2] = [_CODE.sub(lambda found: f"[{found[0]}](#{found[0].lower()})", part) for part in parts[::2]]
     return "`".join(parts)
 
 
-def _linked(text: str) -> str:
-    """Make links of issues and papers; `#2724` alone is of the repository that was named last."""
+def _link_issues(text: str) -> str:
+    """Link issues and papers; `#2724` alone belongs to the last repository mentioned before it."""
     last = ""
 
     def issue(found: re.Match[str]) -> str:
@@ -82,8 +91,8 @@ def _linked(text: str) -> str:
     return _PAPER.sub(r"[\g<0>](https://arxiv.org/abs/\1)", _ISSUE.sub(issue, text))
 
 
-def _shown() -> dict[str, list[str]]:
-    """Return what to type in a clone to see a finding, at most two lines each: those with the fewest other findings."""
+def _commands_by_code() -> dict[str, list[str]]:
+    """Return at most two commands for each finding, on the fixtures with the fewest other findings."""
     fixtures = json.loads((ROOT / "fixtures" / "MANIFEST.json").read_text(encoding="utf-8"))["fixtures"]
     found: dict[str, list[tuple[int, str]]] = {}
     for fixture in fixtures:

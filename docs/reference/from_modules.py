@@ -1,4 +1,4 @@
-"""The map of the code: every module of syncheck and of the trainer, with the first line of its docstring."""
+"""The code map: every module of syncheck and of the trainer, with the first line of its docstring."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ from sources import ROOT, docstring, parsed
 if TYPE_CHECKING:
     from pathlib import Path
 
-# By what they are for, in the order of a comparison. A package stands for all of its modules, or they follow it.
+# Modules by purpose, in the order of a comparison. A package stands for its modules, unless they follow it.
 SYNCHECK = {
-    "What all parts speak of": (
+    "Shared records and tables": (
         "errors dtypes snapshots clues records names kinds value_kinds tensor_parallel tolerance metadata_block"
     ),
-    "From paths to groups of replicas": ("paths omissions readers layout layout.names layout.joining layout.groups"),
-    "Bytes": (
+    "Paths, readers and replica groups": ("paths omissions readers layout layout.names layout.joining layout.groups"),
+    "Comparing bytes": (
         "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
         "kernel.moments"
     ),
-    "Gaps": "gaps gaps.floats gaps.measured",
-    "One group": (
+    "Measuring differences": "gaps gaps.floats gaps.measured",
+    "Comparing one group": (
         "comparison comparison.tensors comparison.values comparison.replica_groups comparison.optimizer_parts "
         "comparison.ties comparison.reference"
     ),
-    "A second look, and several steps of a run": (
+    "Evidence, and several steps of a run": (
         "evidence evidence.suspects evidence.histograms evidence.history evidence.stale evidence.free_running series"
     ),
-    "What it means": "diagnose verdicts baseline",
-    "What is shown, and written": "report contents fingerprint atomic",
-    "Doors": "api config cli __main__ testing pytest_plugin live integrations",
+    "Diagnosis and verdict": "diagnose verdicts baseline",
+    "Reports and files": "report contents fingerprint atomic",
+    "Entry points": "api config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
-    "To read first": (
+    "Start here": (
         "run engine step job methods methods.base methods.single methods.ddp methods.zero methods.localsgd "
         "methods.fsdp methods.hsdp methods.dp"
     ),
-    "What is trained": "models data loading schedule ema seeds position",
-    "How it is spread": "launch data_parallel sync_batchnorm comm_hooks compiling",
-    "What is kept": (
+    "Models and data": "models data loading schedule ema seeds position",
+    "Distribution over processes": "launch data_parallel sync_batchnorm comm_hooks compiling",
+    "Checkpoints": (
         "checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.block checkpoints.attempts "
         "checkpoints.lock resume"
     ),
-    "What goes wrong, and is noticed": "faults errors stopping watch",
-    "What is measured and shown": "metrics scoring recorders evaluate bench listing",
+    "Faults, errors and signals": "faults errors stopping watch",
+    "Measurements and output": "metrics scoring recorders evaluate bench listing",
     "Options": "options settings",
 }
 
 
 def _modules(folder: Path) -> set[str]:
     """Return the names of a package's modules and packages."""
-    there = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    return there | {path.parent.name for path in folder.glob("*/__init__.py")}
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    return modules | {path.parent.name for path in folder.glob("*/__init__.py")}
 
 
-def _odd(package: str, parts: dict[str, str]) -> set[str]:
-    """Return the modules of a package that no part names, and those that it does not have."""
-    named = set(" ".join(parts.values()).split())
-    there = _modules(ROOT / package)
-    for opened in {name.partition(".")[0] for name in named if "." in name}:
-        there |= {f"{opened}.{name}" for name in _modules(ROOT / package / opened)}
-    return there ^ named
+def _find_mismatches(package: str, parts: dict[str, str]) -> set[str]:
+    """Return the modules that are only in the package, or only in the table above."""
+    listed = set(" ".join(parts.values()).split())
+    existing = _modules(ROOT / package)
+    for subpackage in {name.partition(".")[0] for name in listed if "." in name}:
+        existing |= {f"{subpackage}.{name}" for name in _modules(ROOT / package / subpackage)}
+    return existing ^ listed
 
 
 def modules(package: str, parts: dict[str, str]) -> str:
-    """Return a table for each part. Raises KeyError where the parts are not those that are there."""
-    if odd := _odd(package, parts):
-        raise KeyError(f"{package}: in the table of {__name__} or in the folder only: {', '.join(sorted(odd))}")
+    """Return a table for each part. Raises KeyError if the parts do not list exactly the existing modules."""
+    if mismatches := _find_mismatches(package, parts):
+        raise KeyError(f"{package}: only in {__name__} or only in the folder: {', '.join(sorted(mismatches))}")
     made = []
     for title, names in parts.items():
         rows = []
         for name in names.split():
             path = name.replace(".", "/")
             shown = f"{path}/" if (ROOT / package / path).is_dir() else f"{path}.py"
-            says = docstring(parsed(f"{package}.{name}")).partition("\n")[0]
-            rows.append((f"[{shown}](../../{package}/{shown})", cell(says)))
-        made.append(f"### {title}\n\n{table(('module', 'says of itself'), rows)}")
+            summary = docstring(parsed(f"{package}.{name}")).partition("\n")[0]
+            rows.append((f"[{shown}](../../{package}/{shown})", cell(summary)))
+        made.append(f"### {title}\n\n{table(('module', 'purpose'), rows)}")
     return "\n\n".join(made)

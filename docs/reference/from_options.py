@@ -1,4 +1,4 @@
-"""Commands, options and keys, from the parsers of the command line and of pytest, and from `syncheck.config`."""
+"""Commands, options and keys, from the command-line parsers, the pytest plugin and `syncheck.config`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from syncheck import config
 from syncheck.cli import parser
 from syncheck.pytest_plugin import options
 
-# Keys of pyproject.toml that no option of the command line bears the name of.
+# Keys of pyproject.toml without a command-line option of the same name.
 UNTYPED = {
     "checkpoints": "paths and globs for `syncheck report` without a path",
-    "only": "kinds of tensors: `params`, `buffers`, `optimizer`, `rng`; as the `--only-` options",
-    "tolerance": "tolerances by kind of tensor and by glob of names: [Tolerances](../options.md#tolerances)",
+    "only": "kinds of tensors to compare: `params`, `buffers`, `optimizer`, `rng`",
+    "tolerance": "tolerances by kind of tensor and by glob of tensor names: [Tolerances](../options.md#tolerances)",
 }
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command, in the order of the help."""
-    actions = parser.build()._actions  # noqa: SLF001 - argparse has no other way to ask
+    actions = parser.build()._actions  # noqa: SLF001 - argparse has no public accessor
     (found,) = [action for action in actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
     return dict(found.choices)
 
 
 def _groups(of: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
-    """Return the actions of a parser by the title of their group, its paths and --help left out."""
+    """Return the actions of a parser by the title of their group, without paths and --help."""
     groups = {group.title or "": group._group_actions for group in of._action_groups}  # noqa: SLF001
     kept = {
         title: [a for a in actions if a.option_strings and a.dest != "help"]
@@ -39,7 +39,7 @@ def _groups(of: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
 
 
 def _row(action: argparse.Action) -> tuple[str, str]:
-    """Return the cells of an option: how it is written, and what it does."""
+    """Return the cells of an option: its spellings and its help."""
     if action.choices is not None:
         value = " " + "|".join(map(str, action.choices))
     else:
@@ -49,7 +49,7 @@ def _row(action: argparse.Action) -> tuple[str, str]:
 
 
 def commands() -> str:
-    """Return a section for each command; what `compare` and `report` share stands once."""
+    """Return a section for each command, and a section for the options that `compare` and `report` share."""
     all_of = _commands()
     same = {_row(a) for group in _groups(all_of["compare"]).values() for a in group}
     same &= {_row(a) for group in _groups(all_of["report"]).values() for a in group}
@@ -62,15 +62,15 @@ def commands() -> str:
         own = [_row(a) for group in _groups(of).values() for a in group]
         if name in ("compare", "report"):
             own = [row for row in own if row not in same]
-            parts.append("Its options are those of [compare and report](#options-of-compare-and-report).")
+            parts.append("Options: see [compare and report](#options-of-compare-and-report).")
         if own:
-            parts.append(table(("option", "means"), own))
+            parts.append(table(("option", "meaning"), own))
     parts.append("## Options of compare and report")
     for title, actions in _groups(all_of["compare"]).items():
         rows = [_row(action) for action in actions if _row(action) in same]
         if rows:
             heading = "General" if title == "options" else title[0].upper() + title[1:]
-            parts.append(f"### {heading}\n\n{table(('option', 'means'), rows)}")
+            parts.append(f"### {heading}\n\n{table(('option', 'meaning'), rows)}")
     return "\n\n".join(parts)
 
 
@@ -80,45 +80,45 @@ def _place(action: argparse.Action) -> str:
 
 
 @dataclass
-class Asked:
-    """Takes down what the plugin declares, in place of pytest's parser."""
+class OptionRecorder:
+    """Records the options that the plugin declares, in place of the parser of pytest."""
 
     options: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ini: list[tuple[str, ...]] = field(default_factory=list)
 
-    def getgroup(self, *_: str) -> Asked:
-        """Stand in for a group of options."""
+    def getgroup(self, *_: str) -> OptionRecorder:
+        """Return the recorder itself, as the group."""
         return self
 
     def addoption(self, name: str, **how: Any) -> None:
-        """Take down an option."""
+        """Record an option."""
         self.options.append((name, how))
 
     def addini(self, name: str, text: str, type: str = "string", default: Any = None) -> None:  # noqa: A002
-        """Take down an ini value."""
+        """Record an ini key."""
         shown = "none" if default in (None, [], "") else code(str(default))
-        self.ini.append((code(name), {"args": "several, as words"}.get(type, "text"), cell(text), shown))
+        self.ini.append((code(name), {"args": "list of words"}.get(type, "text"), cell(text), shown))
 
 
-def asked() -> Asked:
-    """Return what the plugin declares."""
-    found = Asked()
-    options.add(found)  # type: ignore[arg-type]
-    return found
+def record_plugin() -> OptionRecorder:
+    """Return the options and ini keys of the pytest plugin."""
+    recorder = OptionRecorder()
+    options.add(recorder)  # type: ignore[arg-type]
+    return recorder
 
 
 def pytest_options() -> str:
     """Return the table of the options of `pytest`."""
     rows = []
-    for name, how in asked().options:
+    for name, how in record_plugin().options:
         value = "" if how.get("action") == "store_true" else f" {how.get('metavar', 'VALUE')}"
         rows.append((code(name + value), cell(how["help"])))
-    return table(("option", "means"), rows)
+    return table(("option", "meaning"), rows)
 
 
 def ini() -> str:
     """Return the table of pytest's ini keys."""
-    return table(("key", "value", "means", "default"), asked().ini)
+    return table(("key", "value", "meaning", "default"), record_plugin().ini)
 
 
 def keys() -> str:
@@ -128,12 +128,12 @@ def keys() -> str:
         for action in group:
             names = [n for n in action.option_strings if n.startswith("--") and not n.startswith("--no-")]
             typed |= {name[2:]: (code(name), cell(action.help or "")) for name in names}
-    known = {name for name, _ in asked().options}
+    known = {name for name, _ in record_plugin().options}
     rows = []
     for key, needed in (config.KEYS | config.PRINTING).items():
-        option, means = typed.get(key, ("", ""))
+        option, meaning = typed.get(key, ("", ""))
         if key in UNTYPED:
-            option, means = ("`--only-...`" if key == "only" else ""), UNTYPED[key]
+            option, meaning = ("`--only-...`" if key == "only" else ""), UNTYPED[key]
         in_pytest = f"--syncheck-{key}"
-        rows.append((code(key), needed, option, code(in_pytest) if in_pytest in known else "", means))
-    return table(("key", "value", "command line", "pytest", "means"), rows)
+        rows.append((code(key), needed, option, code(in_pytest) if in_pytest in known else "", meaning))
+    return table(("key", "value", "command line", "pytest", "meaning"), rows)

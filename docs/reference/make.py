@@ -1,10 +1,13 @@
-"""Rebuild what is generated in docs/reference from the code: `python docs/reference/make.py`.
+"""Rebuild the generated parts of the documents: `python docs/reference/make.py`.
 
-python docs/reference/make.py --check    # exit code 1 when a page is not what the code says today
+python docs/reference/make.py --check    # exit code 1 if a page is out of date; nothing is written
 
-A page is written by hand but for its blocks: what stands between `<!-- made: NAME -->` and `<!-- /made -->` is replaced
-by what `BLOCKS` makes of that name. pytest is needed, torch is not: nothing is run but a comparison of two small files,
-and modules are read, not imported, where importing them would need more.
+Pages are written by hand except for two kinds of marks. The text between `<!-- made: NAME -->` and `<!-- /made -->` is
+a block from `BLOCKS`. A number between `<!-- result: NAME -->` and `<!-- /result -->` is a measurement from
+`from_results.NUMBERS`; a line must not begin with this mark, because Markdown then renders the line as HTML.
+
+The script needs pytest and no torch. It compares two small files for an example, and reads modules with `ast` instead
+of importing modules that need other libraries.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # the code of this clone, whatever is installed
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the code of this clone, even if another version is installed
 
 import from_api  # noqa: E402
 import from_findings  # noqa: E402
@@ -28,18 +31,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCK = re.compile(r"(<!-- made: ([a-z-]+) -->\n).*?(<!-- /made -->)", re.DOTALL)
-# What makes each block, by the name that stands in the page.
+NUMBER = re.compile(r"(<!-- result: ([a-z0-9-]+) -->).*?(<!-- /result -->)")
 BLOCKS: dict[str, Callable[[], str]] = {
     "commands": from_options.commands,
     "pytest-options": from_options.pytest_options,
     "keys": from_options.keys,
     "ini": from_options.ini,
-    "findings-table": from_findings.table_made,
+    "findings-example": from_findings.example,
+    "findings-table": from_findings.table_of_findings,
     "findings-order": from_findings.order,
     "findings": from_findings.sections,
     "json-fields": from_schema.fields,
     "json-example": from_schema.example,
-    "measured": from_results.measured,
+    "measured": from_results.table_of_tools,
+    "checks-by-ranks": from_results.table_of_checks,
+    "fingerprints-by-tensors": from_results.table_of_fingerprints,
     "modules-syncheck": lambda: from_modules.modules("syncheck", from_modules.SYNCHECK),
     "modules-train": lambda: from_modules.modules("train", from_modules.TRAIN),
     "api-syncheck": lambda: from_api.package("syncheck"),
@@ -51,30 +57,34 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    """Return a page with its blocks made anew. Raises KeyError for a block that nothing makes."""
+def fill_in(page: str) -> str:
+    """Return a page with its blocks and numbers made anew. Raises KeyError for an unknown name."""
 
-    def made(found: re.Match[str]) -> str:
+    def make_block(found: re.Match[str]) -> str:
         text = BLOCKS[found[2]]().strip("\n")
         return f"{found[1]}\n{text}\n\n{found[3]}"
 
-    return BLOCK.sub(made, page)
+    def make_number(found: re.Match[str]) -> str:
+        return f"{found[1]}{from_results.NUMBERS[found[2]]()}{found[3]}"
+
+    return NUMBER.sub(make_number, BLOCK.sub(make_block, page))
 
 
 def main() -> int:
-    """Write the pages, or with --check compare them."""
+    """Write the pages, or compare them with `--check`."""
+    check = "--check" in sys.argv[1:]
     stale = []
-    for path in sorted(HERE.glob("*.md")):
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
         page = path.read_text(encoding="utf-8")
-        made = filled(page)
+        made = fill_in(page)
         if made != page:
             stale.append(path)
-            if "--check" not in sys.argv[1:]:
+            if not check:
                 path.write_text(made, encoding="utf-8")
-    if "--check" not in sys.argv[1:]:
+    if not check:
         return 0
     for path in stale:
-        print(f"{path}: not what the code says today; run: python docs/reference/make.py")
+        print(f"{path}: out of date; run: python docs/reference/make.py")
     return 1 if stale else 0
 
 

@@ -1,4 +1,4 @@
-"""What the source files say of public names: read with `ast`, so that nothing has to be imported or installed."""
+"""Signatures and docstrings of public names, read with `ast`: no module is imported, no library is needed."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Attribute:
-    """A field of a dataclass, or what `__init__` sets with a docstring below it. default: empty where it has none."""
+    """A field of a dataclass, or an attribute set in `__init__` with a docstring below. default: may be empty."""
 
     name: str
     type: str
     default: str
-    says: str
+    text: str
 
 
 @cache
 def parsed(module: str) -> ast.Module:
-    """Return the tree of a module or package, by its dotted name. Raises FileNotFoundError where there is none."""
+    """Parse a module or package by its dotted name. Raises FileNotFoundError if it does not exist."""
     path = ROOT.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def docstring(node: ast.Module | Definition) -> str:
-    """Return a docstring without its indentation, empty where there is none."""
+    """Return a docstring without its indentation, or an empty text."""
     return ast.get_docstring(node) or ""
 
 
 def listed(module: str) -> list[str]:
-    """Return the names in a module's `__all__`."""
+    """Return the names in `__all__` of a module."""
     for node in parsed(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names: list[str] = ast.literal_eval(node.value)
@@ -45,7 +45,7 @@ def listed(module: str) -> list[str]:
 
 
 def home(module: str, name: str) -> tuple[str, Definition]:
-    """Return where a name of a module is defined, and its definition; imports are followed. Raises KeyError."""
+    """Return the module that defines a name, and the definition. Follows imports; raises KeyError."""
     for node in ast.walk(parsed(module)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name and node in parsed(module).body:
             return module, node
@@ -55,12 +55,12 @@ def home(module: str, name: str) -> tuple[str, Definition]:
 
 
 def decorators(node: Definition) -> set[str]:
-    """Return the names of a definition's decorators, without their arguments."""
+    """Return the names of the decorators of a definition, without arguments."""
     return {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
 
 
 def signature(module: str, node: ast.FunctionDef, name: str, *, method: bool = False) -> str:
-    """Return a call as Python writes it, of a method without `self`, folded where it is longer than a line."""
+    """Return the signature as Python code, without `self`, folded if it is longer than 100 columns."""
     returns = f" -> {ast.unparse(node.returns)}" if node.returns is not None and node.name != "__init__" else ""
     parts = _parts(module, node.args)[1 if method else 0 :]
     whole = f"{name}({', '.join(parts)}){returns}"
@@ -68,12 +68,12 @@ def signature(module: str, node: ast.FunctionDef, name: str, *, method: bool = F
 
 
 def parameters(node: ast.FunctionDef) -> list[str]:
-    """Return the names of a function's arguments."""
+    """Return the names of the arguments of a function."""
     return [node.arg for node in ast.walk(node.args) if isinstance(node, ast.arg)]
 
 
 def _parts(module: str, args: ast.arguments) -> list[str]:
-    """Return each parameter as it is written, with the star that parts the keywords from the others."""
+    """Return each parameter as Python code, with the star before keyword-only parameters."""
     plain = [*args.posonlyargs, *args.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
     parts = [_parameter(module, *pair) for pair in zip(plain, [*defaults, *args.defaults], strict=True)]
@@ -94,7 +94,7 @@ def _parameter(module: str, arg: ast.arg, default: ast.expr | None) -> str:
 
 
 def _value(module: str, constant: str) -> ast.expr:
-    """Return what a constant of a module is, imports followed. Raises KeyError."""
+    """Return the value of a module constant. Follows imports; raises KeyError."""
     for node in parsed(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == constant:
             return node.value
@@ -104,7 +104,7 @@ def _value(module: str, constant: str) -> ast.expr:
 
 
 def attributes(node: ast.ClassDef) -> list[Attribute]:
-    """Return the public fields of a class body, and what its `__init__` sets with a docstring below it."""
+    """Return the public fields of a class body, and attributes set in `__init__` with a docstring below."""
     found = _annotated(node.body, documented=False)
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and method.name == "__init__":
@@ -115,16 +115,16 @@ def attributes(node: ast.ClassDef) -> list[Attribute]:
 def _annotated(body: list[ast.stmt], *, documented: bool) -> list[Attribute]:
     found = []
     for node, following in zip(body, [*body[1:], None], strict=True):
-        says = _text(following)
+        text = _text(following)
         if not isinstance(node, ast.AnnAssign) and not (documented and isinstance(node, ast.Assign)):
             continue
-        if documented and not says:
+        if documented and not text:
             continue
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
         name = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
         if not name.startswith("_"):
             kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
-            found.append(Attribute(name, kind, "" if documented else _default(node), says))
+            found.append(Attribute(name, kind, "" if documented else _default(node), text))
     return found
 
 
@@ -138,7 +138,7 @@ def _default(node: ast.stmt) -> str:
 
 
 def _text(node: ast.stmt | None) -> str:
-    """Return the text of a string that stands alone, as below a field; empty for anything else."""
+    """Return the text of a string statement, or an empty text."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return " ".join(inspect.cleandoc(node.value.value).split())
     return ""

@@ -1,4 +1,4 @@
-"""Every link between the documents leads to a file, and to a heading of it."""
+"""Every link between the documents leads to an existing file and heading."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 
 
 def prose(text: str) -> str:
-    """Return a page without its code, in which a bracket is no link and a number sign no heading."""
+    """Return a page without code blocks, which may contain brackets and number signs."""
     text = _FENCE.sub("", text)
     return "\n".join(line for line in text.split("\n") if not line.startswith("    "))
 
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """Return the anchors of a page as GitHub makes them: of equal headings the second is -1, and so on."""
+    """Return the anchors of a page as on GitHub: repeated headings get -1, -2 and so on."""
     found: dict[str, int] = {}
     made = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", path.read_text(encoding="utf-8")))
     for heading in re.findall(r"^#{1,6} +(.*?)#*$", prose(path.read_text(encoding="utf-8")), re.MULTILINE):
@@ -37,7 +37,7 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 def leads(page: Path, target: str) -> bool:
-    """Tell whether a link of a page leads to a file of the clone, and to a heading of it where it names one."""
+    """Return whether a link leads to a file of the clone, and to a heading if it has an anchor."""
     name, _, anchor = unquote(target).partition("#")
     file = (page.parent / name).resolve() if name else page
     if not file.exists() or ROOT not in [file, *file.parents]:
@@ -46,19 +46,19 @@ def leads(page: Path, target: str) -> bool:
 
 
 def broken(page: Path) -> list[str]:
-    """Return the links of a page that lead nowhere; those to other sites are not looked at."""
+    """Return the broken links of a page. Links to websites are not checked."""
     targets = _LINK.findall(_CODE.sub("", prose(page.read_text(encoding="utf-8"))))
     return [target for target in targets if not re.match(r"[a-z]+:", target) and not leads(page, target)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
-    """Files that are linked are in the clone, and headings in these files."""
+def test_links_work(path: Path) -> None:
+    """Linked files and headings exist."""
     assert broken(path) == []
 
 
 def test_every_document_is_in_the_index() -> None:
-    """docs/README.md leads to every page of docs/, those of the guide by the guide's own index; README leads to it."""
+    """docs/README.md links to every page of docs/ except the guide, which has its own index. README links to it."""
     docs = ROOT / "docs"
     index = {(docs / t.partition("#")[0]).resolve() for t in _LINK.findall((docs / "README.md").read_text())}
     pages = {p for p in docs.rglob("*.md") if p.parent.name != "guide"} | {docs / "guide" / "README.md"}
@@ -66,8 +66,8 @@ def test_every_document_is_in_the_index() -> None:
     assert "docs/README.md" in _LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-def test_what_is_found_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing file, a missing heading and a file outside are told; code, other sites and second headings are not."""
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing files, missing headings and files outside the clone are broken links; code and websites are not."""
     monkeypatch.setattr("test_doc_links.ROOT", tmp_path)
     text = "# A `b_c`, d\n## Same\n## Same\n[x](#a-b_c-d) [x](#same-1) [x](https://a.b/c#d) `[x](no.md)`\n"
     text += "```\n# no heading\n[x](no.md)\n```\n\n    [x](no.md)\n\n"

@@ -1,4 +1,4 @@
-"""docs/reference/exit-codes.md is true: its commands are run, and the tests that it names are there."""
+"""The commands of docs/reference/exit-codes.md have the listed exit codes, and the linked tests exist."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ ROWS = [(what, int(code), command, test, path) for what, code, command, test, pa
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the fixtures in it, as the current one."""
+    """Create a folder with a link to the fixtures, as the current folder."""
     (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def typed(command: str) -> list[str]:
-    """Split a command as a shell does, globs that are not quoted expanded."""
+def split_command(command: str) -> list[str]:
+    """Split a command as a shell does, and expand unquoted globs."""
     words = []
     for word in re.findall(r"'[^']*'|\S+", command)[1:]:
         words += shlex.split(word) if "'" in word or "*" not in word else sorted(glob.glob(word))
     return words
 
 
-def test_rows_are_read() -> None:
-    """No row of a table with a code and a proof escapes the tests below."""
+def test_every_row_is_parsed() -> None:
+    """The pattern of the tests below matches every row with a code and a proof."""
     proofs = [line for line in PAGE.splitlines() if line.startswith("|") and ("| `" in line or "](../../tests" in line)]
     assert len(ROWS) == len(proofs) > 45
 
 
-def test_commands_end_as_they_say(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command of syncheck in the tables ends with its code, in this process, in a folder with the fixtures."""
+def test_exit_codes_of_commands(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each syncheck command of the tables exits with its code, in a folder with the fixtures."""
     commands = [(command, code) for _, code, command, _, _ in ROWS if command.startswith("syncheck")]
     assert len(commands) > 25
     ended = {}
     for command, _ in commands:
         try:
-            ended[command] = main(typed(command))
+            ended[command] = main(split_command(command))
         except SystemExit as stopped:  # of argparse
             ended[command] = int(str(stopped.code))
     assert ended == dict(commands)
@@ -58,9 +58,9 @@ def test_commands_end_as_they_say(clone: Path, capsys: pytest.CaptureFixture[str
     assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
 
 
-def test_sessions_of_pytest_end_as_they_say(clone: Path) -> None:
-    """Each pytest in the tables ends with its code, and one that is interrupted while an item compares with 2."""
-    asked = [(typed(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
+def test_exit_codes_of_pytest_sessions(clone: Path) -> None:
+    """Each pytest command of the tables exits with its code, and an interrupted session with 2."""
+    asked = [(split_command(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
     assert {code for _, code in asked} == {0, 1, 4, 5}
     (clone / "interrupting.py").write_text(
         "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -79,8 +79,8 @@ def test_sessions_of_pytest_end_as_they_say(clone: Path) -> None:
     assert " passed" not in ended[-1].out
 
 
-def test_tests_that_are_named_are_there() -> None:
-    """A row that names a test names one that there is, in the file that it links to."""
+def test_linked_tests_exist() -> None:
+    """Each linked file defines the test in the link text."""
     for _, _, _, test, path in ROWS:
         if test:
             tree = ast.parse((ROOT / "docs" / "reference" / path).read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def test_tests_that_are_named_are_there() -> None:
 
 
 def test_closed_pipe_is_141(clone: Path) -> None:
-    """A reader that has gone is neither a verdict nor a crash: 141, and nothing on stderr."""
+    """A closed stdout is exit code 141 with nothing on stderr, neither a verdict nor a crash."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "syncheck", "explain", "SYN201"]
@@ -106,8 +106,8 @@ def test_closed_pipe_is_141(clone: Path) -> None:
         ("in_sync/nowhere", [2, 2], "could not tell (2)"),
     ],
 )
-def test_lines_for_a_shell(clone: Path, folder: str, codes: list[int], says: str) -> None:
-    """Both scripts do what the text around them says, under `set -e`, for each of the three answers."""
+def test_shell_examples(clone: Path, folder: str, codes: list[int], says: str) -> None:
+    """Both scripts have the expected exit codes under `set -e`, in sync, out of sync and undecided."""
     bin_folder = clone / "bin"
     bin_folder.mkdir()
     (bin_folder / "syncheck").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m syncheck "$@"\n')

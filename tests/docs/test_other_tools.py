@@ -1,4 +1,4 @@
-"""What docs/reference/other-tools.md says of torch's own checks and of scripts is so, with the torch installed here."""
+"""Statements of docs/reference/other-tools.md about torch hold for the installed version."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow
 
 
 def small() -> Any:
-    """A network with one BatchNorm."""
+    """Return a network with a BatchNorm layer."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 
 
-def test_hashes_of_torch_files_tell_nothing(tmp_path: Path) -> None:
-    """Equal tensors saved under two names are two hashes, for the name stands in the file; as safetensors it is one."""
+def test_hashes_of_torch_files_depend_on_the_name(tmp_path: Path) -> None:
+    """torch.save files of equal tensors have different hashes, because they contain the file name."""
     from safetensors.torch import save_file
 
     state = small().state_dict()
@@ -42,8 +42,8 @@ def test_hashes_of_torch_files_tell_nothing(tmp_path: Path) -> None:
     assert syncheck.compare(str(tmp_path / "*.pth")).verdict == "in_sync"
 
 
-def test_tolerances_of_the_field_pass_what_differs() -> None:
-    """Tiny weights that are nine times as large pass at the defaults, NaN of equal bits fails, sides count."""
+def test_default_tolerances_accept_different_weights() -> None:
+    """Tiny weights that differ by a factor of nine are close, equal NaN is not, and the order of arguments matters."""
     one, nine = torch.full((4,), 1e-9), torch.full((4,), 9e-9)
     assert torch.allclose(one, nine)
     torch.testing.assert_close(torch.full((4,), 1e-6), torch.full((4,), 9e-6))
@@ -57,8 +57,8 @@ def test_tolerances_of_the_field_pass_what_differs() -> None:
         torch.zeros(1, dtype=torch.bfloat16).numpy()
 
 
-def test_assert_close_names_the_first_only() -> None:
-    """Of a state dict with two tensors that differ the message has one; what differs by name comes before values."""
+def test_assert_close_names_the_first_tensor_only() -> None:
+    """For a state dict with two different tensors, the message contains only the first name."""
     first, second = small().state_dict(), small().state_dict()
     first = {name: value.clone() for name, value in first.items()}
     second["0.weight"] += 1
@@ -69,8 +69,8 @@ def test_assert_close_names_the_first_only() -> None:
 
 
 @pytest.mark.syncheck(ranks=2, group=False)
-def test_ddp_compares_shapes_of_trained_parameters_once(syncheck_rank: Rank) -> None:
-    """Of a trained parameter of another shape rank 1 is told and rank 0 waits; of a frozen one nobody is told."""
+def test_ddp_compares_shapes_of_trained_parameters(syncheck_rank: Rank) -> None:
+    """For a trained parameter of another shape, rank 1 raises and rank 0 times out. A frozen parameter passes."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     ddp = torch.nn.parallel.DistributedDataParallel
     shape = (2, 8) if syncheck_rank.rank else (4, 4)
@@ -78,15 +78,15 @@ def test_ddp_compares_shapes_of_trained_parameters_once(syncheck_rank: Rank) -> 
     model.fixed = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
     ddp(model)
     model.fixed.requires_grad = True
-    told = "appears not to match sizes of the same param" if syncheck_rank.rank else "(?i)timed? ?out|closed"
-    with pytest.raises(RuntimeError, match=told):
+    message = "appears not to match sizes of the same param" if syncheck_rank.rank else "(?i)timed? ?out|closed"
+    with pytest.raises(RuntimeError, match=message):
         ddp(model)
 
 
 @pytest.mark.parametrize("level", ["OFF", "INFO"])
 @pytest.mark.syncheck(ranks=2, group=False)
-def test_ddp_looks_at_no_value(syncheck_rank: Rank, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a weight changed on one rank it trains on without a word, and the ranks are out of sync at the end."""
+def test_ddp_compares_no_values(syncheck_rank: Rank, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a changed weight on one rank, DDP trains without an error, and the ranks end out of sync."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
@@ -104,8 +104,8 @@ def test_ddp_looks_at_no_value(syncheck_rank: Rank, level: str, monkeypatch: pyt
 
 
 @pytest.mark.syncheck(ranks=2, group=False)
-def test_detail_compares_calls_and_no_values(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At DETAIL both ranks are told of a collective of other shapes, and nobody of one of other values."""
+def test_detail_compares_collectives_and_no_values(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At level DETAIL, a collective with different shapes raises on both ranks, and different values pass."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
@@ -115,8 +115,8 @@ def test_detail_compares_calls_and_no_values(syncheck_rank: Rank, monkeypatch: p
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_monitored_barrier_names_who_does_not_come(syncheck_rank: Rank) -> None:
-    """The rank that does not come is named on rank 0, which is what this barrier is for."""
+def test_monitored_barrier_names_missing_ranks(syncheck_rank: Rank) -> None:
+    """Rank 0 raises with the number of the missing rank."""
     group = dist.new_group(backend="gloo")
     if syncheck_rank.rank == 0:
         with pytest.raises(RuntimeError, match="Rank 1"):

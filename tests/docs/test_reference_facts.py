@@ -1,4 +1,4 @@
-"""The tables of docs/reference that are written by hand are true."""
+"""The handwritten tables of docs/reference are correct."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def rows(name: str, section: str) -> list[list[str]]:
-    """Return the cells of the table in a section of a page, its head left out."""
+    """Return the cells of the table in a section of a page, without the head."""
     text = (REFERENCE / name).read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_numbers_in_paths_mean_what_the_table_says() -> None:
-    """Each path's rank, step and other numbers are those that are read from it."""
+def test_numbers_in_paths() -> None:
+    """The rank, step and other numbers of each path are classified as in the table."""
     listed = rows("layouts.md", "Numbers in paths")
     assert len(listed) > 20
     for path, rank, step, others in listed:
@@ -37,8 +37,8 @@ def test_numbers_in_paths_mean_what_the_table_says() -> None:
         assert others == ", ".join(f"{parts.numbers[i]} {parts.roles[i]}" for i in rest), path
 
 
-def test_files_make_the_groups_of_the_table() -> None:
-    """The files of each row, given at once, are sorted into its groups."""
+def test_groups_of_files() -> None:
+    """The files of each row form the groups of the table."""
     listed = rows("layouts.md", "Which files make a group")
     assert len(listed) > 8
     for given, groups in listed:
@@ -56,8 +56,8 @@ FOLDERS = (
 )  # fmt: skip
 
 
-def test_folders_are_known_by_what_the_table_says(tmp_path: Path) -> None:
-    """A folder with the files of a row, and nothing in them, is of that row's format; each row has such a folder."""
+def test_folders_are_recognized(tmp_path: Path) -> None:
+    """A folder with empty files named as in a row has the format of this row."""
     listed = dict(zip(dict(FOLDERS), (cells[1] for cells in rows("layouts.md", "Folders")), strict=True))
     for i, (name, files) in enumerate(FOLDERS):
         for file in files.split():
@@ -73,12 +73,12 @@ def test_folders_are_known_by_what_the_table_says(tmp_path: Path) -> None:
 
 
 def test_every_variable_is_listed() -> None:
-    """A variable that any module reads or sets has its row, and one that none does has none."""
+    """The table lists exactly the environment variables that modules read or set."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "syncheck").rglob("*.py"))
     used = set(re.findall(r"environ(?:\.get|\.setdefault)?[\[(]\"([A-Z_]+)\"", text)) | set(FIELDS.values())
     used |= set(re.findall(r"\"([A-Z]+(?:_[A-Z]+)+)\": ", text)) & set(re.findall(r"\"(\w+)\": ", text))
     listed = {
         name for cell, _ in rows("configuration.md", "Environment variables") for name in re.findall(r"\w+", cell)
     }
-    # Of the terminal's width Python's own shutil knows; breakpoint() has a function of ours in ranks of a test.
+    # COLUMNS is read by shutil; PYTHONBREAKPOINT is set to a function of the plugin in ranks of a test.
     assert used - {"PYTHONBREAKPOINT"} == listed - {"COLUMNS"}

@@ -1,10 +1,11 @@
-"""What is generated in docs/reference is what the code says today."""
+"""The generated parts of the documents are up to date."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,43 +23,107 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def page(name: str) -> str:
-    """Return a page's text."""
+    """Return the text of a page."""
     return (REFERENCE / name).read_text(encoding="utf-8")
 
 
 def blocks(name: str) -> str:
-    """Return the generated text of a page."""
+    """Return the generated blocks of a page."""
     return "\n".join(re.findall(r"<!-- made: [a-z-]+ -->\n(.*?)<!-- /made -->", page(name), re.DOTALL))
 
 
-def test_pages_are_todays(tmp_path: Path) -> None:
-    """`make.py --check` passes on the pages of the clone, and in a copy names the one page whose table was changed."""
-    command = [sys.executable, str(REFERENCE / "make.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def run_make(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run make.py of a clone or of a copy."""
+    command = [sys.executable, str(folder / "docs" / "reference" / "make.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Copy make.py and all pages; the code and the results of the benchmarks are links."""
     for name in ("syncheck", "train", "fixtures", "benchmarks", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
-    copied = tmp_path / "docs" / "reference"
-    copied.mkdir(parents=True)
-    for file in [*REFERENCE.glob("*.py"), *REFERENCE.glob("*.md")]:
-        text = file.read_text(encoding="utf-8")
-        (copied / file.name).write_text(text.replace("| `--ulp N` |", "| `--ulps N` |"), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(copied / "make.py"), "--check"], capture_output=True, text=True, check=False
+    for file in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *REFERENCE.glob("*.py")]:
+        target = tmp_path / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    return tmp_path
+
+
+def test_pages_are_up_to_date() -> None:
+    """`make.py --check` passes on the pages of the clone."""
+    done = run_make(ROOT, "--check")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern", "changed"),
+    [
+        ("docs/reference/commands.md", r"\| `--ulp N` \|", "| `--ulps N` |"),
+        ("README.md", r"(<!-- result: resnet18-s -->)[\d.]+", r"\g<1>0.001"),
+    ],
+)
+def test_outdated_page_is_reported(copy: Path, page: str, pattern: str, changed: str) -> None:
+    """A changed table cell or measured number fails the check, which names the page; without --check it is restored."""
+    text = (copy / page).read_text(encoding="utf-8")
+    outdated, count = re.subn(pattern, changed, text)
+    assert count == 1
+    (copy / page).write_text(outdated, encoding="utf-8")
+    done = run_make(copy, "--check")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, f"{copy / page}: out of date; run: python docs/reference/make.py\n", "",
+    )  # fmt: skip
+    assert run_make(copy).returncode == 0
+    assert (copy / page).read_text(encoding="utf-8") == text
+
+
+def test_number_follows_the_results(copy: Path) -> None:
+    """A new benchmark result changes the number on the page; a result that is missing is an error."""
+    (copy / "benchmarks").unlink()
+    (copy / "benchmarks").mkdir()
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    row = r"\| `import torch` \| [\d.]+ \|"
+    changed, count = re.subn(row, "| `import torch` | 7.891 |", results)
+    assert count == 1
+    (copy / "benchmarks" / "RESULTS.md").write_text(changed, encoding="utf-8")
+    assert run_make(copy).returncode == 0
+    assert "<!-- result: import-torch-s -->7.9<!-- /result -->" in (copy / "README.md").read_text(encoding="utf-8")
+    (copy / "benchmarks" / "RESULTS.md").write_text(re.sub(f"{row}.*\n", "", results), encoding="utf-8")
+    done = run_make(copy, "--check")
+    assert done.returncode == 1
+    assert "KeyError: \"RESULTS.md: compare: no row 'import torch'" in done.stderr
+
+
+def test_no_number_mark_begins_a_line() -> None:
+    """Markdown renders a line that begins with a comment as HTML, without emphasis, links and code."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = {str(path): re.findall(r"^ *<!-- result: .*", path.read_text(encoding="utf-8"), re.M) for path in pages}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_measured_times_are_generated() -> None:
+    """Outside marks, generated blocks and code, no page states a time or a ratio with a number."""
+    # The times on these pages are timeouts, or results of `python -m train.bench`.
+    others = {"bench.md", "data.md", "resume.md", "running.md", "stopping.md"}
+    pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *REFERENCE.glob("*.md")}
+    pages -= {ROOT / "docs" / name for name in others}
+    generated = re.compile(
+        r"<!-- (made|result): .*?<!-- /\1 -->|```.*?```|^    .*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE
     )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert re.findall(r"\w+\.md", done.stdout) == ["commands.md"]
+    measured = re.compile(r"\b\d[\d.,]* (?:s|ms|seconds|microseconds|times as)\b")
+    found = {str(path): measured.findall(generated.sub("", path.read_text(encoding="utf-8"))) for path in pages}
+    assert {path: times for path, times in found.items() if times} == {}
 
 
 def test_every_finding_has_an_anchor() -> None:
-    """A message may link to `findings.md#syn201`: each code is a heading of its own, and its slug stands below it."""
+    """A message may link to `findings.md#syn201`: each code is a heading, followed by the slug."""
     headings = dict(re.findall(r"^## (SYN\d{3})\n\n\*\*([a-z0-9-]+)\*\*", page("findings.md"), re.MULTILINE))
     assert headings == {rule.CODE: rule.SLUG for rule in RULES}
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", page("findings.md"))) > 50
 
 
-def test_every_option_and_key_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `--help` prints of a command stands in the page of commands, and every key in that of configuration."""
+def test_every_option_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """commands.md lists every option in the help of each command, and configuration.md every key."""
     commands, keys = page("commands.md"), page("configuration.md")
     names = re.findall(r"^## ([a-z]+)$", commands, re.MULTILINE)
     assert len(names) > 5
@@ -70,15 +135,15 @@ def test_every_option_and_key_is_there(capsys: pytest.CaptureFixture[str]) -> No
     assert [key for key in config.KEYS | config.PRINTING if f"| `{key}` |" not in keys] == []
 
 
-def test_every_field_has_a_meaning() -> None:
-    """No field of the JSON document and none of a public record stands there without a word on what it is."""
+def test_every_field_is_described() -> None:
+    """Every field of the JSON document and of a public record has a description."""
     rows = re.findall(r"^\| (`.*) \|$", blocks("json.md") + blocks("api.md"), re.MULTILINE)
     assert len(rows) > 150
     assert [row for row in rows if row.rstrip().endswith("|")] == []
 
 
-def test_json_example_is_a_document(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example is what the command above it prints today, and the schema accepts it."""
+def test_json_example_is_valid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example equals the output of the command above it, and is valid under the schema."""
     (command, example) = re.findall(r"^    (syncheck [^\n]*)\n\n```json\n(.*?)```", page("json.md"), re.M | re.S)[0]
     monkeypatch.chdir(ROOT)
     assert main([*command.split()[1:], "--no-config"]) == 1
@@ -91,8 +156,8 @@ def test_json_example_is_a_document(capsys: pytest.CaptureFixture[str], monkeypa
         jsonschema.validate(document | {"verdict": "alone"}, schema)
 
 
-def test_api_is_what_python_sees() -> None:
-    """Pages are made from the source; what is imported has the arguments that stand there, and their defaults."""
+def test_api_equals_the_imported_names() -> None:
+    """The arguments and defaults on the page, read from the source, equal the imported signatures."""
     text = page("api.md")
     for module in (syncheck, live, testing):
         for name in module.__all__:
@@ -104,13 +169,13 @@ def test_api_is_what_python_sees() -> None:
                 parameters = inspect.signature(found).parameters
                 assert re.findall(r"\**(\w+)(?:: |=)", shown[1]) == list(parameters)
                 for key, parameter in parameters.items():
-                    if parameter.default is not parameter.empty and key != "budget":  # which stands there as 4 << 30
+                    if parameter.default is not parameter.empty and key != "budget":  # the page has 4 << 30
                         assert re.search(rf"\b{key}: [^=]* = {re.escape(repr(parameter.default))}", shown[1]), key
 
 
 @pytest.mark.parametrize(("name", "printed"), [("compare", "in_sync 14\n"), ("read", "bn1.running_mean float32 (4,)")])
 def test_examples_of_the_api_run(name: str, printed: str) -> None:
-    """The examples that need no torch do what they say, on files of the clone."""
+    """The examples without torch work on files of the clone."""
     (example,) = re.findall(rf"### syncheck\.{name}\n.*?```.*?```.*?```python\n(.*?)```", page("api.md"), re.DOTALL)
     folder = "fixtures/desync/bn_local_stats"
     files = f"{folder}/ddp_rank0.pth" if name == "read" else f"{folder}/*.pth"

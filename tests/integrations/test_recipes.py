@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # In torch 2.6 fully_shard needs more of a stream than the CPU's stand-in has.
 SHARDS = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch shards on GPUs only")
 LIBRARIES = {"Lightning": "lightning", "transformers": "transformers", "Accelerate": "accelerate"}
-LOOPS = {"A loop of your own: DDP": 1, "FSDP2": 1, "HSDP": 1, "Tensor, pipeline and expert parallelism": 2}
+LOOPS = {"Plain loop: DDP": 1, "FSDP2": 1, "HSDP": 1, "Tensor, pipeline and expert parallelism": 2}
 
 
 def run(code: str, train_step: Callable[..., None] | None = None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_every_block_is_run() -> None:
 @pytest.mark.slow
 def test_a_loop_with_ddp() -> None:
     """Eight batches are two optimizer steps; the check at the end finds parameters and optimizer state in sync."""
-    (code,) = blocks()["A loop of your own: DDP"]
+    (code,) = blocks()["Plain loop: DDP"]
     monitor = run(code)["monitor"]
     assert (monitor.checks, monitor.last.verdict) == (1, "in_sync")
     assert monitor.last.counts.identical == 6 + 3 * 6
