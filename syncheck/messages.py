@@ -197,8 +197,8 @@ SHARD_REFUSALS = (Refusal.SHARDED_TENSOR, Refusal.SHARDED_DTENSOR, Refusal.FLAT_
 class Detail(Sentence):
     """Why a tensor was not compared in full, or what is known of a difference."""
 
-    MISSING = "missing on {ranks:ranks}"
-    OWN_PART_MISSING = "missing on rank {rank}, which owns it"
+    MISSING = "not on {ranks:ranks}"
+    OWN_PART_MISSING = "not on rank {rank}, which owns it"
     PARTITIONED = "on {ranks:ranks} only: each rank holds its own part"
     SHARDED = "{layout}: no two of these ranks hold the same shard"
     WITHIN_GROUPS = "{layout}: compared within {sets}"

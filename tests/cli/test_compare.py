@@ -196,9 +196,9 @@ def test_limit_says_how_many_more(cli: Run, ranks: Ranks) -> None:
     """-n limits printing and never counting."""
     ranks(network(), changed(network(), *BN))
     done = cli("compare", "*.pth", "-n", "1")
-    assert "... and 3 more; -n 0 shows all" in done.out
+    assert "... and 3 more; --limit 0 shows all" in done.out
     assert "4 different" in done.lines[-1]
-    assert "-n 0 shows all" not in cli("compare", "*.pth", "-n", "0").out
+    assert "--limit 0 shows all" not in cli("compare", "*.pth", "-n", "0").out
 
 
 def test_names_in_a_pipe_are_whole(cli: Run, ranks: Ranks) -> None:

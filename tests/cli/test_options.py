@@ -11,6 +11,7 @@ from checkpoints import changed, network, save, save_pth
 
 from syncheck.cli import main
 from syncheck.kernel.blocks import Files
+from syncheck.messages import Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,8 +143,7 @@ def test_reference(run: Main, tmp_path: Path, command: str) -> None:
     assert suspects(table="reference = 1") == [0, 2]
     assert suspects(table="reference = 'run_rank1.pth'") == [0, 2]
     assert suspects("--reference", "0", table="reference = 1") == [1]
-    text = run("run_*.pth", "--reference", "1").out
-    assert "differences are described against rank 1, the reference" in text
+    assert str(Note.REFERENCE(rank=1)) in run("run_*.pth", "--reference", "1").out
 
 
 def test_jobs(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +224,11 @@ def test_output(run: Main, tmp_path: Path) -> None:
 
 def test_limit(run: Main) -> None:
     """The number of rows comes from the file, and before that from -n, 0 for all."""
-    assert "... and 3 more; -n 0 shows all" in run("run_*.pth", table="limit = 1").out
-    assert "... and 2 more; -n 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
-    assert "more; -n 0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
-    assert "more; -n 0 shows all" not in run("run_*.pth", table="limit = 0").out
-    assert "... and 3 more; -n 0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
+    assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", table="limit = 1").out
+    assert "... and 2 more; --limit 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
+    assert "more; --limit 0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
+    assert "more; --limit 0 shows all" not in run("run_*.pth", table="limit = 0").out
+    assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
 
 
 def test_quiet(run: Main) -> None:
