@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.records import Group
+    from syncheck.records import Comparison
 
 ONLY = {
     "params": kinds.PARAMETERS,
@@ -266,7 +266,7 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 
 def _compare(
     replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
-) -> tuple[Group, ReplicaGroup]:
+) -> tuple[Comparison, ReplicaGroup]:
     """Compare a group; files that break while they are read are taken out and the others are compared.
 
     Returns also what was compared.
@@ -298,7 +298,7 @@ def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
     return excused.idle(frozenset().union(*names))
 
 
-def _with_note(groups: list[Group], idle: Sequence[str]) -> list[Group]:
+def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
     """Say in the first group what concerns all of them."""
     if not idle or not groups:
         return groups

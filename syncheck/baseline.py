@@ -241,7 +241,7 @@ def _gone(report: Report, known: Known) -> Known:
 
 
 def _lacks_ranks(group: Group) -> bool:
-    return group.metadata is not None and (group.metadata.world_size or 0) > len(group.replicas)
+    return group.evidence.metadata is not None and (group.evidence.metadata.world_size or 0) > len(group.replicas)
 
 
 class _Seen:
@@ -252,9 +252,9 @@ class _Seen:
         self._compared = {
             name
             for group in groups
-            for name in group.names.keys() - {diff.name for diff in group.tensors if _is_passed_over(diff)}
+            for name in group.evidence.names.keys() - {diff.name for diff in group.tensors if _is_passed_over(diff)}
         }
-        self._named = {name for group in groups for name in group.names}
+        self._named = {name for group in groups for name in group.evidence.names}
 
     def has(self, entry: Entry) -> bool:
         """Whether a name was compared, or is no more in the checkpoints."""

@@ -10,21 +10,6 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from syncheck.clues import (
-    DECADES,
-    FIRST_MOMENTS,
-    MEASURED,
-    Evidence,
-    Fixed,
-    FreeRunning,
-    Histogram,
-    History,
-    HistoryPoint,
-    Shards,
-    Tie,
-    Trend,
-)
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -32,10 +17,21 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata
 
 __all__ = [
-    "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Counts", "DriftPoint", "Evidence", "Extent",
-    "Finding", "Fixed", "FreeRunning", "Group", "Histogram", "History", "HistoryPoint", "Reason", "Replica", "Report",
-    "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
+    "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
+    "Extent", "Finding", "Fixed", "FreeRunning", "Group", "GroupEvidence", "Histogram", "History", "HistoryPoint",
+    "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable",
+    "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
+
+
+# Elements of a tensor, from its first, that norms and the cosine are of.
+MEASURED = 1 << 18
+
+# The decades of a histogram: the powers of ten where they begin.
+DECADES = range(-12, 6)
+
+# The running averages of the gradients in torch's optimizers, and in those that follow its names.
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 
 
 class Reason(StrEnum):
@@ -56,7 +52,133 @@ Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
 Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
+Trend = Literal["constant", "shrinking", "growing", "varying"]
 ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a second look at a tensor that differs tells; empty or None is what was not looked at, or does not apply.
+
+    Norms and the cosine are over the tensor's first `MEASURED` elements, without those that are not finite everywhere.
+    """
+
+    damaged: tuple[int, ...] = ()
+    """Ranks whose bytes, or others of the same storage, do not match the CRC-32 that torch.save stored for them."""
+    first: int | None = None
+    """Of a tensor in which adjacent elements differ, and no others: the first of them, counted in C order."""
+    values: Mapping[int, int | float | str] = field(default_factory=dict)
+    """Of a tensor of which one element differs: that element by rank; NaN and infinity as text."""
+    flipped_bits: int | None = None
+    """Of such a tensor: in how many bits the element differs between the two replicas where these are most."""
+    bit: int | None = None
+    """If that is one: which, 0 for the lowest of the element's bits."""
+    norms: Mapping[int, float] = field(default_factory=dict)
+    """Euclidean norm by rank, of parameters and of the optimizer's first moments."""
+    cosine: float | None = None
+    """Smallest cosine between a majority's replica (the first, where there is none) and another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """How the tensors of a finding stood at one step."""
+
+    step: int
+    differing: int
+    """How many of them were out of sync."""
+    max_abs: float | None
+    """Their largest gap, 0.0 where all agree; None where no number tells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """How a finding came about over the steps of its run that were compared.
+
+    since: the first step at which one of its tensors was out of sync; agreed: the last one before, None where that is
+    the first step compared. tensors: those that were out of sync at that step; ranks: the suspects then.
+    """
+
+    points: tuple[HistoryPoint, ...]
+    since: int
+    agreed: int | None
+    tensors: tuple[str, ...]
+    ranks: tuple[int, ...]
+    trend: Trend | None = None
+    """What the gaps did from the first to the last step at which the same tensors differed; None with one such step."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeRunning:
+    """Whether running statistics lag by one update or run freely, by their gaps at several steps of a run.
+
+    The gaps are those between the first rank and each other one. misfit_free, misfit_lag: how far they are from what
+    statistics would do that run freely, and from what a lag does, in squares of their usual scatter; None where the
+    steps are too few, too late or too far apart to tell the two.
+    """
+
+    steps: tuple[int, ...]
+    """That were looked at."""
+    cosine: float
+    """Mean cosine between the gaps at neighbouring steps."""
+    growth: float
+    """Median ratio of the gaps at the last step to those at the first."""
+    misfit_free: float | None = None
+    misfit_lag: float | None = None
+    below: int = 0
+    """Running variances that are lower than they can be if they were copied from rank 0 since an earlier step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many elements of a tensor are how far apart, of those looked at: of a very large one evenly spread parts.
+
+    An element counts with its gap against a majority or a reference. Without one, or with a tolerance and no reference,
+    it counts with the gap between the two farthest replicas.
+    """
+
+    equal: int
+    counts: tuple[int, ...]
+    """First of gaps below 1e-12, then by decade (from 1e-12 up to 1e-11, ..., from 1e5 up to 1e6), last of the rest."""
+    not_finite: int
+    """Elements that differ and are NaN or infinite on some replica."""
+
+    @property
+    def elements(self) -> int:
+        """How many were looked at."""
+        return self.equal + sum(self.counts) + self.not_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Names that are one tensor, sharing its memory, on some ranks, and several tensors on the others."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Those on which they are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Tensors that the ranks hold in parts, all laid out alike."""
+
+    kind: str
+    """`DTensor`, `model parallel`, or `optimizer` where the metadata says that each rank has a part of its state."""
+    layout: str
+    """In words."""
+    tensors: int
+    compared: int
+    """Those of which at least two ranks hold the same part."""
+    replica_groups: tuple[tuple[int, ...], ...] = ()
+    """The sets of ranks that were compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A finding that the baseline accepts, or a part of it, which is not found any more."""
+
+    code: str
+    names: tuple[str, ...]
+    """Tensors and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,55 +328,68 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Replicas of one another, compared."""
+class GroupEvidence:
+    """What is known of a group besides the differences of its tensors and values; input of the diagnosis."""
+
+    metadata: Metadata | None = None
+    """Of the first replica that has it."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each selected tensor by name, including identical tensors."""
+    hyperparameters: Mapping[str, float] = field(default_factory=dict)
+    """`lr`, `weight_decay` and `momentum` of the first parameter group of the first replica's optimizer."""
+    normalized: Mapping[int, int] = field(default_factory=dict)
+    """The number of names with a wrapper's prefix such as `module.`, by rank."""
+    stores_progress: bool = False
+    """Whether the files store the step or epoch at which they were written."""
+    stale: Mapping[int, int] = field(default_factory=dict)
+    """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
+    free_running: FreeRunning | None = None
+    """In the last step of a run whose running statistics differ: whether they were synchronized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A group of replicas, compared and not judged yet."""
 
     name: str
     run: str
     step: int | None
-    verdict: Verdict
     replicas: tuple[Replica, ...]
     counts: Counts
     tensors: tuple[TensorDiff, ...] = ()
-    """Those that are not identical."""
-    findings: tuple[Finding, ...] = ()
+    """The tensors that are not identical."""
     values: tuple[ValueDiff, ...] = ()
     ties: tuple[Tie, ...] = ()
-    """Only those that are not the same on all ranks."""
+    """The ties that some ranks lack."""
     shards: tuple[Shards, ...] = ()
     kinds: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by kind of tensor."""
     left_out: int = 0
-    """Tensors that the options leave out; they are in no count."""
-    normalized: Mapping[int, int] = field(default_factory=dict)
-    """How many names of a rank had a wrapper's prefix such as `module.` taken off."""
-    stores_progress: bool = False
-    """Whether the files say at which step or epoch they were written."""
+    """Tensors that the options exclude; no count includes them."""
+    uncompared: tuple[int, ...] = ()
+    """Ranks without any compared tensor, if other ranks have some."""
     grouping: tuple[Message, ...] = ()
     """How the group was found."""
     notes: tuple[Message, ...] = ()
     """What was normalized, guessed or skipped."""
-    metadata: Metadata | None = None
-    """Of the first replica that has it."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """The kind of every tensor that was asked for, those that are identical too, by name."""
-    hyperparameters: Mapping[str, float] = field(default_factory=dict)
-    """`lr`, `weight_decay` and `momentum` of the optimizer's first parameter group, of the first replica."""
-    stale: Mapping[int, int] = field(default_factory=dict)
-    """Ranks whose parameters and optimizer state, where they differ, are the others' of an earlier step: that step."""
-    free_running: FreeRunning | None = None
-    """Of a run's last step whose running statistics differ: what its steps tell of their synchronization."""
     label: str = ""
-    """What a baseline calls the run; empty: the same as `run`."""
-    uncompared: tuple[int, ...] = ()
-    """Ranks of which no tensor was compared with another rank's, where other ranks' tensors were."""
-    fixed: tuple[Fixed, ...] = ()
-    """What the baseline has of the run and no step of it shows any more; in the group of the last step."""
+    """The name of the run in a baseline; empty if it is `run`."""
+    evidence: GroupEvidence = field(default_factory=GroupEvidence)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the group."""
         return tuple(replica.rank for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Group(Comparison):
+    """A comparison with its judgement."""
+
+    verdict: Verdict = "undecided"
+    findings: tuple[Finding, ...] = ()
+    fixed: tuple[Fixed, ...] = ()
+    """Findings of the baseline that no step of the run has any more; in the group of the last step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import Closure, DriftPoint
+from syncheck.records import Closure, Comparison, DriftPoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.records import Group, TensorDiff
 
+Compared = TypeVar("Compared", bound=Comparison)
 # Under which trainers record how long a run is and how often it saves.
 LENGTHS = ("epochs", "max_epochs", "num_epochs", "steps", "max_steps", "total_steps", "save_every")
 
 
-def by_run(groups: Iterable[Group]) -> dict[str, tuple[Group, ...]]:
+def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
     """Sort the groups of two or more replicas by run and step; of two of one step, the first stands."""
-    runs: dict[str, dict[int | None, Group]] = defaultdict(dict)
+    runs: dict[str, dict[int | None, Compared]] = defaultdict(dict)
     for group in groups:
-        if group.verdict != "alone":
+        if len(group.replicas) > 1:
             runs[group.run].setdefault(group.step, group)
     return {run: tuple(sorted(steps.values(), key=step_order)) for run, steps in runs.items()}
 
 
-def step_order(group: Group) -> int:
+def step_order(group: Comparison) -> int:
     """Return a key that sorts groups by their steps, those without one first."""
     return -1 if group.step is None else group.step
 
@@ -50,7 +51,7 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(reversed(shown))
 
 
-def drift_of(group: Group) -> DriftPoint | None:
+def drift_of(group: Comparison) -> DriftPoint | None:
     """Return the largest gap of any running statistic, 0.0 where all agree.
 
     None where none was compared, and where one is apart by no number (missing, of another shape, not finite): to pass
@@ -72,12 +73,12 @@ def _nonfinite_somewhere(diff: TensorDiff) -> bool:
     return len(set(diff.nonfinite.values())) > 1
 
 
-def drifts(runs: Mapping[str, Sequence[Group]]) -> tuple[DriftPoint, ...]:
+def drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
     """Return the drift of every run at every step, runs and steps in order."""
     return tuple(point for groups in runs.values() for group in groups if (point := drift_of(group)) is not None)
 
 
-def closures(runs: Mapping[str, Sequence[Group]]) -> tuple[Closure, ...]:
+def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
     """Pair the runs that differ in SyncBatchNorm only, by the last step that both have; tell where there is none."""
     return tuple(
         closure
@@ -87,7 +88,7 @@ def closures(runs: Mapping[str, Sequence[Group]]) -> tuple[Closure, ...]:
     )
 
 
-def _closure(plain: Sequence[Group], synced: Sequence[Group]) -> Closure | None:
+def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closure | None:
     """Return what SyncBatchNorm did; None where the drift of one of them has no number."""
     before, after = drift_of(plain[-1]), drift_of(synced[-1])
     if before is None or after is None:
@@ -108,10 +109,10 @@ def _at(point: DriftPoint) -> str:
     return "no known step" if point.step is None else f"step {point.step}"
 
 
-def _differ_in_sync_bn(plain: Group, synced: Group) -> bool:
+def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     """By the recorded configuration, or, where none is recorded, by the name `<run>-syncbn`. Lengths may differ."""
-    a = dict(plain.metadata.config) if plain.metadata is not None else {}
-    b = dict(synced.metadata.config) if synced.metadata is not None else {}
+    a = dict(plain.evidence.metadata.config) if plain.evidence.metadata is not None else {}
+    b = dict(synced.evidence.metadata.config) if synced.evidence.metadata is not None else {}
     if not a and not b:
         return synced.run == f"{plain.run}-syncbn"
     for name in LENGTHS:

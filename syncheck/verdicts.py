@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
+
+from syncheck.records import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Finding, Group, Unreadable, Verdict
+    from syncheck.records import Comparison, Finding, Unreadable, Verdict
 
 
-def judged_group(group: Group, run: Sequence[Group], allow: frozenset[str]) -> Group:
-    """Add the findings and the verdict. What a series tells stands in the run's last step."""
-    if group.verdict == "alone":
-        return group
+def judged_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
+    """Diagnose a comparison and add the verdict. run: its steps; the diagnosis of the last one uses all of them."""
+    group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
+    if len(group.replicas) == 1:
+        return replace(group, verdict="alone")
     findings: tuple[Finding, ...] = ()
-    if group.tensors or group.values or group.normalized or group.shards or group.ties:
-        from syncheck.diagnose import diagnose  # some thirty modules, for nothing where there is nothing to tell
+    if group.tensors or group.values or group.evidence.normalized or group.shards or group.ties:
+        from syncheck.diagnose import diagnose  # thirty modules, needed only for differences
 
-        # The final files may lie beside a history that has their step too.
+        # A folder may hold final files beside a history that includes their step.
         is_last = bool(run) and run[-1].step == group.step
-        findings = diagnose(group, (*run[:-1], group) if is_last else (), allow)
+        findings = diagnose(comparison, (*run[:-1], comparison) if is_last else (), allow)
     return with_findings(group, findings)
 
 

@@ -241,7 +241,7 @@ def test_only_never_drops_what_may_be_asked_for(tmp_path: Path, only: str, odd: 
     (group,) = report.groups
     assert report.exit_code == code
     assert group.counts.tensors + group.left_out == len({odd, *HELD})
-    assert (odd in group.names) == (code == 1)
+    assert (odd in group.evidence.names) == (code == 1)
 
 
 def test_another_rank_may_show_that_it_is_no_generator(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import changed, network, save_pth
+from groups import make_finding
+from groups import text as message_of
 
 from syncheck.errors import UsageError
 from syncheck.messages import Detail, Note, Refusal, Undecided
-from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff
+from syncheck.records import Counts, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff
 from syncheck.report import words
 from syncheck.testing import OutOfSync, assert_in_sync, compare, message
 
@@ -245,7 +247,7 @@ def hostile(length: int, tensors: int = 500) -> Report:
         TensorDiff(f"{bad}{i}", "parameter", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=1, numel=2)
         for i in range(tensors)
     )
-    finding = Finding("SYN299", "unexplained", "error", (0, 1), (), bad, bad, "fix", ())
+    finding = make_finding("SYN299", "unexplained", "error", (0, 1), (), bad, bad, "fix")
     group = Group(
         name=bad,
         run=bad,
@@ -257,7 +259,7 @@ def hostile(length: int, tensors: int = 500) -> Report:
         findings=(finding,) * 40,
         values=tuple(ValueDiff(f"{bad}{i}", {0: bad, 1: 2}, counts=False) for i in range(50)),
         kinds={"parameter": Counts(tensors=tensors, different=tensors)},
-        notes=(bad,) * 50,
+        notes=(message_of(bad),) * 50,
     )
     return Report("out_of_sync", (group,) * 40, unreadable=(Unreadable(bad, bad),) * 50)
 

@@ -17,7 +17,7 @@ from syncheck.kernel.blocks import Files
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
 from syncheck.messages import Note
 from syncheck.names import normalize
-from syncheck.records import Counts, Group, Replica, Shards, TensorDiff
+from syncheck.records import Comparison, Counts, GroupEvidence, Replica, Shards, TensorDiff
 from syncheck.tensor_parallel import replicated
 from syncheck.tolerance import Tolerances
 
@@ -54,8 +54,8 @@ class Selection:
     rng: bool = False
 
 
-def compare(replicas: ReplicaGroup, selection: Selection) -> Group:
-    """Compare a group of replicas; its verdict is left at `undecided` for the diagnosis to fill in.
+def compare(replicas: ReplicaGroup, selection: Selection) -> Comparison:
+    """Compare a group of replicas.
 
     Raises CheckpointError when a file can no longer be read.
     """
@@ -76,13 +76,12 @@ def compare(replicas: ReplicaGroup, selection: Selection) -> Group:
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
     kept = selector(frozenset(), (), selection.exclude)
     values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
-    return Group(
+    return Comparison(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
         label=replicas.label,
         uncompared=alone if tally.compared else (),
         step=replicas.step,
-        verdict="alone" if len(snapshots) == 1 else "undecided",
         replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
         tensors=tuple(tally.diffs),
@@ -91,16 +90,18 @@ def compare(replicas: ReplicaGroup, selection: Selection) -> Group:
         values=tuple(values),
         kinds=counts,
         left_out=tally.left_out,
-        names=tally.names,
-        normalized=_normalized(names, snapshots),
-        stores_progress=any(map(stores_progress, snapshots.values())),
         grouping=replicas.grouping,
         notes=(
             *_notes(snapshots, tally, selection, guessed=guessed and bool(tally.by_kind)),
             *lacking(snapshots, values),
         ),
-        metadata=metadata,
-        hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
+        evidence=GroupEvidence(
+            metadata=metadata,
+            names=tally.names,
+            hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
+            normalized=_normalized(names, snapshots),
+            stores_progress=any(map(stores_progress, snapshots.values())),
+        ),
     )
 
 

@@ -47,7 +47,7 @@ from syncheck.records import Finding
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from syncheck.records import Group, TensorDiff
+    from syncheck.records import Comparison, TensorDiff
 
     Blocks = Sequence[Sequence[int]]
 
@@ -147,7 +147,9 @@ RULES: tuple[Rule, ...] = cast(
 )
 
 
-def diagnose(group: Group, series: tuple[Group, ...] = (), allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:
+def diagnose(
+    group: Comparison, series: tuple[Comparison, ...] = (), allow: frozenset[str] = frozenset()
+) -> tuple[Finding, ...]:
     """Explain every difference of a group; SYN299 takes what no other rule does, so nothing stays unexplained.
 
     A finding covers what its evidence explains, and no more. The rest of a tensor is left to the next rules: how other

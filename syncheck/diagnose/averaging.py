@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from syncheck.records import Group
+    from syncheck.records import Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,18 @@ class Averaging:
         return self.step - max(self.last, self.warmup)
 
 
-def averaging_of(group: Group) -> Averaging | None:
+def averaging_of(group: Comparison) -> Averaging | None:
     """Say where a group stands in local SGD, if its metadata tells of averaging; else None.
 
     Also None in the warm-up, where gradients are averaged at each step, and where an average is overdue: what differs
     then does so against the method.
     """
-    told = {} if group.metadata is None else group.metadata.averaging
-    step = group.step if group.metadata is None or group.metadata.step is None else group.metadata.step
+    told = {} if group.evidence.metadata is None else group.evidence.metadata.averaging
+    step = (
+        group.step
+        if group.evidence.metadata is None or group.evidence.metadata.step is None
+        else group.evidence.metadata.step
+    )
     if not {"period", "warmup_steps", "last_step"} <= set(told) or step is None:
         return None
     found = Averaging(told["period"], told["warmup_steps"], told["last_step"], step)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.diagnose.case import Case
-    from syncheck.records import Group, TensorDiff
+    from syncheck.records import Comparison, TensorDiff
 
 # Last parts of names of running statistics.
 _STATISTIC = re.compile(
@@ -45,12 +45,12 @@ def is_batchnorm(case: Case, name: str) -> bool:
     """Whether a running statistic is BatchNorm's: normalizers of observations count no batches and have no weight."""
     module = name.removesuffix("running_mean").removesuffix("running_var")
     siblings = {f"{module}num_batches_tracked", f"{module}weight"}
-    return name not in case.group.names or not case.group.names.keys().isdisjoint(siblings)
+    return name not in case.group.evidence.names or not case.group.evidence.names.keys().isdisjoint(siblings)
 
 
 def running_statistics(case: Case, apart: Sequence[TensorDiff]) -> list[TensorDiff]:
     """Return the tensors that are running statistics, by their dtype, or the names in their module."""
-    named = (name.rpartition(".") for name in case.group.names)
+    named = (name.rpartition(".") for name in case.group.evidence.names)
     modules = {module for module, _, last in named if _STATISTIC.fullmatch(last)}
     return [
         diff
@@ -76,7 +76,7 @@ def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:
     )
 
 
-def drift(group: Group) -> float:
+def drift(group: Comparison) -> float:
     """Return the mean over differing running statistics of their largest gap; 0.0 where all agree."""
     gaps = [float(diff.max_abs) for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
     return sum(gaps) / len(gaps) if gaps else 0.0

@@ -14,7 +14,7 @@ from syncheck.messages import Message, Sentence, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.records import Group, Severity, TensorDiff, ValueDiff
+    from syncheck.records import Comparison, Severity, TensorDiff, ValueDiff
 
 _Value = TypeVar("_Value")
 _MOST_WHOLE = 2**53  # a larger floating-point number is whole, but stands for several
@@ -28,10 +28,10 @@ class Case:
     series: in the order of their steps, this group among them; a single one where there is no history.
     """
 
-    group: Group
+    group: Comparison
     tensors: tuple[TensorDiff, ...]
     values: tuple[str, ...]
-    series: tuple[Group, ...]
+    series: tuple[Comparison, ...]
 
     @property
     def in_memory(self) -> bool:
@@ -57,17 +57,19 @@ class Case:
     def agreeing(self, *kinds: str) -> frozenset[str]:
         """Return the names of the tensors of these kinds that are not out of sync, those that were not compared too."""
         apart = {diff.name for diff in self.group.tensors if diff.out_of_sync}
-        return frozenset(name for name, kind in self.group.names.items() if kind in kinds and name not in apart)
+        return frozenset(
+            name for name, kind in self.group.evidence.names.items() if kind in kinds and name not in apart
+        )
 
     @property
     def frozen(self) -> frozenset[str]:
         """The parameters that the metadata calls frozen; empty where there is none."""
-        return frozenset(self.group.metadata.frozen if self.group.metadata is not None else ())
+        return frozenset(self.group.evidence.metadata.frozen if self.group.evidence.metadata is not None else ())
 
     @property
     def optimized(self) -> frozenset[str] | None:
         """The names of the parameters that the optimizer updates; None if not every state has a known parameter."""
-        names, metadata = self.group.names, self.group.metadata
+        names, metadata = self.group.evidence.names, self.group.evidence.metadata
         if metadata is not None and metadata.optimizer_sharded:
             return None
         if metadata is not None and metadata.optimizer_parameters:
@@ -83,13 +85,13 @@ class Case:
         Only those in the metadata if the optimizer's parameters are not known.
         """
         optimized = self.optimized
-        parameters = frozenset(name for name, kind in self.group.names.items() if kind == "parameter")
+        parameters = frozenset(name for name, kind in self.group.evidence.names.items() if kind == "parameter")
         return self.frozen if optimized is None else self.frozen | (parameters - optimized)
 
     @property
     def loose(self) -> frozenset[str]:
         """The untrained tensors that may be buffers, by the metadata and by their names."""
-        metadata = self.group.metadata
+        metadata = self.group.evidence.metadata
         if metadata is not None and metadata.buffers is not None:
             return frozenset()
         return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
@@ -137,7 +139,7 @@ def owner(case: Case, name: str) -> str:
     """Return the parameter that an optimizer's tensor is of, without the number of one of several optimizers."""
     parameter = parameter_of(name)
     head, _, rest = parameter.partition(".")
-    return rest if head.isdigit() and rest in case.group.names else parameter
+    return rest if head.isdigit() and rest in case.group.evidence.names else parameter
 
 
 def is_weight(name: str) -> bool:
@@ -180,7 +182,7 @@ def parameters_text(case: Case, apart: Sequence[TensorDiff]) -> str:
     return f"{len(apart)} of {case.compared('parameter')} parameters differ, {gap_text(apart)}"
 
 
-def agreement_text(tensors: Sequence[TensorDiff], group: Group) -> str:
+def agreement_text(tensors: Sequence[TensorDiff], group: Comparison) -> str:
     """Say who agrees with whom: '; ranks 0, 2, 3 agree; rank 1 apart', or that there is no majority.
 
     Empty for two replicas: that they differ has been said.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.diagnose.case import Case
-    from syncheck.records import Group, TensorDiff
+    from syncheck.records import Comparison, TensorDiff
 
 # A lag of so many steps, or of less than this share of the larger count, is of steps that were left out; a state that
 # was lost or not restored is further behind, unless the run is short.
@@ -109,7 +109,7 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     """
     found = tuple(c for c in counters_of(case) if c.far is far)
     # A rank that holds the others' state of an earlier step to the byte has lost none.
-    if not found or scaler_explains(case, found) or (far and (case.group.stale or forwards_lag(case, found))):
+    if not found or scaler_explains(case, found) or (far and (case.group.evidence.stale or forwards_lag(case, found))):
         return ()
     moved = [diff for diff in followers(case, found) if diff.kind in ("parameter", "optimizer")]
     return found if moved or not case.compared("parameter", "optimizer") else ()
@@ -131,7 +131,7 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
         if not own or diff.name in own or (not counts_of(diff) and diff.clusters in clusters)
     ]
     names = {parameter_of(name) for name in (*own, *(diff.name for diff in steps))}
-    known = bool(own) and all(case.group.names.get(name) == "parameter" for name in names)
+    known = bool(own) and all(case.group.evidence.names.get(name) == "parameter" for name in names)
     frozen, found = case.frozen, list(steps)
     loose = case.loose  # buffers follow the parameters: their inputs do
     for diff in case.tensors:
@@ -170,7 +170,7 @@ def _lags_alike(steps: Mapping[int, float], batches: Mapping[int, float]) -> boo
     return level and len(ratios) == 1 and all(ratio >= 1 and ratio.is_integer() for ratio in ratios)
 
 
-def scales_of(group: Group) -> dict[int, float]:
+def scales_of(group: Comparison) -> dict[int, float]:
     """Return the loss scaler's scale by rank, where it differs and each rank's is known; else empty."""
     for value in group.values:
         if value.kind == "scaler" and value.name.rpartition(".")[2] in SCALES:
@@ -226,7 +226,7 @@ def lag_text(counters: Sequence[StepCounter]) -> str:
     return f"{number} {differ(len(counters))}, by {counted(int(most.lag), 'step')}: {counted_text(most)}"
 
 
-def other_lag_text(counter: StepCounter, series: Sequence[Group]) -> str:
+def other_lag_text(counter: StepCounter, series: Sequence[Comparison]) -> str:
     """Say how far this counter was apart at the first step of the run at which it was; '' where that is as far as now.
 
     'at step 10 it was 1 step'.

@@ -19,9 +19,13 @@ def without_state(case: Case) -> tuple[int, ...]:
     group = case.group
     # Of all that is missing: what an earlier rule covers, as NaNs beside it, is missing all the same.
     lacking = [diff for diff in group.tensors if diff.reason == "missing" and diff.kind in OPTIMIZER]
-    if not lacking or not group.hyperparameters or (group.metadata is not None and group.metadata.optimizer_sharded):
+    if (
+        not lacking
+        or not group.evidence.hyperparameters
+        or (group.evidence.metadata is not None and group.evidence.metadata.optimizer_sharded)
+    ):
         return ()
-    if len(lacking) < sum(kind in OPTIMIZER for kind in group.names.values()):
+    if len(lacking) < sum(kind in OPTIMIZER for kind in group.evidence.names.values()):
         return ()
     holders = {frozenset(rank for ranks in diff.clusters for rank in ranks) for diff in lacking}
     without = tuple(rank for rank in group.ranks if not any(rank in ranks for ranks in holders))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from syncheck.diagnose.case import Case
-    from syncheck.records import Group, TensorDiff, Trend
+    from syncheck.records import Comparison, TensorDiff, Trend
 
 # A momentum of SGD holds the weight decay of unequal parameters: wd / (1 - momentum) times their gap, less at first,
 # and a little more later, since the gap shrinks. Measured: 0.27 to 1.04 times that, the same in all tensors.
@@ -31,8 +31,8 @@ def in_step(case: Case) -> bool:
 
     Loss scales that differ found other overflows, and left out other steps.
     """
-    metadata = case.group.metadata
-    if case.group.stale or (metadata is not None and metadata.averaging) or not case.agrees("optimizer_step"):
+    metadata = case.group.evidence.metadata
+    if case.group.evidence.stale or (metadata is not None and metadata.averaging) or not case.agrees("optimizer_step"):
         return False
     return not any(diff.counts and diff.kind in ("counter", "scaler") for diff in case.group.values)
 
@@ -57,7 +57,7 @@ def agreed_before(case: Case) -> bool:
     return any(all(diff.kind != "parameter" for diff in group.tensors) for group in steps_of(case)[:-1])
 
 
-def steps_of(case: Case) -> tuple[Group, ...]:
+def steps_of(case: Case) -> tuple[Comparison, ...]:
     """Return the groups of the run up to this one, by step; files that tell no step have no place among them."""
     if case.group.step is None:
         return (case.group,)
@@ -77,7 +77,9 @@ def _is_first_moment(case: Case, name: str) -> bool:
     longer (measured: 1.4 times, with cosines of 0.91 to 0.97).
     """
     of, _, state = name.rpartition(".")
-    return state in FIRST_MOMENTS and not (state == "momentum_buffer" and f"{of}.square_avg" in case.group.names)
+    return state in FIRST_MOMENTS and not (
+        state == "momentum_buffer" and f"{of}.square_avg" in case.group.evidence.names
+    )
 
 
 def trained(case: Case) -> frozenset[str]:
@@ -133,7 +135,7 @@ def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
 
 def decay_share(case: Case) -> float:
     """Return the most that SGD's momentum differs for each unit of the parameters' gap, by weight decay alone."""
-    settings = case.group.hyperparameters
+    settings = case.group.evidence.hyperparameters
     momentum = settings.get("momentum", 1.0)
     return settings.get("weight_decay", 0.0) / (1 - momentum) if 0 <= momentum < 1 else 0.0
 
@@ -194,4 +196,4 @@ def followers_text(covered: Iterable[TensorDiff], *told: str) -> str:
 
 def _compared(case: Case, kind: str) -> list[str]:
     unseen = {diff.name for diff in case.group.tensors if diff.status == "not_compared"}
-    return [name for name, of in case.group.names.items() if of == kind and name not in unseen]
+    return [name for name, of in case.group.evidence.names.items() if of == kind and name not in unseen]

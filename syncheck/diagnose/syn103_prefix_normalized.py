@@ -32,12 +32,12 @@ FIX = "Nothing has to change to compare. To load into an unwrapped model, save m
 
 def apply(case: Case) -> Match | None:
     """Tell which ranks' names were changed; cover nothing."""
-    ranks = tuple(sorted(case.group.normalized))
+    ranks = tuple(sorted(case.group.evidence.normalized))
     if not ranks:
         return None
     return Match(
         (),
         ranks,
-        f"{max(case.group.normalized.values())} names on {ranks_text(ranks)} were compared without a wrapper's prefix "
-        "(module., _orig_mod. or the like)",
+        f"{max(case.group.evidence.normalized.values())} names on {ranks_text(ranks)} were compared without a wrapper's "
+        "prefix (module., _orig_mod. or the like)",
     )

@@ -75,7 +75,7 @@ def _by_the_optimizer(case: Case) -> Match | None:
     text = f"{counted(number, 'optimizer step counter')} {differ(number)}"
     if most := farthest(known):
         text += f": {counted_text(most)}"
-    stored = case.group.stores_progress
+    stored = case.group.evidence.stores_progress
     if known and forwards_lag(case, known) and (not stored or any(counter.far for counter in known)):
         text += "; num_batches_tracked lags as well" + (", though the files name one step" if stored else "")
         return _match(case, ranks, text, most.by_rank if most else {})

@@ -65,8 +65,8 @@ def apply(case: Case) -> Match | None:
     if not statistics:
         return None
     text = evidence(case, statistics)
-    recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
-    seen = case.group.free_running
+    recorded = None if case.group.evidence.metadata is None else case.group.evidence.metadata.buffers_synced
+    seen = case.group.evidence.free_running
     if recorded:
         who = "" if case.in_memory else "the metadata says that "
         text += f"; {who}buffers are synchronized once a step, and then this is one step's lag"

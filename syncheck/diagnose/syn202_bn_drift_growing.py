@@ -60,11 +60,11 @@ def apply(case: Case) -> Match | None:
     if not statistics:
         return None
     ranks = suspects(statistics, case.group)
-    recorded = None if case.group.metadata is None else case.group.metadata.buffers_synced
+    recorded = None if case.group.evidence.metadata is None else case.group.evidence.metadata.buffers_synced
     if recorded is False:
         why = f"{'' if case.in_memory else 'the metadata says that '}buffers are not synchronized"
     else:
-        why = _seen(case.group.free_running) or ("" if recorded else _grown(case))
+        why = _seen(case.group.evidence.free_running) or ("" if recorded else _grown(case))
         if why and recorded:
             why += "; the metadata says that buffers are synchronized once a step, which these files do not bear out"
     return Match(statistics, ranks, f"{evidence(case, statistics)}; {why}") if why else None
@@ -91,7 +91,7 @@ def _seen(found: FreeRunning | None) -> str:
 
 def _grown(case: Case) -> str:
     """Say how much the drift grew, where no more is known of it than its size; empty where it did not."""
-    if len(case.series) < 2 or case.group.free_running is not None:
+    if len(case.series) < 2 or case.group.evidence.free_running is not None:
         return ""
     first, last = drift(case.series[0]), drift(case.series[-1])
     if not 0 < first * GROWTH <= last:

@@ -78,7 +78,7 @@ def apply(case: Case) -> Match | None:
 def _candidates(case: Case) -> list[TensorDiff]:
     """Return the differing buffers, and tensors that may be buffers."""
     found = []
-    described = case.group.metadata is not None and case.group.metadata.buffers is not None
+    described = case.group.evidence.metadata is not None and case.group.evidence.metadata.buffers is not None
     untrained = case.untrained - case.frozen
     statistics = {diff.name for diff in running_statistics(case, case.tensors)} if case.optimized is None else set()
     for diff in case.tensors:

@@ -73,7 +73,7 @@ def apply(case: Case) -> Match | None:
     """Fit a part of what is trained that differs with its moments while the rest agrees with its own."""
     parameters, moments = parameters_apart(case), moments_apart(case)
     model = trained(case)
-    named = set(moments) <= set(case.group.names)
+    named = set(moments) <= set(case.group.evidence.names)
     apart = set(parameters) | (set(moments) if named else set())
     where = _where(case, apart)
     if not parameters or not where or not apart <= model or not in_step(case):
@@ -114,7 +114,7 @@ def apply(case: Case) -> Match | None:
 
 def _where(case: Case, apart: set[str]) -> list[str]:
     """Name the few modules, or marks, that hold all that differs and nothing that agrees; empty where none do."""
-    others = {name for name, kind in case.group.names.items() if kind == "parameter"} - apart - case.loose
+    others = {name for name, kind in case.group.evidence.names.items() if kind == "parameter"} - apart - case.loose
     if not others:
         return []
     found = _modules(apart, others)

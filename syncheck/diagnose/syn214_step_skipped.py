@@ -82,7 +82,7 @@ def apply(case: Case) -> Match | None:
         f"{then}: it happened more than once" if then else "",
         "" if most is None or first is not None else _doubt(case, most),
     ]
-    ranks = odd_ranks(counters) if first is None else tuple(first.stale)
+    ranks = odd_ranks(counters) if first is None else tuple(first.evidence.stale)
     evidence = "; ".join(filter(None, texts))
     fix = IN_A_JOB if case.in_memory else ""
     return Match(tensors, ranks, evidence, (*names_of_values(counters), *trackers(case, ranks)), fix=fix)
@@ -100,6 +100,6 @@ def _doubt(case: Case, counter: StepCounter) -> str:
     lag, texts = int(counter.lag), []
     if lag > FEW or max(counter.by_rank.values()) <= SHORT:
         texts.append(f"an optimizer state that was lost after {counted(lag, 'step')} would look the same")
-    if not case.group.stores_progress and not case.in_memory:
+    if not case.group.evidence.stores_progress and not case.in_memory:
         texts.append("the files do not say that they are of one step")
     return ", and ".join(texts)

@@ -73,7 +73,9 @@ def apply(case: Case) -> Match | None:
         parameters_text(case, moved) or _still_agree(case),
         "the loss scaler's state differs with it" if scaler else "",
         f"{then}: it happened, or steps were left out, repeatedly" if then else "",
-        "" if case.group.stores_progress or case.in_memory else "the files do not say that they are of one step",
+        ""
+        if case.group.evidence.stores_progress or case.in_memory
+        else "the files do not say that they are of one step",
     ]
     evidence = "; ".join(filter(None, texts))
     fix = IN_A_JOB if case.in_memory else ""

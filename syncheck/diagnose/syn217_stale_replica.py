@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from syncheck.diagnose.case import Case
-    from syncheck.records import Group, Severity, TensorDiff, ValueDiff
+    from syncheck.records import Comparison, Severity, TensorDiff, ValueDiff
 
 CODE = "SYN217"
 SLUG = "stale-replica"
@@ -45,7 +45,7 @@ _STATE = ("parameter", "optimizer", "optimizer_step")
 def apply(case: Case) -> Match | None:
     """Fit ranks that are where the others were, and cover what differs because of them."""
     group = case.group
-    if group.stale:
+    if group.evidence.stale:
         return None if _step_left_out(group) else _stale_now(case)
     # A rank that was set back and trained on is not where the others were any more; the series shows that it was.
     first = stale_at_first(case)
@@ -53,20 +53,20 @@ def apply(case: Case) -> Match | None:
         return None
     if ran_forward(first) is None and fitting(case, far=False):  # the optimizer's counters then tell of a step
         return None
-    stale = tuple(first.stale)
+    stale = tuple(first.evidence.stale)
     covered = tuple(diff for diff in case.tensors if _explained(diff, stale) and set(diff.minority) <= set(stale))
     with_counts = ", with BatchNorm's counts" if ran_forward(first) is False else ""
     text = f"{stale_text(first)}{with_counts}, and trained on from there"
     return Match(covered, stale, text) if any(diff.kind == "parameter" for diff in covered) else None
 
 
-def _step_left_out(group: Group) -> bool:
+def _step_left_out(group: Comparison) -> bool:
     """Whether the ranks ran the step's forward, or found an overflow, and left out the optimizer's part."""
     return only_skipped(group) or (bool(scales_of(group)) and ran_forward(group) is not False)
 
 
 def _stale_now(case: Case) -> Match | None:
-    stale = case.group.stale
+    stale = case.group.evidence.stale
     covered = tuple(diff for diff in case.tensors if _explained(diff, tuple(stale)))
     if not any(diff.kind == "parameter" for diff in covered):
         return None

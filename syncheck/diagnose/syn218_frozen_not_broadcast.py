@@ -82,7 +82,7 @@ def apply(case: Case) -> Match | None:
 
 def _why_frozen(case: Case, apart: Collection[str]) -> str:
     """Say from what it follows that these parameters are not trained; '' where it does not follow."""
-    metadata, optimized = case.group.metadata, case.optimized
+    metadata, optimized = case.group.evidence.metadata, case.optimized
     if set(apart) <= case.frozen:
         return "frozen by the metadata; all others agree"
     if metadata is not None and metadata.optimizer_sharded:
@@ -91,7 +91,7 @@ def _why_frozen(case: Case, apart: Collection[str]) -> str:
         told = f"the optimizer holds no state of them, and state of {len(optimized)} others, which agree"
         return told if set(apart) <= case.untrained else ""
     states = with_moment(case)
-    everything = frozenset(name for name, kind in case.group.names.items() if kind == "parameter")
+    everything = frozenset(name for name, kind in case.group.evidence.names.items() if kind == "parameter")
     if states and all(name.isdigit() for name in states) and len(states) + len(apart) <= len(everything):
         return (
             f"consistent with frozen ones or buffers, and with trained ones that were overwritten: the optimizer holds "

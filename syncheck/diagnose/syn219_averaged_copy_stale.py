@@ -44,7 +44,7 @@ _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
 def apply(case: Case) -> Match | None:
     """Fit an averaged copy that differs where what it is the average of does not."""
     copies = tuple(diff for diff in case.of_kind("ema") if diff.status == "different")
-    copied = {name.replace(".", "") for name, kind in case.group.names.items() if kind == "parameter"}
+    copied = {name.replace(".", "") for name, kind in case.group.evidence.names.items() if kind == "parameter"}
     weights = [diff for diff in copies if not diff.name.endswith(_OF_BATCHES) and _is_copy(diff, copied)]
     agree = case.compared("parameter") and case.agrees("parameter", "optimizer", "optimizer_step")
     # Few elements of it are damage rather than an update: those that are apart at all are apart everywhere.

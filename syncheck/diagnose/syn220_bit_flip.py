@@ -87,7 +87,7 @@ def _text(spot: Spot, case: Case) -> str:
     text += f"{f': in {bits} bits' if bits else ''}{also_there_text(spot)}"
     for earlier in case.series:
         names = {diff.name for diff in spot.tensors} | {
-            name for name in earlier.names if name.startswith(f"optimizer.{spot.hit.name}.")
+            name for name in earlier.evidence.names if name.startswith(f"optimizer.{spot.hit.name}.")
         }
         for diff in earlier.tensors:
             if diff.name in names and diff.index == spot.hit.index and one_bit(diff):

@@ -33,7 +33,7 @@ from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.records import Group, Severity
+    from syncheck.records import Comparison, Severity
 
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"
@@ -73,7 +73,7 @@ def apply(case: Case) -> Match | None:
     return Match(fitting, suspects(fitting, case.group), text)
 
 
-def _coordinates(group: Group) -> dict[int, int]:
+def _coordinates(group: Comparison) -> dict[int, int]:
     """Return each rank's tensor-parallel coordinate; empty where one has none."""
     found = {}
     for replica in group.replicas:

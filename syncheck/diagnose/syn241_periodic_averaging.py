@@ -57,7 +57,7 @@ def apply(case: Case) -> Match | None:
     averaging = averaging_of(case.group)
     if averaging is None or not case.agrees("optimizer_step"):
         return None
-    trained = {parameter_of(name) for name, kind in case.group.names.items() if kind == "optimizer"}
+    trained = {parameter_of(name) for name, kind in case.group.evidence.names.items() if kind == "optimizer"}
     frozen = case.frozen
     parameters = tuple(d for d in case.of_kind("parameter") if (d.name in trained if trained else d.name not in frozen))
     # A difference that outlasts the average may have brought about all others.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.records import Group
+    from syncheck.records import Comparison
     from syncheck.snapshots import Tensor
 
     Vectors = Mapping[str, NDArray[np.float64]]
@@ -76,11 +76,11 @@ class _Pair:
 
 
 def with_free_running(
-    groups: Sequence[Group],
-    compared: Sequence[tuple[Group, ReplicaGroup]],
+    groups: Sequence[Comparison],
+    compared: Sequence[tuple[Comparison, ReplicaGroup]],
     unreadable: list[Unreadable],
     jobs: int | None,
-) -> list[Group]:
+) -> list[Comparison]:
     """Add to the last group of each run what its steps tell of the running statistics' synchronization.
 
     compared: the groups in the same order, with their files. A file that breaks while it is read is added to
@@ -97,15 +97,15 @@ def with_free_running(
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue
-        found[i] = replace(group, free_running=told)
+        found[i] = replace(group, evidence=replace(group.evidence, free_running=told))
     return found
 
 
-def _apart(group: Group) -> bool:
+def _apart(group: Comparison) -> bool:
     return any(diff.kind in BN_STATISTICS and diff.status == "different" for diff in group.tensors)
 
 
-def _of_run(group: Group, series: Sequence[ReplicaGroup], jobs: int | None) -> FreeRunning | None:
+def _of_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> FreeRunning | None:
     """Hold the statistics of a run's steps against both ways. series: in the order of the steps.
 
     Returns None where the files do not tell the counts, or fewer than two steps can be read.
@@ -113,7 +113,7 @@ def _of_run(group: Group, series: Sequence[ReplicaGroup], jobs: int | None) -> F
     momentum = _momentum(group)
     if momentum is None:
         return None
-    names = [name for name, kind in group.names.items() if kind == "bn_mean"][:LAYERS]
+    names = [name for name, kind in group.evidence.names.items() if kind == "bn_mean"][:LAYERS]
     # The early ones tell most, and the last one is what the finding is about.
     chosen = list(series) if len(series) <= STEPS else [*series[: STEPS - 1], series[-1]]
     with Files(jobs=jobs) as files:
@@ -121,7 +121,7 @@ def _of_run(group: Group, series: Sequence[ReplicaGroup], jobs: int | None) -> F
     moments = [moment for moment in read if moment is not None]
     if len(moments) < 2:
         return None
-    recorded = group.metadata is not None and bool(group.metadata.bn_momentum)
+    recorded = group.evidence.metadata is not None and bool(group.evidence.metadata.bn_momentum)
     early = _usable([m for m in moments if m.batches <= EARLY / momentum], momentum)
     used = early or moments
     pairs = {(a.batches, b.batches): pair for a, b in combinations(used, 2) if (pair := _pair(a, b)) is not None}
@@ -139,9 +139,9 @@ def _of_run(group: Group, series: Sequence[ReplicaGroup], jobs: int | None) -> F
     )
 
 
-def _momentum(group: Group) -> float | None:
+def _momentum(group: Comparison) -> float | None:
     """Return the layers' common momentum; None where they have several, or average over all batches."""
-    recorded = set(group.metadata.bn_momentum.values()) if group.metadata is not None else set()
+    recorded = set(group.evidence.metadata.bn_momentum.values()) if group.evidence.metadata is not None else set()
     if not recorded:
         return MOMENTUM
     momentum = recorded.pop()

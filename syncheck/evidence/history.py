@@ -12,7 +12,7 @@ from syncheck.records import History, HistoryPoint
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from syncheck.records import Group, TensorDiff, Trend
+    from syncheck.records import Comparison, TensorDiff, Trend
 
 _COUNTERS = ("bn_count", "optimizer_step")
 
@@ -22,7 +22,7 @@ CONSTANT = 0.01
 GROWING = 1.5
 
 
-def history_of(names: Collection[str], groups: Sequence[Group]) -> History | None:
+def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History | None:
     """Return how tensors stood over the steps of a run; None with fewer than two steps, or where none ever differed.
 
     groups: of one run, in the order of their steps. Running statistics, which differ between ranks by themselves, are
@@ -75,7 +75,7 @@ def gap_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff]) -> lis
     return [float(diff.max_abs) / gaps[diff.name] for diff in after if diff.max_abs and diff.name in gaps]
 
 
-def _apart(names: Collection[str], group: Group) -> list[TensorDiff]:
+def _apart(names: Collection[str], group: Comparison) -> list[TensorDiff]:
     return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
 
 

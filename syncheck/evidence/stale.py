@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.records import Group, TensorDiff
+    from syncheck.records import Comparison, TensorDiff
     from syncheck.snapshots import Tensor
 
 # What a step moves on all ranks alike. Running statistics differ between ranks by themselves.
@@ -26,8 +26,8 @@ MOST_STEPS = 50
 
 
 def with_stale(
-    compared: Sequence[tuple[Group, ReplicaGroup]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
-) -> list[Group]:
+    compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
+) -> list[Comparison]:
     """Add to each group which of its ranks are where the others were at an earlier step of the same run.
 
     compared: groups with their files. quick: by stored checksums only. A file that breaks while it is read is added to
@@ -43,12 +43,12 @@ def with_stale(
         except CheckpointError as error:  # of this step or of an earlier one
             unreadable.append(Unreadable(error.path, error.reason))
             stale = {}
-        found.append(replace(group, stale=stale) if stale else group)
+        found.append(replace(group, evidence=replace(group.evidence, stale=stale)) if stale else group)
     return found
 
 
 def _stale_ranks(
-    group: Group, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]], jobs: int | None, *, quick: bool
+    group: Comparison, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]], jobs: int | None, *, quick: bool
 ) -> dict[int, int]:
     """Return the ranks whose differing parameters and optimizer state are, to the byte, another rank's of before.
 

@@ -9,10 +9,10 @@ from syncheck.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncheck.records import Group, TensorDiff
+    from syncheck.records import Comparison, TensorDiff
 
 
-def suspects(tensors: Iterable[TensorDiff], group: Group) -> tuple[int, ...]:
+def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...]:
     """Return the ranks outside the majority of these tensors; where no majority stands, all that do not agree.
 
     That two ranks agree on a few tensors of many, as on a bias of which only the rounding moves, makes no majority.

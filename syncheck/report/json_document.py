@@ -63,8 +63,8 @@ def _group(group: Group) -> dict[str, Any]:
         "values": [_value(diff) for diff in group.values],
         "findings": [_finding(finding) for finding in group.findings],
         "fixed": [asdict(fixed) for fixed in group.fixed],
-        "stale": {str(rank): step for rank, step in group.stale.items()},
-        "free_running": None if group.free_running is None else asdict(group.free_running),
+        "stale": {str(rank): step for rank, step in group.evidence.stale.items()},
+        "free_running": None if group.evidence.free_running is None else asdict(group.evidence.free_running),
         "notes": words.notes_of(group),
     }
 

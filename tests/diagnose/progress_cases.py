@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from groups import make_group
+
 from syncheck import diagnose
 from syncheck.records import Counts, Evidence, Finding, Group, Replica, TensorDiff, ValueDiff
 
@@ -61,9 +63,8 @@ def group(
         kinds[kind] = Counts(total, total - len(odd), different=len(odd) - missing, not_compared=missing)
     replicas = tuple(Replica(f"rank{i}.pth", i, "torch-zip", 52, 1000) for i in range(ranks))
     fields = {"stores_progress": True, "names": names} | fields
-    return Group(
-        "ddp", "ddp", step, "undecided", replicas, sum(kinds.values(), Counts()), tensors, kinds=kinds, **fields
-    )
+    total = sum(kinds.values(), Counts())
+    return make_group("ddp", step, "undecided", replicas, total, tensors, kinds=kinds, **fields)
 
 
 def trained(by_rank: dict[int, Any], *, counts: bool = True) -> tuple[TensorDiff, ...]:

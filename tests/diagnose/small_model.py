@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from groups import make_group
+
 from syncheck import diagnose
 from syncheck.records import Counts, Evidence, Group, Replica, TensorDiff, ValueDiff
 
@@ -62,7 +64,7 @@ def group(*tensors: TensorDiff, optimizer: Iterable[str] = ADAM, more: Mapping[s
         kinds[kind] = Counts(total, total - odd, different=odd)
     replicas = tuple(Replica(f"rank{i}.pth", i, "torch-zip", len(names), 1000) for i in range(ranks))
     total_counts = sum(kinds.values(), Counts())
-    return Group("run", "run", step, "undecided", replicas, total_counts, tensors, kinds=kinds, names=names, **fields)
+    return make_group("run", step, "undecided", replicas, total_counts, tensors, kinds=kinds, names=names, **fields)
 
 
 def found(case: Group, *earlier: Group) -> dict[str, Finding]:

@@ -56,7 +56,7 @@ SYNCED = Metadata(buffers_synced=True)
 
 def told(seen: FreeRunning, metadata: Metadata | None = SYNCED) -> Finding:
     """Return what is said of statistics that differ alone, at several steps that show this."""
-    (finding,) = found(replace(group(MEAN, VAR, metadata=metadata), free_running=seen)).values()
+    (finding,) = found(group(MEAN, VAR, metadata=metadata, free_running=seen)).values()
     return finding
 
 
@@ -105,7 +105,7 @@ def test_growth_alone_is_no_sign_where_directions_are_known() -> None:
     """The mean gap grew threefold over the steps, and its direction did not stay: SYN201, not SYN202."""
     earlier = group(diff("bn.running_mean", "bn_mean", max_abs=0.1), step=1)
     seen = replace(SEEN, cosine=0.0, misfit_lag=0.2)
-    assert set(found(replace(group(MEAN), free_running=seen), earlier)) == {"SYN201"}
+    assert set(found(group(MEAN, free_running=seen), earlier)) == {"SYN201"}
 
 
 LAYERS, CHANNELS, MOMENTUM = 6, 32, 0.1
@@ -183,8 +183,8 @@ def test_files_of_a_lag(tmp_path: Path, steps: Any, constant: float, forwards: i
     """With a synchronization before each step it is SYN201 at all steps, with unlike shards and accumulation too."""
     last = train(tmp_path, steps, synced=True, constant=constant, forwards=forwards)
     assert code(last) == "SYN201"
-    assert last.free_running is not None
-    assert last.free_running.below == 0
+    assert last.evidence.free_running is not None
+    assert last.evidence.free_running.below == 0
 
 
 def test_files_of_late_steps_prove_it_by_the_bound(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_files_of_late_steps_prove_it_by_the_bound(tmp_path: Path) -> None:
     free.mkdir()
     lag.mkdir()
     last = train(free, (50, 52), synced=False, scale=0.5)
-    assert (code(last), last.free_running and last.free_running.misfit_free) == ("SYN202", None)
-    assert last.free_running is not None
-    assert last.free_running.below == LAYERS * CHANNELS
+    assert (code(last), last.evidence.free_running and last.evidence.free_running.misfit_free) == ("SYN202", None)
+    assert last.evidence.free_running is not None
+    assert last.evidence.free_running.below == LAYERS * CHANNELS
     assert code(train(lag, (50, 52), synced=True, scale=0.5)) == "SYN201"
 
 
@@ -205,14 +205,14 @@ def test_the_bound_needs_rank_0(tmp_path: Path) -> None:
     for path in tmp_path.glob("*/rank_0.pth"):
         path.unlink()
     last = syncheck.compare(tmp_path).groups[-1]
-    assert last.free_running is not None
-    assert (code(last), last.free_running.below) == ("SYN201", 0)
+    assert last.evidence.free_running is not None
+    assert (code(last), last.evidence.free_running.below) == ("SYN201", 0)
 
 
 def test_averages_over_all_batches_are_not_judged(tmp_path: Path) -> None:
     """With momentum=None the statistics are no moving average, and nothing is concluded from the steps."""
     last = train(tmp_path, (3, 6, 9, 12), synced=False, momentum=None)
-    assert (code(last), last.free_running) == ("SYN201", None)
+    assert (code(last), last.evidence.free_running) == ("SYN201", None)
 
 
 def test_a_flipped_bit_beside_the_usual_drift_is_two_findings() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from groups import make_group
 
 from syncheck import diagnose
 from syncheck.diagnose import RULES
@@ -36,7 +37,7 @@ def group(*tensors: TensorDiff, ranks: int = 2, step: int | None = 10, **fields:
         different = sum(found.status == "different" for found in odd)
         kinds[kind] = Counts(total, total - len(odd), different=different, not_compared=len(odd) - different)
     total = sum(kinds.values(), Counts())
-    return Group("ddp", "ddp", step, "undecided", replicas, total, tensors, kinds=kinds, **fields)
+    return make_group("ddp", step, "undecided", replicas, total, tensors, kinds=kinds, **fields)
 
 
 def found(case: Group, *earlier: Group) -> dict[str, Finding]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from groups import make_group
 
 from syncheck.evidence.history import gap_ratios, history_of, trend_of
-from syncheck.records import Group, HistoryPoint, Replica, TensorDiff
+from syncheck.records import Counts, Group, HistoryPoint, Replica, TensorDiff
 
 
 def apart(name: str, gap: float | None, **changes: Any) -> TensorDiff:
@@ -21,7 +22,7 @@ def apart(name: str, gap: float | None, **changes: Any) -> TensorDiff:
 def at(step: int | None, *diffs: TensorDiff) -> Group:
     """Return a run's group of three ranks at a step."""
     replicas = tuple(Replica(f"r{i}.pth", i, "torch-zip", 4, 100) for i in range(3))
-    return Group("ddp", "ddp", step, "undecided", replicas, counts=None, tensors=diffs)  # type: ignore[arg-type]
+    return make_group("ddp", step, "undecided", replicas, Counts(), diffs)
 
 
 def test_the_first_step_and_what_was_apart_then() -> None:

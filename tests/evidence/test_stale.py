@@ -42,7 +42,7 @@ def write(folder: Path, steps: dict[int, list[dict[str, Any]]]) -> Path:
 
 def stale(report: Report) -> dict[int | None, dict[int, int]]:
     """Return which ranks of which step are where the others were earlier."""
-    return {group.step: dict(group.stale) for group in report.groups if group.stale}
+    return {group.step: dict(group.evidence.stale) for group in report.groups if group.evidence.stale}
 
 
 def last(report: Report) -> Group:

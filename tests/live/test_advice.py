@@ -94,7 +94,7 @@ def test_what_a_fix_says_of_allow_can_be_pasted(syncheck_rank: Any) -> None:
     assert report.verdict == "in_sync"
     assert [(finding.code, finding.allowed) for finding in report.groups[0].findings] == [("SYN201", True)]
     report = all_pass(each_rank(check, model, optimizer, only="params", exclude="*.bias"))
-    assert set(report.groups[0].names) == {"fc.weight", "norm.weight", "head.weight"}
+    assert set(report.groups[0].evidence.names) == {"fc.weight", "norm.weight", "head.weight"}
     assert resync(model, optimizer, allow="SYN201").before.verdict == "in_sync"
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
+from groups import make_group
 
 from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
 from syncheck.live.repair import state
 from syncheck.live.repair.plan import planned
-from syncheck.records import Counts, Group, Replica, Report, Shards, TensorDiff, ValueDiff
+from syncheck.records import Counts, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
 TRIPLES = ((0, 2, 4), (1, 3, 5))
@@ -31,8 +32,8 @@ def lacking(ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
 
 def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> list[Any]:
     """Plan a repair; return of each job the name, the source, the targets, and whether it copies and loads."""
-    group = Group(
-        "model", "model", None, "out_of_sync",
+    group = make_group(
+        "model", None, "out_of_sync",
         tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size)), Counts(),
         tensors=tuple(diff for diff in found if isinstance(diff, TensorDiff)),
         values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),

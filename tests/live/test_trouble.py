@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from groups import make_finding, make_group
+
 from syncheck.live.monitor import Trouble
-from syncheck.records import Counts, Finding, Group, Report
+from syncheck.records import Counts, Finding, Report
 
 
 def found(*findings: Finding) -> Report:
     """Return a report with these findings, in sync if there are none that fail."""
     verdict = "out_of_sync" if any(finding.fails for finding in findings) else "in_sync"
-    return Report(verdict, (Group("model", "model", None, verdict, (), Counts(1), findings=findings),))
+    return Report(verdict, (make_group("model", None, verdict, (), Counts(1), findings=findings),))
 
 
 def finding(*tensors: str, rank: int = 1, allowed: bool = False) -> Finding:
     """Return a flipped bit in these tensors of a rank."""
-    return Finding("SYN220", "bit-flip", "error", (rank,), tensors, "", "", "", allowed=allowed)
+    return make_finding("SYN220", "bit-flip", "error", (rank,), tensors, "", "", "", allowed=allowed)
 
 
 def test_a_finding_is_new_once() -> None:

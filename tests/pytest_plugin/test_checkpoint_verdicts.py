@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
 from dtensors import save_ranks
+from groups import make_finding, make_group
 from sessions import session, sessions
 
 import syncheck
 from syncheck import api
+from syncheck.messages import Refusal
 from syncheck.pytest_plugin.checkpoints.outcomes import outcome
 from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.pytest_plugin.options import COMPARING
-from syncheck.records import Counts, Finding, Group, TensorDiff
+from syncheck.records import Counts, Reason, TensorDiff
 from syncheck.report.items import concerning
 
 if TYPE_CHECKING:
@@ -239,8 +241,8 @@ def test_every_finding_that_fails_has_an_item_that_fails() -> None:
     )
 
     def told(tensors: tuple[str, ...], values: tuple[str, ...] = ()) -> set[str]:
-        finding = Finding("SYN299", "unexplained-difference", "error", (0, 1), tensors, "", "", "", values)
-        group = Group("a", "a", None, "out_of_sync", (), Counts(), diffs, (finding,))
+        finding = make_finding("SYN299", "unexplained-difference", "error", (0, 1), tensors, "", "", "", values)
+        group = make_group("a", None, "out_of_sync", (), Counts(), diffs, findings=(finding,))
         siblings = ("parameters", "bn-stats", "optimizer", "values")
         return {item for item in siblings if concerning(group, item, siblings) == [finding]}
 
@@ -253,9 +255,11 @@ def test_every_finding_that_fails_has_an_item_that_fails() -> None:
 @pytest.mark.parametrize("decided", [True, False])
 def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, decided: bool) -> None:
     """Where its tensors could not be compared an item is skipped with the reason; where nothing could, it fails."""
-    refused = TensorDiff("s", "optimizer", "float32", (2,), "not_compared", reason="refused", detail="sparse")
+    refused = TensorDiff(
+        "s", "optimizer", "float32", (2,), "not_compared", reason=Reason.REFUSED, detail=Refusal.SPARSE()
+    )
     kinds = {"parameter": Counts(2, identical=2), "optimizer": Counts(1, not_compared=1)}
-    group = Group("a", "a", None, "in_sync" if decided else "undecided", (), Counts(), (refused,), kinds=kinds)
+    group = make_group("a", None, "in_sync" if decided else "undecided", (), Counts(), (refused,), kinds=kinds)
 
     class Judge:
         def group(self, number: int) -> Any:
@@ -266,7 +270,7 @@ def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, dec
     ended = {item: outcome(Planned(tmp_path, "x", "a", item, siblings, 0), judge) for item in siblings}
     assert ended["parameters"].status == ("passed" if decided else "failed")
     assert ended["optimizer"].status == ("skipped" if decided else "failed")
-    assert "no tensor was compared (1 refused: sparse)" in ended["optimizer"].body
+    assert "no tensor was compared (1 refused: a sparse tensor)" in ended["optimizer"].body
     assert ("syncheck_verdict", "undecided") in ended["optimizer"].properties
 
 

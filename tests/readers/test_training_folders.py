@@ -115,7 +115,7 @@ def test_deepspeed(tmp_path: Path, prefix: str) -> None:
     # A model, and of two ranks a flat partition, a moment and a step.
     assert group.counts.identical == len(network()) + 2 * 3
     assert group.kinds["optimizer"].identical == 4
-    assert group.stores_progress
+    assert group.evidence.stores_progress
     deepspeed(right, value=1.0, prefix=prefix)
     (group,) = syncheck.compare(left, right).groups
     assert sorted(diff.name for diff in group.tensors) == [

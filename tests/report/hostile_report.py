@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from syncheck.records import Closure, Counts, DriftPoint, Finding, Group, Replica, Report, TensorDiff, Unreadable
+from groups import make_finding, make_group, text
+
+from syncheck.records import (
+    Closure,
+    Counts,
+    DriftPoint,
+    Reason,
+    Replica,
+    Report,
+    TensorDiff,
+    Unreadable,
+)
 
 # Each does something where it stands bare: in markdown, in HTML, in XML, in a terminal, in a log, or by what GitHub
 # makes of it.
@@ -27,12 +38,14 @@ def hostile(name: str) -> Report:
     diff = TensorDiff(
         name, "bn_mean", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=2, numel=2, max_abs=1.5
     )
-    missing = TensorDiff(name, "bn_mean", "float32", (2,), "not_compared", reason="missing", detail=name)
-    finding = Finding("SYN201", "bn-local-stats", "warning", (0, 1), (name,), name, name, f"fix {name}.", new=(name,))
+    missing = TensorDiff(name, "bn_mean", "float32", (2,), "not_compared", reason=Reason.MISSING, detail=text(name))
+    finding = make_finding(
+        "SYN201", "bn-local-stats", "warning", (0, 1), (name,), name, name, f"fix {name}.", new=(name,)
+    )
     replicas = (Replica(name, 0, "torch-zip", 1, 8), Replica(name, 1, "torch-zip", 1, 8))
-    bad = Group(
-        name, name, 3, "out_of_sync", replicas, Counts(2, different=1, not_compared=1), (diff, missing), (finding,),
-        notes=(name,), kinds={"bn_mean": Counts(2, different=1, not_compared=1)},
+    bad = make_group(
+        name, 3, "out_of_sync", replicas, Counts(2, different=1, not_compared=1), (diff, missing), findings=(finding,),
+        notes=(text(name),), kinds={"bn_mean": Counts(2, different=1, not_compared=1)},
     )  # fmt: skip
     point = DriftPoint(name, 3, 0.5, name)
     return Report(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from syncheck.records import Counts, Finding, Group, Replica, Report, TensorDiff
+from groups import make_finding, make_group
+
+from syncheck.records import Counts, Group, Replica, Report, TensorDiff
 
 
 def tensor(name: str, ranks: int = 8, **changes: object) -> TensorDiff:
@@ -21,8 +23,10 @@ def group(*tensors: TensorDiff, ranks: int = 8, step: int | None = None) -> Grou
     counts = Counts(tensors=len(tensors), different=len(tensors))
     replicas = tuple(Replica(f"run_rank{r}.pth", r, "torch-zip", len(tensors), 8) for r in range(ranks))
     names = tuple(diff.name for diff in tensors)
-    finding = Finding("SYN212", "outside-the-wrapper", "error", (ranks - 1,), names, "what", "why", "fix")
-    return Group("run", "run", step, "out_of_sync", replicas, counts, tensors, (finding,), kinds={"parameter": counts})
+    finding = make_finding("SYN212", "outside-the-wrapper", "error", (ranks - 1,), names, "what", "why", "fix")
+    return make_group(
+        "run", step, "out_of_sync", replicas, counts, tensors, findings=(finding,), kinds={"parameter": counts}
+    )
 
 
 def names(count: int) -> list[str]:

@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from groups import make_finding, make_group
+from groups import text as message_of
 
 import syncheck
 from syncheck.messages import Detail
-from syncheck.records import Counts, Finding, Group, Reason, Replica, Report, TensorDiff
+from syncheck.records import Counts, Group, Reason, Replica, Report, TensorDiff
 from syncheck.report import charts, html, json_document, parts, plain, terminal, text
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -38,12 +40,12 @@ def hostile() -> Report:
         HOSTILE, "bn_mean", "float32", (2,), "different", replica_groups=((0, 1),), clusters=((0,), (1,)), mismatched=2,
         numel=2, max_abs=1.5, max_rel=None, max_ulp=None, index=(1,), nonfinite={0: 1, 1: 0}, extent="all",
     )  # fmt: skip
-    finding = Finding("SYN201", "bn-local-stats", "warning", (0, 1), (HOSTILE,), HOSTILE, "why", "fix")
+    finding = make_finding("SYN201", "bn-local-stats", "warning", (0, 1), (HOSTILE,), HOSTILE, "why", "fix")
     counts = Counts(tensors=1, different=1)
     replicas = (Replica(HOSTILE, 0, "torch-zip", 1, 8), Replica("b", 1, "torch-zip", 1, 8))
-    group = Group(
-        HOSTILE, HOSTILE, 3, "out_of_sync", replicas, counts, (diff,), (finding,), kinds={"bn_mean": counts},
-        notes=(HOSTILE,),
+    group = make_group(
+        HOSTILE, 3, "out_of_sync", replicas, counts, (diff,), findings=(finding,), kinds={"bn_mean": counts},
+        notes=(message_of(HOSTILE),),
     )  # fmt: skip
     return Report("out_of_sync", (group,), drift=())
 

@@ -157,7 +157,8 @@ def _in_sync(holdings: Holdings, options: Options, name: str, grouping: tuple[Me
         while len(_KNOWN) > 8:
             _KNOWN.popitem(last=False)
     now = hyperparameters(held.catalogue.values)
-    return replace(report, groups=(replace(report.groups[0], hyperparameters=now),))
+    (group,) = report.groups
+    return replace(report, groups=(replace(group, evidence=replace(group.evidence, hyperparameters=now)),))
 
 
 def _judged(

@@ -1,0 +1,30 @@
+"""Groups of replicas made by hand, for tests of the diagnosis and of reports."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from syncheck.messages import Fact, Message
+from syncheck.records import Finding, Group, GroupEvidence
+
+_EVIDENCE = frozenset(field.name for field in fields(GroupEvidence))
+
+
+def make_group(
+    name: str, step: int | None, verdict: Any, replicas: Any, counts: Any, tensors: Any = (), **given: Any
+) -> Group:
+    """Return a group. given: fields of `Group` and of `GroupEvidence`."""
+    evidence = GroupEvidence(**{key: given.pop(key) for key in _EVIDENCE & given.keys()})
+    return Group(name, name, step, replicas, counts, tuple(tensors), verdict=verdict, evidence=evidence, **given)
+
+
+def make_finding(code: str, slug: str, severity: Any, ranks: Any, tensors: Any, evidence: str = "", cause: str = "",
+                 fix: str = "", values: Any = (), **given: Any) -> Finding:  # fmt: skip
+    """Return a finding whose evidence, cause and fix are these texts."""
+    return Finding(code, slug, severity, ranks, tensors, (text(evidence),), text(cause), text(fix), values, **given)
+
+
+def text(words: str) -> Message:
+    """Return a message that is this text."""
+    return Fact.TEXT(text=words)
