@@ -38,6 +38,6 @@ def apply(case: Case) -> Match | None:
     return Match(
         (),
         ranks,
-        f"{max(case.group.evidence.normalized.values())} names on {ranks_text(ranks)} were compared without a wrapper's "
-        "prefix (module., _orig_mod. or the like)",
+        f"{max(case.group.evidence.normalized.values())} names on {ranks_text(ranks)} were compared without a "
+        "wrapper's prefix (module., _orig_mod. or the like)",
     )

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import changed, network, save_pth, save_safetensors
+from groups import make_finding
 from hostile_report import HOSTILE, hostile
 
 import syncheck
 from syncheck.errors import logged
-from syncheck.records import Finding, Report, ValueDiff
+from syncheck.records import Report, ValueDiff
 from syncheck.report import junit
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -205,7 +206,7 @@ def test_a_finding_on_no_tensor_fails_something() -> None:
     """A failing finding that concerns no kind of the group fails all cases; one on values fails theirs."""
     group = hostile("calm").groups[0]
     finding = replace(group.findings[0], tensors=())
-    values = Finding("SYN106", "different-progress", "error", (0, 1), (), "e", "c", "f", values=("step",))
+    values = make_finding("SYN106", "different-progress", "error", (0, 1), (), "e", "c", "f", values=("step",))
     step = ValueDiff("step", {0: 1, 1: 2}, counts=True)
     for findings, failed in (((finding,), 2), ((values,), 1), ((finding, values), 2)):
         report = Report("out_of_sync", (replace(group, findings=findings, values=(step,)),))
