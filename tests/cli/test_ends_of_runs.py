@@ -179,7 +179,7 @@ def test_ended_while_writing(tmp_path: Path, number: signal.Signals) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["html", "json", "fingerprint"])
 def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
-    """60 runs killed at random moments, from the start to beyond the end: the output is whole, or the old one."""
+    """20 runs killed at random moments, from the start to beyond the end: the output is whole, or the old one."""
     many(tmp_path, 400)
     if ending == "fingerprint":
         ending, arguments = "json", ["fingerprint", "run_rank0.pth", "-o", "out.json"]
@@ -191,10 +191,10 @@ def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
         process.communicate()
     lasts = time.monotonic() - began
     draw, seen = random.Random(7), {"old": 0, "new": 0}
-    for _ in range(60):
+    for _ in range(20):
         out.write_text("old")
         with started(tmp_path, *arguments) as process:
-            time.sleep(draw.uniform(0, 1.1 * lasts))
+            time.sleep(draw.uniform(0, 1.5 * lasts))
             process.kill()
         content = out.read_text()
         assert content == "old" or is_whole(content, ending), len(content)
