@@ -68,8 +68,8 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
         if may_be_missing and isinstance(error, FileNotFoundError):
             return frozenset()
         reason = getattr(error, "strerror", None) or error
-        hint = "; --update-baseline writes one" if isinstance(error, FileNotFoundError) else ""
-        raise UsageError(f"{path}: cannot read the baseline: {reason}{hint}") from None
+        hint = "; create it with `syncheck compare --update-baseline`" if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{path}: the baseline cannot be read: {reason}{hint}") from None
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -30,7 +30,7 @@ SYNCHECK = {
     ),
     "What it means": "diagnose verdicts baseline",
     "What is shown, and written": "report contents fingerprint atomic",
-    "Doors": "api config cli __main__ testing pytest_plugin live integrations",
+    "Doors": "api options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
     "To read first": (

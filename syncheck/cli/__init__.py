@@ -35,15 +35,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     from syncheck.cli import output, streams
-    from syncheck.errors import COMMAND_LINE, OptionError, SyncheckError
+    from syncheck.errors import COMMAND_LINE, SyncheckError, spell_error
 
     try:
         code = _carried_out(argv)
         streams.flush()
         return code
     except SyncheckError as error:
-        text = error.spelled(COMMAND_LINE) if isinstance(error, OptionError) else error
-        output.tell(f"error: {text}")
+        output.tell(f"error: {spell_error(error, COMMAND_LINE)}")
         return error.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.

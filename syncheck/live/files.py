@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck.errors import UsageError, brief
+from syncheck.errors import OptionError, UsageError, brief
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import selector
 from syncheck.layout.groups import title_of
@@ -58,7 +58,9 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     where ranks read one file or those of several runs. Through `together` all ranks raise it.
     """
     if options.quick or options.group_by is not None:
-        raise UsageError("--quick and --group-by need one process that sees all files; leave them out")
+        raise OptionError(
+            "{quick} and {group_by} require a single process that reads all files; remove them", "quick", "group_by"
+        )
     if len(channel.ranks) < 2:
         raise UsageError(
             f"{path}: one process, and so one file: there is no other replica to compare it with; needs a process for "

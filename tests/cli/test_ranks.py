@@ -154,4 +154,4 @@ def test_a_baseline_is_read_and_written_by_rank_0(across: Across) -> None:
     assert "not in the baseline: extra" in ended[0].out.replace("\n", " ")
     ended = across.compare(across.path, "--baseline", "none.json")
     assert [done.code for done in ended] == [2, 2]
-    assert "none.json: cannot read the baseline" in ended[0].err
+    assert "none.json: the baseline cannot be read" in ended[0].err

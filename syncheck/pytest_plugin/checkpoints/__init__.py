@@ -134,8 +134,8 @@ def _of_the_project(config: pytest.Config) -> list[str]:
     except SyncheckError as error:
         return [f"syncheck: {error}"]  # what needs the options fails; nothing else has to
     parts = [
-        f"{key} {options.written(found.values[key.replace('-', '_')])}"
-        for key in project.applied(found, **options.given(config))
+        f"{key} {options.format_value(found.comparison[key.replace('-', '_')])}"
+        for key in project.list_applied_keys(found, **options.read_options(config))
     ]
     if not parts or found.path is None:
         return []
@@ -180,13 +180,13 @@ def configure(config: pytest.Config) -> None:
 
 @contextlib.contextmanager
 def _usage() -> Iterator[None]:
-    """Turn an error of ours into pytest's: one line, and exit code 4."""
-    from syncheck.errors import SyncheckError
+    """Turn an error of syncheck into pytest's: one line, and exit code 4."""
+    from syncheck.errors import PYTEST, SyncheckError, spell_error
 
     try:
         yield
     except SyncheckError as error:
-        raise pytest.UsageError(options.in_pytests_words(error)) from None
+        raise pytest.UsageError(spell_error(error, PYTEST)) from None
 
 
 def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> CheckpointPlugin:
@@ -200,7 +200,7 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     start = config.invocation_params.dir
     check_endings(outputs, option="--syncheck-output")
     # As the fixture does; pytest's own options are those of the rootdir too.
-    how = project.options(project.load(config.rootpath), **options.given(config))
+    how = project.merge_options(project.load(config.rootpath), **options.read_options(config))
     update = None
     with judging.folder(start):
         if config.getoption("syncheck_update_baseline"):
@@ -340,7 +340,7 @@ class CheckpointPlugin:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _write(self, path: str) -> None:
-        from syncheck.errors import SyncheckError
+        from syncheck.errors import PYTEST, SyncheckError, spell_error
         from syncheck.readers import keep
         from syncheck.report.files import write_file
 
@@ -351,15 +351,15 @@ class CheckpointPlugin:
                 write_file(path, report, option="--syncheck-output")
             self.written.append(path)
         except SyncheckError as error:
-            self.errors.append(options.in_pytests_words(error))
+            self.errors.append(spell_error(error, PYTEST))
 
     def _update(self, update: Update) -> None:
-        from syncheck.errors import SyncheckError
+        from syncheck.errors import PYTEST, SyncheckError, spell_error
 
         try:
             self.updated = update.write(self.judge, [one for one in self.planned if one.nodeid not in self.ran])
         except SyncheckError as error:
-            self.errors.append(options.in_pytests_words(error))
+            self.errors.append(spell_error(error, PYTEST))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was found, by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
