@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
-_OPTION = "--baseline"
+_OPTION = "{baseline}"
 _MOST_NAMED = 5
 # Codes that cover facts of several kinds: who accepts another shape has not accepted another dtype.
 _OF_FACTS = ("SYN102", "SYN215")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
-from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError, logged, one_line
+from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError, logged, one_line, spell_error
 from syncheck.report import files
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Baseline:
                 baseline.write(self.path, updated)
             except UsageError as error:
                 failed = error
-                output.tell(f"error: {self.path}: {error}")
+                output.tell(f"error: {self.path}: {spell_error(error, COMMAND_LINE)}")
             else:
                 if not self.quiet:
                     output.tell(f"{self.path}: {baseline.change(known, updated)}")

@@ -86,6 +86,11 @@ def test_wrong_usage(tmp_path: Path) -> None:
         "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
         "--syncheck-update-baseline: requires --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
         "--syncheck-update-baseline: there is no checkpoint to compare": UPDATE[3:],
+        "--syncheck-baseline no/known.json: cannot write it: there is no folder no": [
+            *FILES[:-1],
+            "no/known.json",
+            "--syncheck-update-baseline",
+        ],
     }
     for says, run in zip(asked, sessions(*((tmp_path, arguments) for arguments in asked.values())), strict=True):
         assert run.code == pytest.ExitCode.USAGE_ERROR

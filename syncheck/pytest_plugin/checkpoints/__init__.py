@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from syncheck.errors import PYTEST
 from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import Asked, asked_for, is_same
 
@@ -169,19 +170,17 @@ def configure(config: pytest.Config) -> None:
         with _usage():
             config.pluginmanager.register(_plugin(config, asked, outputs), "syncheck-checkpoints")
     elif config.getoption("syncheck_update_baseline"):
-        raise pytest.UsageError(
-            "--syncheck-update-baseline: there is no checkpoint to compare; name some with --syncheck GLOB"
-        )
+        option = PYTEST.name("update_baseline")
+        raise pytest.UsageError(f"{option}: there is no checkpoint to compare; name some with --syncheck GLOB")
     elif outputs:
-        raise pytest.UsageError(
-            f"--syncheck-output {outputs[0]}: there is no checkpoint to report on; name some with --syncheck GLOB"
-        )
+        option = PYTEST.pair("output", outputs[0])
+        raise pytest.UsageError(f"{option}: there is no checkpoint to report on; name some with --syncheck GLOB")
 
 
 @contextlib.contextmanager
 def _usage() -> Iterator[None]:
     """Turn an error of syncheck into pytest's: one line, and exit code 4."""
-    from syncheck.errors import PYTEST, SyncheckError, spell_error
+    from syncheck.errors import SyncheckError, spell_error
 
     try:
         yield
@@ -198,7 +197,7 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     from syncheck.report.files import asks_for_histograms, check_endings
 
     start = config.invocation_params.dir
-    check_endings(outputs, option="--syncheck-output")
+    check_endings(outputs, option=PYTEST.name("output"))
     # As the fixture does; pytest's own options are those of the rootdir too.
     how = project.merge_options(project.load(config.rootpath), **options.read_options(config))
     update = None
@@ -340,21 +339,21 @@ class CheckpointPlugin:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _write(self, path: str) -> None:
-        from syncheck.errors import PYTEST, SyncheckError, spell_error
+        from syncheck.errors import SyncheckError, spell_error
         from syncheck.readers import keep
         from syncheck.report.files import write_file
 
         try:
             report = _in_pytests_words(self.judge.report())
             with self.judge.here():
-                keep(path, "--syncheck-output")
-                write_file(path, report, option="--syncheck-output")
+                keep(path, PYTEST.name("output"))
+                write_file(path, report, option=PYTEST.name("output"))
             self.written.append(path)
         except SyncheckError as error:
             self.errors.append(spell_error(error, PYTEST))
 
     def _update(self, update: Update) -> None:
-        from syncheck.errors import PYTEST, SyncheckError, spell_error
+        from syncheck.errors import SyncheckError, spell_error
 
         try:
             self.updated = update.write(self.judge, [one for one in self.planned if one.nodeid not in self.ran])
