@@ -10,9 +10,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from syncheck.api import Options, compare
+    from syncheck.api import compare
     from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
+    from syncheck.options import Options
     from syncheck.readers import read
     from syncheck.records import (
         Closure,
@@ -57,7 +58,7 @@ __all__ = [
 
 _HOME = {
     "compare": "syncheck.api",
-    "Options": "syncheck.api",
+    "Options": "syncheck.options",
     "CheckpointError": "syncheck.errors",
     "OutOfSync": "syncheck.errors",
     "SyncheckError": "syncheck.errors",

@@ -1,10 +1,8 @@
-"""The one door to a comparison, for the command line, the pytest plugin and users."""
+"""The entry point of every comparison: the command line, the pytest plugin and users call these functions."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck import comparison, kinds, layout, series
@@ -12,13 +10,14 @@ from syncheck import paths as files
 from syncheck.comparison import Selection, reference
 from syncheck.comparison import compare as compare_group
 from syncheck.comparison.values import holds_counted
-from syncheck.errors import CheckpointError, OptionError, UsageError
+from syncheck.errors import CheckpointError, UsageError
 from syncheck.evidence.stale import with_stale
 from syncheck.kernel.blocks import broken_files
 from syncheck.layout.groups import last_steps
 from syncheck.messages import Note
 from syncheck.names import normalize
 from syncheck.omissions import shared_files, without_aliases
+from syncheck.options import Options as Options  # users import it from here too
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
 from syncheck.verdicts import judged_group, overall
@@ -26,11 +25,11 @@ from syncheck.verdicts import judged_group, overall
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from typing import Any
 
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Comparison
 
+# The kinds of tensors that each value of `Options.only` selects.
 ONLY = {
     "params": kinds.PARAMETERS,
     "buffers": kinds.BUFFERS,
@@ -39,158 +38,61 @@ ONLY = {
 }
 
 
-# These say one thing together: where one is given, none of the others is taken from elsewhere.
-TOLERANCE = ("rtol", "atol", "ulp", "close", "tolerance")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to compare. only: of `params`, `buffers`, `optimizer`, `rng`; empty for all but rng.
-
-    include, exclude: globs of whole tensor names. buffers: globs of names that are buffers, where the files do not say.
-    rtol and atol (both), ulp: what differs less is `close`; off by default. close: the tolerance of torch.testing for
-    each dtype instead. tolerance: by kind or glob of names `"close"`, `"bitwise"` or a dict of rtol, atol, ulp; names
-    come before kinds, the first glob that matches counts, and the options before are for the rest.
-    allow: codes of findings that do not fail. baseline: a file that `syncheck compare --update-baseline` wrote; what it
-    has does not fail either. It is for checkpoints: what is in memory is compared without it.
-    group_by: a regular expression over paths instead of the automatic grouping. reference: the path or rank of the
-    replica that differences are described against, in place of the majority. jobs: threads for large tensors; by
-    default as many as there are processors, at most 4. quick: by stored checksums only. rng: compare random number
-    states too, beside all the rest.
-    Raises OptionError, a UsageError, for values that make no sense.
-    """
-
-    only: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    rtol: float | None = None
-    atol: float | None = None
-    ulp: int | None = None
-    close: bool = False
-    tolerance: Mapping[str, object] = field(default_factory=dict, hash=False)
-    allow: tuple[str, ...] = ()
-    baseline: str | None = None
-    group_by: str | None = None
-    reference: str | int | None = None
-    jobs: int | None = None
-    quick: bool = False
-    rng: bool = False
-
-    def __post_init__(self) -> None:
-        self._check_types()
-        for name in self.only:
-            if name not in ONLY:
-                raise OptionError(f"needs one of {', '.join(ONLY)}", only=name)
-        if self.allow:
-            from syncheck.diagnose import RULES
-
-            known = {rule.CODE for rule in RULES}
-            for code in self.allow:
-                if code.upper() not in known:
-                    meant = [f"; its code is {rule.CODE}" for rule in RULES if code.lower() == rule.SLUG]
-                    raise OptionError(f"no such code{''.join(meant) or '; syncheck explain lists all'}", allow=code)
-        if self.group_by is not None:
-            try:
-                re.compile(self.group_by)
-            except re.error as error:
-                raise OptionError(f"not a regular expression: {error}", group_by=self.group_by) from None
-        if self.jobs is not None and self.jobs < 1:
-            raise OptionError("needs a number of at least 1", jobs=self.jobs)
-        self.selection()  # the tolerances check themselves
-
-    def _check_types(self) -> None:
-        for name in ("only", "include", "exclude", "buffers", "allow"):
-            value: object = getattr(self, name)
-            if not isinstance(value, (tuple, list)) or not all(isinstance(part, str) for part in value):
-                raise OptionError("needs a tuple of texts", **{name: value})
-        numbers: tuple[tuple[str, Any, str], ...] = (
-            ("rtol", (int, float), "a number"),
-            ("atol", (int, float), "a number"),
-            ("ulp", int, "a whole number"),
-            ("baseline", str, "a path"),
-            ("group_by", str, "a regular expression"),
-            ("reference", (str, int), "a path or a rank"),
-            ("jobs", int, "a whole number"),
-        )
-        for name, types, wanted in numbers:
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
-                raise OptionError(f"needs {wanted}", **{name: value})
-        for name in ("close", "quick", "rng"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError("needs True or False", **{name: getattr(self, name)})
-        if not isinstance(self.tolerance, Mapping) or not all(isinstance(key, str) for key in self.tolerance):
-            raise OptionError("needs a dict by kind or glob of names", tolerance=self.tolerance)
-
-    def selection(self, rank: int | None = None) -> Selection:
-        """Return what of this concerns the comparison of one group. rank: the reference's in that group."""
-        only = frozenset().union(*(ONLY[name] for name in self.only))
-        excused = tolerances(
-            rtol=self.rtol,
-            atol=self.atol,
-            ulp=self.ulp,
-            close=self.close,
-            table=self.tolerance,
+def build_selection(options: Options, rank: int | None = None) -> Selection:
+    """Return the options that apply to the comparison of one group. rank: of the reference in that group."""
+    return Selection(
+        only=frozenset().union(*(ONLY[name] for name in options.only)),
+        include=options.include,
+        exclude=options.exclude,
+        buffers=options.buffers,
+        tolerance=tolerances(
+            rtol=options.rtol,
+            atol=options.atol,
+            ulp=options.ulp,
+            close=options.close,
+            table=options.tolerance,
             kinds=kinds.KINDS,
-        )
-        return Selection(
-            only,
-            self.include,
-            self.exclude,
-            self.buffers,
-            excused,
-            reference=rank,
-            jobs=self.jobs,
-            quick=self.quick,
-            rng=self.rng,
-        )
-
-
-def changed(options: Options, **given: Any) -> Options:
-    """Return options with other values; None is a field's default.
-
-    A tolerance given takes the place of whatever tolerance they have, whole.
-    """
-    fresh = Options()
-    found = fresh if any(given.get(name) is not None for name in TOLERANCE) else options
-    filled = {name: getattr(fresh, name) if value is None else value for name, value in given.items()}
-    return replace(options, **{name: getattr(found, name) for name in TOLERANCE} | filled)
+        ),
+        reference=rank,
+        jobs=options.jobs,
+        quick=options.quick,
+        rng=options.rng,
+    )
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a file that `find` would take from a folder, or a folder with such a file in it."""
+    """Whether `find` would open the path: a checkpoint, or a folder with a checkpoint in it."""
     return files.holds_checkpoint(str(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies under some paths: opened and sorted into groups of replicas, no tensor compared yet."""
+    """The checkpoints under some paths, opened and grouped; no tensor has been compared."""
 
     groups: tuple[ReplicaGroup, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
-    """Files in the folders given that are no checkpoints."""
+    """Number of other files in the given folders."""
     aliases: tuple[Alias, ...] = ()
-    """Paths that lead to the bytes of another replica."""
+    """Links to the file of another replica."""
     idle: tuple[str, ...] | None = None
-    """Globs of tolerances that match no tensor in any of all the groups; None where nobody has looked."""
+    """Globs of tolerances that match no tensor of any group; None if they have not been matched yet."""
 
 
 def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
-    """Open the checkpoints under the paths and sort them into groups of replicas.
+    """Open the checkpoints under the paths and group the replicas.
 
-    paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, or no
-    path at all, for a reference that is none of the replicas, and for a baseline that cannot be read. Files that cannot
-    be read do not raise: they are listed.
+    paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, no path
+    at all, an unknown reference, and a baseline that cannot be read. A checkpoint that cannot be read does not raise:
+    it is listed in `unreadable`.
     """
     options = options or Options()
     if options.baseline is not None:
-        from syncheck import baseline  # which most runs do without
+        from syncheck import baseline  # most runs have none
 
-        baseline.read(options.baseline)  # what is wrong with it is told before anything is compared
+        baseline.read(options.baseline)  # a broken baseline raises before anything is compared
     if not paths:
-        raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
+        raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = files.open_all([str(path) for path in paths])
     snapshots, linked = without_aliases(opened.snapshots)
     spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
@@ -201,19 +103,19 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
 
 
 def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
-    """Name the kinds of what would be compared in a group, from the names alone: no tensor is read.
+    """Return the kinds of tensors that a comparison of the group would include, without reading any tensor.
 
-    The last is `value` where the files hold Python values that count, such as the step.
+    The last kind is `value` if the files hold Python values that are compared, such as the step.
     """
     counted = any(holds_counted(snapshot) for _, snapshot in replicas.ranks)
-    return comparison.kinds_in(replicas, (options or Options()).selection()) + (("value",) if counted else ())
+    return comparison.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
 
 
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
-    """Compare the replicas in each group, and diagnose what differs.
+    """Compare the replicas in each group, and diagnose the differences.
 
-    histograms: gather them of what differs most at the last step of each run, for a page. A file that breaks while it
-    is read is listed as unreadable, and the verdict is then never "in sync".
+    histograms: add histograms of the tensors that differ most at the last step of each run, for an HTML page. If a file
+    breaks while it is read, it is listed as unreadable, and the verdict is never "in sync".
     """
     options = options or Options()
     unreadable = list(found.unreadable)
@@ -223,7 +125,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         for replicas in found.groups
     ]
     groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
-    if len(groups) > 1 and not options.quick:  # which reads no tensor
+    if len(groups) > 1 and not options.quick:  # quick reads no tensor
         from syncheck.evidence.free_running import with_free_running
 
         groups = with_free_running(groups, compared, unreadable, options.jobs)
@@ -249,17 +151,17 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
-    """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
+    """Compare the replicas in each group of the checkpoints under the paths, and diagnose the differences.
 
-    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: gather them of what differs
-    most at the last step of each run, for an HTML page.
+    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: add histograms of the
+    tensors that differ most at the last step of each run, for an HTML page.
 
         report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
         print(report.verdict, report.counts.different)
 
-    Returns the whole answer; `report.exit_code` is the command line's. Memory does not grow with the size of tensors.
-    Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
-    be read do not raise: they are listed, and the verdict is then never "in sync".
+    Returns the report; `report.exit_code` is the exit code of the command line. Memory does not grow with the size of
+    tensors. Raises UsageError for a glob without a match, a folder without a checkpoint, and no path at all. A file
+    that cannot be read does not raise: it is listed, and the verdict is never "in sync".
     """
     return judge(find(*paths, options=options), options, histograms=histograms)
 
@@ -267,17 +169,17 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 def _compare(
     replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
 ) -> tuple[Comparison, ReplicaGroup]:
-    """Compare a group; files that break while they are read are taken out and the others are compared.
+    """Compare a group without the files that break while they are read.
 
-    Returns also what was compared.
+    Also returns the group without these files.
     """
     while True:
         try:
             rank = reference.rank_of(options.reference, replicas)
-            return compare_group(replicas, replace(options.selection(rank), histograms=histograms)), replicas
+            return compare_group(replicas, replace(build_selection(options, rank), histograms=histograms)), replicas
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
-            # What breaks may be one file of a folder that is one checkpoint.
+            # The broken file may lie in the folder of a checkpoint.
             left = tuple(
                 (rank, s)
                 for rank, s in replicas.ranks
@@ -290,8 +192,8 @@ def _compare(
 
 
 def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
-    """Return the globs of tolerances that match no tensor of any group: most likely they are misspelled."""
-    excused = options.selection().tolerance
+    """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
+    excused = build_selection(options).tolerance
     if not excused.names or not groups:
         return ()
     names = (normalize(snapshot.tensors).values() for replicas in groups for _, snapshot in replicas.ranks)
@@ -299,7 +201,7 @@ def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
 
 
 def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
-    """Say in the first group what concerns all of them."""
+    """Add a note on all groups to the first group."""
     if not idle or not groups:
         return groups
     note = Note.UNUSED_TOLERANCES(names=", ".join(idle), kinds=", ".join(kinds.KINDS))

@@ -8,7 +8,7 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from syncheck.errors import UsageError
+from syncheck.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def writing(path: str, option: str = "-o") -> Iterator[None]:
-    """Turn a failure to write a file into UsageError, which names the option that the path was given with."""
+    """Turn a failure to write a file into OptionError.
+
+    option: the spelling of the path's option, or `{baseline}`, which each surface spells.
+    """
     try:
         yield
     except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
@@ -25,7 +28,7 @@ def writing(path: str, option: str = "-o") -> Iterator[None]:
         folder = os.path.dirname(path)
         if folder and isinstance(error, FileNotFoundError) and not os.path.lexists(folder):
             reason = f"there is no folder {folder}; create it first"
-        raise UsageError(f"{option} {path}: cannot write it: {reason}") from None
+        raise OptionError(f"{option} {path}: cannot write it: {reason}", "baseline") from None
 
 
 def check_place(path: str) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck import atomic
 from syncheck.errors import UsageError, brief
-from syncheck.messages import Fact, Problem
+from syncheck.messages import Fact
 from syncheck.records import Fixed
 from syncheck.verdicts import overall, with_findings
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
-_OPTION = "--baseline"
+_OPTION = "{baseline}"
 _MOST_NAMED = 5
 # Codes that cover facts of several kinds: who accepts another shape has not accepted another dtype.
 _OF_FACTS = ("SYN102", "SYN215")
@@ -69,9 +69,9 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
         if may_be_missing and isinstance(error, FileNotFoundError):
             return frozenset()
         if isinstance(error, FileNotFoundError):
-            raise UsageError(Problem.NO_BASELINE(path=path)) from None
+            raise UsageError(f"{path}: no such baseline; create it with `syncheck compare --update-baseline`") from None
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
+        raise UsageError(f"{path}: the baseline cannot be read: {reason}") from None
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -1,20 +1,20 @@
-"""Every error that syncheck raises on purpose, and the exit code each stands for.
+"""The errors that syncheck raises, with their exit codes, and the spelling of options in them.
 
     SyncheckError                exit 2
     +-- UsageError               options, globs or paths that cannot be used
-    |   +-- OptionError          an option; says it in the words of Python, the command line or a file
+    |   +-- OptionError          an option; each surface spells its name
     +-- CheckpointError          one file: path, place, found, needed, next step
-    |   +-- UnreadableFile       the operating system would not give the bytes
-    |   +-- NotACheckpoint       no known format
-    |   +-- UnsupportedFormat    a known format that is not read
-    |   +-- MalformedFile        a known format, broken
-    |   +-- RefusedFile          it wants to run something when it is loaded
+    |   +-- UnreadableFile       the operating system cannot read it
+    |   +-- NotACheckpoint       not of a known format
+    |   +-- UnsupportedFormat    a known format that this version does not read
+    |   +-- MalformedFile        a broken file of a known format
+    |   +-- RefusedFile          loading it would run code
     +-- RankFailed               a rank could not take part in a comparison of all ranks
-    +-- DemoFailed               the demo did not show what it promises
-    +-- OutOfSync                exit 1; also an AssertionError, with the whole report
+    +-- DemoFailed               the demo failed
+    +-- OutOfSync                exit 1; also an AssertionError, with the report
 
-An error's text is one line, but for OutOfSync's. Being out of sync is a verdict, and raised only where that was asked
-for: by `assert_in_sync` and by a monitor.
+The text of an error is one line, except that of OutOfSync. Only `assert_in_sync` and a monitor raise OutOfSync; other
+functions return the verdict.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _HASHES = re.compile(r"##(?=\w*\[)")
 
 
 def one_line(text: str) -> str:
-    r"""Escape what would break a line or steer a terminal: names in a file are not to be trusted."""
+    r"""Escape line breaks and control characters, because names in a file are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def logged(text: str) -> str:
-    r"""Escape what a CI system would obey in the lines of a log, coloured or not.
+    r"""Escape the commands of CI systems in the lines of a log, colored or not.
 
-    GitHub takes `::` for the start of a command wherever only blanks stand before it, and `##[` anywhere in a line;
-    Azure Pipelines takes `##vso[`, TeamCity `##teamcity[`.
+    GitHub runs a command after `::` if only blanks precede it, and after `##[` anywhere in a line. Azure Pipelines
+    reads `##vso[`, TeamCity `##teamcity[`.
     https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
     """
     return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
 
 
 class _Brief(reprlib.Repr):
-    """As reprlib has it, but sets whose members have no order of their own read the same wherever they are read."""
+    """Sort the members of sets by their text, so that the text of a set is the same in every process."""
 
     def repr_set(self, x: set[Any], level: int) -> str:
         return self._members(x, level, super().repr_set)
@@ -62,13 +62,13 @@ class _Brief(reprlib.Repr):
     def _members(self, x: Any, level: int, ordered: Callable[[Any, int], str]) -> str:
         if level <= 0 or {type(member) for member in x} in ({str}, {int}):
             return ordered(x, level)
-        if len(x) > self.maxset:  # to write all of them, and all of theirs, could take all time
+        if len(x) > self.maxset:  # nested sets of all members could take forever
             return f"<{type(x).__name__} of {len(x)}>"
         return f"{type(x).__name__}({{{', '.join(sorted(self.repr1(member, level - 1) for member in x))}}})"
 
 
 def brief(value: object, most: int = 60) -> str:
-    """Write a value from a file in at most `most` characters, in bounded time whatever it holds.
+    """Return a value from a file as text of at most `most` characters, in bounded time.
 
     `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
     """
@@ -81,14 +81,14 @@ def brief(value: object, most: int = 60) -> str:
 
 
 def _short(text: str) -> str:
-    """Write a file's words in one line, and leave out the middle of what nobody would read: names may be megabytes."""
+    """Return text from a file in one line, without the middle of a long text: names may be megabytes."""
     if len(text) > 400:
         text = f"{text[:200]}...{text[-200:]}"
     return one_line(text)
 
 
 class SyncheckError(Exception):
-    """Base of all; `exit_code` is what the command line returns for it."""
+    """Base class of the errors; `exit_code` is the exit code of the command line."""
 
     exit_code = 2
 
@@ -97,33 +97,45 @@ class SyncheckError(Exception):
 
 
 class UsageError(SyncheckError):
-    """The call cannot be carried out as it stands."""
+    """The arguments or options are wrong."""
 
 
 class RankFailed(SyncheckError):
-    """A rank could not take part in a comparison; raised on every rank of the group, with the same text."""
+    """A rank could not take part in a comparison. Every rank of the group raises it with the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How an option is written: `--group-by REGEX` as on the COMMAND_LINE, and `group_by='REGEX'` as in PYTHON."""
+    """The spelling of options on one surface: `--group-by REGEX` on the COMMAND_LINE, `group_by='REGEX'` in PYTHON.
+
+    prefix, equals: the text before a name, and between a name and its value. switches: options whose values are
+    separate switches, such as `--only-params`.
+    """
 
     prefix: str
     equals: str
+    switches: tuple[str, ...] = ()
 
     def name(self, field: str) -> str:
-        """Write a field of `api.Options`; `tolerance.KEY` is an entry of that table."""
+        """Return the name of a field of `options`; `tolerance.KEY` is an entry of that table."""
         field, dot, key = field.partition(".")
+        name = self.prefix + (field.replace("_", "-") if self.prefix else field)
+        if field in self.switches:
+            name += "-..."
         entry = f'."{key}"' if self.prefix else f'["{key}"]'
-        return self.prefix + (field.replace("_", "-") if self.prefix else field) + (entry if dot else "")
+        return name + (entry if dot else "")
 
     def placeholder(self, field: str, metavar: str) -> str:
         """Write a field with a placeholder for its value: `--group-by REGEX`."""
         return f"{self.name(field)}{self.equals}{metavar}"
 
     def pair(self, field: str, value: object) -> str:
-        """Write a field with its value."""
-        text = f"{value:g}" if isinstance(value, float) else brief(value)
+        """Return the name of a field and its value. A flag that takes no value is its name alone."""
+        if field in self.switches:
+            return f"{self.prefix}{field}-{value}"
+        if value is True and self.equals == " ":
+            return self.name(field)
+        text = brief(value)
         if isinstance(value, str) and self.equals == " ":
             import shlex
 
@@ -132,7 +144,7 @@ class Words:
 
 
 PYTHON = Words("", "=")
-COMMAND_LINE = Words("--", " ")
+COMMAND_LINE = Words("--", " ", switches=("only",))
 TOML = Words("tool.syncheck.", " = ")
 PYTEST = Words("--syncheck-", " ")
 _CURRENT: ContextVar[Words] = ContextVar("words", default=PYTHON)
@@ -154,22 +166,22 @@ def spelling(words: Words) -> Iterator[None]:
 
 
 class OptionError(UsageError):
-    """An option makes no sense, or contradicts another one.
+    """An option has a wrong value, or contradicts another option.
 
-    text: what is needed; `{rtol}` in it stands for the option of that name. values: the options that are wrong, by the
-    names of `api.Options`. `str` writes the options in the current surface's words.
+    text: the expected value. mentioned: the options that the text refers to, each as `{rtol}`. values: the wrong
+    options by field name. `str` spells the options for the surface that prints the error (`spelling`).
     """
 
-    _NAME = re.compile(r"\{(rtol|atol|ulp|close)\}")
-
-    def __init__(self, text: str, **values: object) -> None:
-        self.text, self.values = text, values
+    def __init__(self, text: str, *mentioned: str, **values: object) -> None:
+        self.text, self.mentioned, self.values = text, mentioned, values
         super().__init__(text)
 
     def __str__(self) -> str:
         words = current_words()
         head = " ".join(words.pair(name, value) for name, value in self.values.items())
-        text = self._NAME.sub(lambda found: words.name(found[1]), self.text)
+        text = self.text
+        for name in self.mentioned:
+            text = text.replace(f"{{{name}}}", words.name(name))
         return one_line(f"{head}: {text}" if head else text)
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
@@ -178,9 +190,9 @@ class OptionError(UsageError):
 
 
 class OutOfSync(SyncheckError, AssertionError):
-    """Replicas differ, or, of an assertion, it could not be told whether they do. report: the whole answer.
+    """Replicas differ, or an assertion could not compare them. report: the full report.
 
-    Its text is that of a failed assertion, of several lines; names in it are escaped where it is made.
+    The text has several lines. Names from files are already escaped in it.
     """
 
     exit_code = 1
@@ -198,14 +210,14 @@ class OutOfSync(SyncheckError, AssertionError):
 
 
 class DemoFailed(SyncheckError):
-    """A step of `syncheck demo` failed, or its result is not what the demo promises."""
+    """A step of `syncheck demo` failed, or had another result than the demo expects."""
 
 
 class CheckpointError(SyncheckError):
     """A file that cannot be compared.
 
-    path: the file. place: the record, header or tensor. found, needed: what is there and what would be right.
-    next_step: what the user can do.
+    path: the file. place: the record, header or tensor. found, needed: the actual and the expected content. next_step:
+    advice to the user.
     """
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
@@ -220,16 +232,16 @@ class CheckpointError(SyncheckError):
 
 
 class UnreadableFile(CheckpointError):
-    """The file is missing, a folder, or may not be read."""
+    """The file is missing, is a folder, or must not be read."""
 
     @classmethod
     def because(cls, path: str, error: OSError | ValueError, next_step: str = "") -> UnreadableFile:
-        """Return the error for a file that Python could not open or read; it says ValueError of a NUL in a path."""
+        """Return the error for a failed `open` or `read`, which raises ValueError for a NUL in the path."""
         return cls(path, found=str(getattr(error, "strerror", None) or error).lower(), next_step=next_step)
 
 
 class NotACheckpoint(CheckpointError):
-    """The content is of no known format."""
+    """The content has no known format."""
 
 
 class UnsupportedFormat(CheckpointError):
@@ -237,8 +249,8 @@ class UnsupportedFormat(CheckpointError):
 
 
 class MalformedFile(CheckpointError):
-    """The format is known and this file breaks it: cut short, out of bounds, inconsistent."""
+    """The file is truncated, inconsistent, or refers to bytes out of its bounds."""
 
 
 class RefusedFile(CheckpointError):
-    """Loading the file would run code; nothing of it was run."""
+    """Loading the file would run code; syncheck has not run it."""

@@ -265,15 +265,3 @@ class Hint(Sentence):
         "{group_by:option REGEX}."
     )
     UPDATE_BASELINE = "remove it from the baseline with {update_baseline:option}"
-
-
-class Problem(Sentence):
-    """Errors that mention options."""
-
-    UPDATE_NEEDS_BASELINE = "{update_baseline:option}: requires {baseline:option FILE}, or baseline in [tool.syncheck]"
-    UPDATE_NEEDS_ALL_TESTS = "{update_baseline:option}: requires the tests of all checkpoints; remove {test}"
-    NO_BASELINE = "{path}: no such baseline; {update_baseline:option} creates it"
-    NEEDS_ALL_FILES = (
-        "{quick:option} and {group_by:option}: require one process that sees all files; run without torchrun, or "
-        "without these options"
-    )

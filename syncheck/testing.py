@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
-from syncheck.errors import OutOfSync, SyncheckError, UsageError
+from syncheck.errors import PYTHON, OutOfSync, SyncheckError, UsageError
+from syncheck.options import Options, RunOptions, list_options, replace_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed
 
-    from syncheck.api import Options
     from syncheck.records import Report
 
 __all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
@@ -193,21 +193,25 @@ def _is_path(thing: Any) -> bool:
 
 
 def _options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
-    """Return the options, with fields given by name in place of their own. A single text stands for a tuple of one."""
-    if type(limit) is not int or limit < 0:
-        raise UsageError(f"limit={limit!r}: needs a number of rows, 0 for all")
-    if options is not None and not isinstance(options, api.Options):
-        raise UsageError(f"options={options!r:.80}: needs syncheck.Options, or its fields by name, as in only='params'")
-    known = api.Options.__dataclass_fields__
-    unknown = [name for name in comparing if name not in known]
-    if unknown:
-        raise UsageError(f"{unknown[0]}=: no such option; needs one of {', '.join(known)}")
-    made: dict[str, Any] = {}
+    """Return the options with the fields given by name in place of their own.
+
+    For a list, a single string stands for a list of one, and a set for a list.
+    """
+    RunOptions(limit=limit)  # raises OptionError for a wrong limit
+    if options is not None and not isinstance(options, Options):
+        raise UsageError(
+            f"options={options!r:.80}: must be syncheck.Options; or pass its fields by name, as in only='params'"
+        )
+    known = list_options(PYTHON, Options)
+    given: dict[str, Any] = {}
     for name, value in comparing.items():
-        many = isinstance(known[name].default, tuple)
-        # None is what is not given; of what is no collection of texts the options themselves complain.
-        if many and not isinstance(value, (list, tuple)):
-            value = () if value is None else tuple(value) if isinstance(value, (set, frozenset)) else value
-            value = (value,) if isinstance(value, str) else value
-        made[name] = tuple(value) if isinstance(value, list) else value
-    return api.changed(options or api.Options(), **made)
+        if name not in known:
+            raise UsageError(f"{name}=: no such option; must be one of {', '.join(known)}")
+        is_list = known[name].kind.is_list
+        if is_list and isinstance(value, str):
+            given[name] = (value,)
+        elif isinstance(value, list) or (is_list and isinstance(value, (set, frozenset))):
+            given[name] = tuple(value)
+        else:
+            given[name] = value
+    return replace_fields(options or Options(), **given)

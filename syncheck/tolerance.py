@@ -33,7 +33,7 @@ COUNTERS = frozenset(
     "_growth_tracker".split()
 )
 _FIELDS = ("rtol", "atol", "ulp")
-_NEEDED = 'needs "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-5, atol = 1e-8} or {ulp = 4}'
+_NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-5, atol = 1e-8} or {ulp = 4}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if (self.rtol is None) != (self.atol is None):
-            raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)")
+            raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)", "rtol", "atol")
         if (
             self.rtol is not None
             and self.atol is not None
             and not (0 <= self.rtol <= 1 and 0 <= self.atol < float("inf"))
         ):
-            raise OptionError("needs 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
+            raise OptionError("must be 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
         if self.ulp is not None and self.ulp < 0:
-            raise OptionError("needs a number of at least 0", ulp=self.ulp)
+            raise OptionError("must be at least 0", ulp=self.ulp)
 
     @property
     def exact(self) -> bool:
@@ -127,9 +127,12 @@ def tolerances(
     A key of the table that is one of `kinds` is a kind, any other a glob. Raises OptionError for what contradicts
     itself or makes no sense.
     """
-    given = [f"{{{name}}}" for name, value in zip(_FIELDS, (rtol, atol, ulp), strict=True) if value is not None]
+    given = [name for name, value in zip(_FIELDS, (rtol, atol, ulp), strict=True) if value is not None]
     if close and given:
-        raise OptionError(f"{{close}} is a whole tolerance: it cannot be combined with {' and '.join(given)}")
+        others = " and ".join(f"{{{name}}}" for name in given)
+        raise OptionError(
+            f"{{close}} cannot be combined with {others}: it sets the tolerance of each dtype", "close", *given
+        )
     rules = {key: _said(key, value) for key, value in (table or {}).items()}
     return Tolerances(
         "close" if close else Tolerance(rtol, atol, ulp),

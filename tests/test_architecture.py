@@ -39,6 +39,7 @@ BASE = LEAVES | {"messages", "snapshots", "records"}
 BYTES = BASE | {"kernel", "kernel.blocks"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
+    "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
     "atomic": LEAVES,
     "dtypes": set(),
     "messages": {"errors"},
@@ -89,20 +90,21 @@ ALLOWED = {
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "report"},
+    "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "options", "report"},
     "omissions": BASE | {"layout.groups"},
     "paths": BASE | {"readers", "omissions", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE
     | {"readers", "kinds", "metadata_block", "kernel.blocks", "kernel.moments", "kernel.digests", "comparison.values"}
     | {"atomic"},
-    "config": LEAVES | {"api", "report"},
+    "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "comparison", "live"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
-    "testing": BASE | {"api", "live", "report"},
-    "pytest_plugin": BASE | {"api", "baseline", "readers", "config", "live", "testing", "report", "pytest_plugin"},
+    "testing": BASE | {"api", "options", "live", "report"},
+    "pytest_plugin": BASE
+    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin"},
     "integrations": {"live", "integrations"},
 }
 

@@ -14,7 +14,8 @@ import pytest
 from required import unavailable
 
 from syncheck.cli.parser import build
-from syncheck.pytest_plugin import options
+from syncheck.errors import PYTEST
+from syncheck.options import list_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -236,6 +237,6 @@ def test_the_options_that_the_guide_names_exist() -> None:
     """Each long option in docs/ci.md is one of `syncheck compare`, of the plugin, or of another program there."""
     others = {"--nproc-per-node", "--save-per-rank", "--index-url", "--all-files"}
     known = set(re.findall(r"--[\w-]+", build()._subparsers._group_actions[0].choices["compare"].format_help()))  # type: ignore[union-attr, index, call-overload]
-    plugin = set(re.findall(r'"(--syncheck[\w-]*)"', Path(options.__file__).read_text(encoding="utf-8")))
+    plugin = {"--syncheck", "--syncheck-timeout", *map(PYTEST.name, list_options(PYTEST))}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"\]\([^)]*\)", "]", GUIDE)))
     assert named - known - plugin == others

@@ -9,6 +9,9 @@ import sources
 from from_schema import RECORDS, WORDS
 from marks import code, paragraphs, phrase, split_fields, table
 
+from syncheck.errors import PYTHON
+from syncheck.options import Options, list_options
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -98,10 +101,13 @@ def section(title: str, module: str, node: sources.Definition, level: int = 3, *
     parts = [head, f"```python\n{called}\n```", paragraphs(text, names)]
     shared = next((key for key, record in RECORDS.items() if record == name), "")
     rows = []
+    declared = list_options(PYTHON, Options) if name == "Options" else {}
     for f in fields:
-        meaning = f.text or of_fields[f.name] or WORDS.get(f"{shared}.{f.name}", "")
-        default = code(f.default) if f.default else ""
-        rows.append((code(f.name), code(f.type) if f.type else "", default, phrase(meaning)))
+        if f.name in declared:
+            default, about = repr(declared[f.name].default), declared[f.name].help
+        else:
+            default, about = f.default, f.text or of_fields[f.name] or WORDS.get(f"{shared}.{f.name}", "")
+        rows.append((code(f.name), code(f.type) if f.type else "", code(default) if default else "", phrase(about)))
     if rows:
         parts.append(table(("field", "type", "default", "meaning"), rows))
     return "\n\n".join([*parts, *_members(module, node)])

@@ -30,7 +30,7 @@ SYNCHECK = {
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
     "Reports and files": "report contents fingerprint atomic",
-    "Entry points": "api config cli __main__ testing pytest_plugin live integrations",
+    "Entry points": "api options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
     "Start here": (

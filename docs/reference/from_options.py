@@ -1,4 +1,4 @@
-"""Commands, options and keys, from the command-line parsers, the pytest plugin and `syncheck.config`."""
+"""Commands, options and keys, from the parsers of the command line and of pytest and from `syncheck.options`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ from typing import Any
 
 from marks import cell, code, table
 
-from syncheck import config
 from syncheck.cli import parser
-from syncheck.pytest_plugin import options
-
-# Keys of pyproject.toml without a command-line option of the same name.
-UNTYPED = {
-    "checkpoints": "paths and globs for `syncheck report` without a path",
-    "only": "kinds of tensors to compare: `params`, `buffers`, `optimizer`, `rng`",
-    "tolerance": "tolerances by kind of tensor and by glob of tensor names: [Tolerances](../options.md#tolerances)",
-}
+from syncheck.errors import COMMAND_LINE, PYTEST, TOML
+from syncheck.options import list_options
+from syncheck.pytest_plugin import options as plugin
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command, in the order of the help."""
-    actions = parser.build()._actions  # noqa: SLF001 - argparse has no public accessor
+    actions = parser.build()._actions  # noqa: SLF001 - argparse has no public access
     (found,) = [action for action in actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
     return dict(found.choices)
 
 
 def _groups(of: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
-    """Return the actions of a parser by the title of their group, without paths and --help."""
+    """Return the options of a parser by the title of their group, without --help."""
     groups = {group.title or "": group._group_actions for group in of._action_groups}  # noqa: SLF001
     kept = {
         title: [a for a in actions if a.option_strings and a.dest != "help"]
@@ -39,7 +33,7 @@ def _groups(of: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
 
 
 def _row(action: argparse.Action) -> tuple[str, str]:
-    """Return the cells of an option: its spellings and its help."""
+    """Return the cells of an option: its spelling and its help."""
     if action.choices is not None:
         value = " " + "|".join(map(str, action.choices))
     else:
@@ -49,7 +43,7 @@ def _row(action: argparse.Action) -> tuple[str, str]:
 
 
 def commands() -> str:
-    """Return a section for each command, and a section for the options that `compare` and `report` share."""
+    """Return a section for each command, and one for the options that `compare` and `report` share."""
     all_of = _commands()
     same = {_row(a) for group in _groups(all_of["compare"]).values() for a in group}
     same &= {_row(a) for group in _groups(all_of["report"]).values() for a in group}
@@ -80,60 +74,53 @@ def _place(action: argparse.Action) -> str:
 
 
 @dataclass
-class OptionRecorder:
-    """Records the options that the plugin declares, in place of the parser of pytest."""
+class Recorder:
+    """Records the options that the plugin declares, in place of pytest's parser."""
 
     options: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ini: list[tuple[str, ...]] = field(default_factory=list)
 
-    def getgroup(self, *_: str) -> OptionRecorder:
-        """Return the recorder itself, as the group."""
+    def getgroup(self, *_: str) -> Recorder:
+        """Stand in for a group of options."""
         return self
 
-    def addoption(self, name: str, **how: Any) -> None:
+    def addoption(self, name: str, **settings: Any) -> None:
         """Record an option."""
-        self.options.append((name, how))
+        self.options.append((name, settings))
 
     def addini(self, name: str, text: str, type: str = "string", default: Any = None) -> None:  # noqa: A002
-        """Record an ini key."""
+        """Record an ini value."""
         shown = "none" if default in (None, [], "") else code(str(default))
         self.ini.append((code(name), {"args": "list of words"}.get(type, "text"), cell(text), shown))
 
 
-def record_plugin() -> OptionRecorder:
-    """Return the options and ini keys of the pytest plugin."""
-    recorder = OptionRecorder()
-    options.add(recorder)  # type: ignore[arg-type]
+def record_options() -> Recorder:
+    """Return the options that the plugin declares."""
+    recorder = Recorder()
+    plugin.add(recorder)  # type: ignore[arg-type]
     return recorder
 
 
 def pytest_options() -> str:
     """Return the table of the options of `pytest`."""
     rows = []
-    for name, how in record_plugin().options:
-        value = "" if how.get("action") == "store_true" else f" {how.get('metavar', 'VALUE')}"
-        rows.append((code(name + value), cell(how["help"])))
+    for name, settings in record_options().options:
+        value = "" if settings.get("action") == "store_true" else f" {settings.get('metavar', 'VALUE')}"
+        rows.append((code(name + value), cell(settings["help"])))
     return table(("option", "meaning"), rows)
 
 
 def ini() -> str:
     """Return the table of pytest's ini keys."""
-    return table(("key", "value", "meaning", "default"), record_plugin().ini)
+    return table(("key", "value", "meaning", "default"), record_options().ini)
 
 
 def keys() -> str:
     """Return the table of the keys of [tool.syncheck]."""
-    typed: dict[str, tuple[str, str]] = {}
-    for group in _groups(_commands()["compare"]).values():
-        for action in group:
-            names = [n for n in action.option_strings if n.startswith("--") and not n.startswith("--no-")]
-            typed |= {name[2:]: (code(name), cell(action.help or "")) for name in names}
-    known = {name for name, _ in record_plugin().options}
     rows = []
-    for key, needed in (config.KEYS | config.PRINTING).items():
-        option, meaning = typed.get(key, ("", ""))
-        if key in UNTYPED:
-            option, meaning = ("`--only-...`" if key == "only" else ""), UNTYPED[key]
-        in_pytest = f"--syncheck-{key}"
-        rows.append((code(key), needed, option, code(in_pytest) if in_pytest in known else "", meaning))
+    for name, declaration in list_options(TOML).items():
+        spelled = [
+            code(surface.name(name)) if surface in declaration.surfaces else "" for surface in (COMMAND_LINE, PYTEST)
+        ]
+        rows.append((code(name.replace("_", "-")), declaration.expected, *spelled, cell(declaration.full_help)))
     return table(("key", "value", "command line", "pytest", "meaning"), rows)

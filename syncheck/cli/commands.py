@@ -1,4 +1,4 @@
-"""What each command does: call the library, print, return the exit code."""
+"""The commands: each calls the library, prints, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -6,74 +6,78 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.cli import output
-from syncheck.errors import CheckpointError, UsageError, logged, one_line
-from syncheck.messages import Problem
+from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError, logged, one_line
 from syncheck.report import files
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
-    from syncheck.api import Options
     from syncheck.baseline import Known
     from syncheck.config import Config
+    from syncheck.options import Options, RunOptions
     from syncheck.records import Report
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The file that a run goes by. path: None where it goes by none. known: what the file has had at the start."""
+    """The baseline of a run. path: None without a baseline. known: the content of the file before the run."""
 
     path: str | None = None
     known: Known = frozenset()
     update: bool = False
     quiet: bool = False
 
-    def judged(self, found: Report) -> tuple[Report, UsageError | None]:
-        """Return a report as the baseline has it, which is brought up to date first where that was asked for.
+    def apply(self, report: Report) -> tuple[Report, UsageError | None]:
+        """Return the report with known findings accepted, after an update of the file if one was requested.
 
-        Returns also why it was not: what could not be told cannot be accepted, and the file stays as it was.
+        Also returns the error of a failed update, for example after an undecided report; the file is then unchanged.
         """
         if self.path is None:
-            return found, None
+            return report, None
         from syncheck import baseline
 
         known, failed = self.known, None
         if self.update:
             try:
-                made = baseline.updated(found, known)
-                baseline.write(self.path, made)
+                updated = baseline.updated(report, known)
+                baseline.write(self.path, updated)
             except UsageError as error:
                 failed = error
                 output.tell(f"error: {self.path}: {error}")
             else:
                 if not self.quiet:
-                    output.tell(f"{self.path}: {baseline.change(known, made)}")
-                known = made
-        return baseline.accepted(found, known), failed
+                    output.tell(f"{self.path}: {baseline.change(known, updated)}")
+                known = updated
+        return baseline.accepted(report, known), failed
 
 
-def _baseline(arguments: argparse.Namespace, options: Options) -> Baseline:
+def _read_baseline(settings: Settings) -> Baseline:
     """Read the baseline before anything is compared. Raises UsageError if it cannot be used."""
-    path, update = options.baseline, arguments.update_baseline
+    path, update = settings.options.baseline, settings.run.update_baseline
     if path is None:
         if update:
-            raise UsageError(Problem.UPDATE_NEEDS_BASELINE())
+            raise OptionError(
+                "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
+            )
         return Baseline()
     from syncheck import baseline
 
     known = baseline.read_for_update(path) if update else baseline.read(path)
-    return Baseline(path, known, update, arguments.quiet)
+    return Baseline(path, known, update, settings.run.quiet)
 
 
-# What holds where neither the command line nor pyproject.toml says anything.
-_PRINTING: dict[str, Any] = {
-    "exit_zero": False,
-    "format": "text",
-    "output": (),
-    "limit": 10,
-    "quiet": False,
-    "color": "auto",
-}
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of the command line and of pyproject.toml together.
+
+    output_name: the spelling of `output` in errors: that of the command line or of pyproject.toml.
+    """
+
+    paths: Sequence[str]
+    options: Options
+    run: RunOptions
+    output_name: str
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -82,25 +86,25 @@ def compare(arguments: argparse.Namespace) -> int:
         from syncheck.cli import ranks
 
         if ranks.asked_for(arguments.paths):
-            return _across_ranks(arguments)
-    return _answer(arguments, "comparison")
+            return _compare_across_ranks(arguments)
+    return _compare(arguments, _load_project(arguments), "comparison")
 
 
-def _across_ranks(arguments: argparse.Namespace) -> int:
-    """`syncheck compare` as one of several processes, each with a file of its own. Does not return."""
+def _compare_across_ranks(arguments: argparse.Namespace) -> int:
+    """`syncheck compare` as one of several processes, each with its own file. Does not return."""
     from syncheck.cli import ranks
 
     if not ranks.leads():
         arguments.quiet = True
 
     def prepare() -> ranks.Task:
-        options, option = _chosen(arguments, _project(arguments))
-        # The first process alone needs the file; that of a project has another path on each machine.
-        baseline = _baseline(arguments, options) if ranks.leads() else Baseline()
+        settings = _read_settings(arguments, _load_project(arguments))
+        # Only the first process needs the file, whose path may not exist on other machines.
+        baseline = _read_baseline(settings) if ranks.leads() else Baseline()
         return ranks.Task(
-            replace(options, baseline=None),
-            files.asks_for_histograms(arguments.output),
-            lambda found: told(arguments, found, "comparison", option, baseline),
+            replace(settings.options, baseline=None),
+            files.asks_for_histograms(settings.run.output),
+            lambda found: write_report(settings, found, "comparison", baseline),
         )
 
     ranks.run(arguments.paths, prepare)
@@ -110,87 +114,86 @@ def report(arguments: argparse.Namespace) -> int:
     """`syncheck report`."""
     from pathlib import Path
 
-    project = _project(arguments)
+    project = _load_project(arguments)
     if not arguments.paths and not project.checkpoints and not Path("ckpts").exists():
-        raise UsageError(
-            "ckpts: no such folder here, and no path was given. Train with --save-per-rank, or name the checkpoints."
-        )
-    return _answer(arguments, "overview")
+        raise UsageError("ckpts: no such folder; train with --save-per-rank, or pass the paths of checkpoints")
+    return _compare(arguments, project, "overview")
 
 
-def _project(arguments: argparse.Namespace) -> Config:
+def _load_project(arguments: argparse.Namespace) -> Config:
     from syncheck import config
 
     return config.Config() if arguments.no_config else config.load()
 
 
-def _chosen(arguments: argparse.Namespace, project: Config) -> tuple[Options, str]:
-    """Return how to compare, and how the option for files is called; fill in what the project says of printing."""
-    from syncheck import api, config, readers
+def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
+    """Merge the command line and pyproject.toml, and check that the output files can be written."""
+    from syncheck import config, options, readers
     from syncheck.cli import ranks
 
-    given = {field: getattr(arguments, field, None) for field in api.Options.__slots__}
-    options = config.options(project, **given)
-    from_file = [*config.applied(project, **given)]
+    def given(cls: type) -> dict[str, Any]:
+        return {name: getattr(arguments, name) for name in options.list_options(COMMAND_LINE, cls)}
+
+    comparison = given(options.Options)
+    merged = config.merge_options(project, **comparison)
+    run = config.merge_run_options(project, **given(options.RunOptions))
+    from_file = [*config.list_applied_keys(project, **comparison)]
     if not arguments.paths and project.checkpoints:
         from_file.insert(0, "checkpoints")
-    if arguments.exit_zero is None and project.printing.get("exit_zero"):
+    if arguments.exit_zero is None and run.exit_zero:
         from_file.append("exit-zero")
-    option = "-o" if arguments.output else f"{project.path}: tool.syncheck.output"
-    for name, default in _PRINTING.items():
-        if getattr(arguments, name) in (None, []):
-            setattr(arguments, name, project.printing.get(name, default))
-    files.check_endings(arguments.output, option)
+    output_name = "-o" if arguments.output else f"{project.path}: {TOML.name('output')}"
+    files.check_endings(run.output, output_name)
     if ranks.leads():
-        for path in arguments.output:
-            files.check_place(path, option)
-            readers.keep(path, option)
-    if from_file and not arguments.quiet:
-        # What excuses a difference is said, even where nobody remembers that file.
+        for path in run.output:
+            files.check_place(path, output_name)
+            readers.keep(path, output_name)
+    if from_file and not run.quiet:
+        # Options that accept differences are shown, because the user may have forgotten the file.
         output.tell(f"options from {project.path}: {', '.join(from_file)}")
-    return options, option
+    return Settings(arguments.paths or project.checkpoints or ["ckpts"], merged, run, output_name)
 
 
-def _answer(arguments: argparse.Namespace, layout: str) -> int:
+def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     from syncheck import api
 
-    project = _project(arguments)
-    options, option = _chosen(arguments, project)
-    baseline = _baseline(arguments, options)
-    paths = arguments.paths or project.checkpoints or ["ckpts"]
-    options = replace(options, baseline=None)
-    found = api.compare(*paths, options=options, histograms=files.asks_for_histograms(arguments.output))
+    settings = _read_settings(arguments, project)
+    baseline = _read_baseline(settings)
+    options = replace(settings.options, baseline=None)
+    histograms = files.asks_for_histograms(settings.run.output)
+    found = api.compare(*settings.paths, options=options, histograms=histograms)
     for broken in found.unreadable:
         output.tell(f"error: {broken.path}: {broken.reason}")
-    return told(arguments, found, layout, option, baseline)
+    return write_report(settings, found, layout, baseline)
 
 
-def told(arguments: argparse.Namespace, found: Report, layout: str, option: str, baseline: Baseline) -> int:
-    """Write and print a report as the arguments ask for; return the exit code.
+def write_report(settings: Settings, found: Report, layout: str, baseline: Baseline) -> int:
+    """Print a report and write it to the output files; return the exit code.
 
-    A file that cannot be written is told of, and makes it 2; the others and what is printed come out all the same.
+    A file that cannot be written is reported and makes the exit code 2; all other output is still written.
     """
-    found, unwritten = baseline.judged(found)
-    for path in arguments.output:
+    run = settings.run
+    found, failed = baseline.apply(found)
+    for path in run.output:
         try:
-            files.write_file(path, found, option)
+            files.write_file(path, found, settings.output_name)
         except UsageError as error:
-            unwritten = error
+            failed = error
             output.tell(f"error: {error}")
-    if not arguments.quiet:
-        _print(arguments, found, layout)
-    if unwritten is not None:
-        return unwritten.exit_code
-    return 0 if arguments.exit_zero and found.exit_code == 1 else found.exit_code
+    if not run.quiet:
+        _print_report(run, found, layout)
+    if failed is not None:
+        return failed.exit_code
+    return 0 if run.exit_zero and found.exit_code == 1 else found.exit_code
 
 
-def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
-    if arguments.format != "text":
-        output.write_text(files.drawn(arguments.format, found))
+def _print_report(run: RunOptions, found: Report, layout: str) -> None:
+    if run.format != "text":
+        output.write_text(files.drawn(run.format, found))
     elif found.groups:
         from syncheck.report import text
 
-        output.write(getattr(text, layout)(found, arguments.limit), arguments.color)
+        output.write(getattr(text, layout)(found, run.limit), run.color)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -226,8 +229,8 @@ def fingerprint(arguments: argparse.Namespace) -> int:
         made.write(place, text)
         if not arguments.quiet:
             size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
-            told = f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}"
-            output.write_text(f"{logged(told)}\n")
+            line = f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}"
+            output.write_text(f"{logged(line)}\n")
     for line in unreadable:
         output.tell(f"error: {line}")
     return 2 if unreadable else 0
@@ -239,7 +242,7 @@ def explain(arguments: argparse.Namespace) -> int:
     from syncheck.report import listing
 
     if RULES[0].__doc__ is None:
-        raise UsageError("explain: `python -OO` leaves out the texts that it prints; run it without -OO")
+        raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
     rules = sorted(RULES, key=lambda rule: rule.CODE)
     if arguments.code is None:
         output.write(listing.rules(rules), arguments.color)
@@ -247,7 +250,7 @@ def explain(arguments: argparse.Namespace) -> int:
     asked = arguments.code.lower()
     found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
-        raise UsageError(f"{arguments.code}: no such finding; syncheck explain, without a code, lists all")
+        raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
     output.write(listing.rule(found), arguments.color)
     return 0
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck.errors import UsageError, brief
+from syncheck.errors import OptionError, UsageError, brief
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import selector
 from syncheck.layout.groups import title_of
 from syncheck.live.channel import MOST_TOLD, by_answer
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.stored import opened
-from syncheck.messages import Grouping, Problem, ranks_text
+from syncheck.messages import Grouping, ranks_text
 from syncheck.names import normalize
 from syncheck.snapshots import Metadata
 
@@ -57,7 +57,9 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     where ranks read one file or those of several runs. Through `together` all ranks raise it.
     """
     if options.quick or options.group_by is not None:
-        raise UsageError(Problem.NEEDS_ALL_FILES())
+        raise OptionError(
+            "{quick} and {group_by} require a single process that reads all files; remove them", "quick", "group_by"
+        )
     if len(channel.ranks) < 2:
         raise UsageError(
             f"{path}: one process, and so one file: there is no other replica to compare it with; needs a process for "

@@ -74,7 +74,7 @@ def syncheck(request: pytest.FixtureRequest) -> Syncheck:
     from syncheck.pytest_plugin.fixture import Syncheck
 
     config = request.config
-    return Syncheck(config.rootpath, options.given(config))
+    return Syncheck(config.rootpath, options.read_options(config))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ class Syncheck:
     """
 
     def __init__(self, folder: str | os.PathLike[str], given: dict[str, Any]) -> None:
-        self.options = config.options(config.load(folder), **given)
+        self.options = config.merge_options(config.load(folder), **given)
 
     def compare(self, *things: Any, **how: Any) -> Report:
         """Compare replicas and return the report; things and keywords as `syncheck.testing.compare` takes them."""

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 
 from syncheck import atomic
 from syncheck.errors import UsageError
+from syncheck.options import ENDINGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.records import Report
-
-# What `--format` may say, for stdout,
-FORMATS = ("text", "json", "junit", "github", "markdown")
-# and the format of a file, by its ending. GitHub reads annotations from stdout only, and nobody a page from there.
-ENDINGS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
 
 
 def version() -> str:
@@ -67,7 +63,7 @@ def _ending(path: str) -> str:
 
 
 def drawn(name: str, report: Report) -> str:
-    """Return a report in a format of FORMATS or ENDINGS. Text is as in a pipe, with all rows."""
+    """Return a report in a format of `options.FORMATS` or ENDINGS. Text is as in a pipe, with all rows."""
     # Each is imported when it is asked for: no run needs them all.
     if name == "json":
         from syncheck.report import json_document

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import Done, save, save_pth
 
-from syncheck.report.files import ENDINGS, FORMATS
+from syncheck.options import ENDINGS, FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

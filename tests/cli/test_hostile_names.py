@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
 from syncheck.errors import logged, one_line
-from syncheck.report.files import ENDINGS, FORMATS
+from syncheck.options import ENDINGS, FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -174,9 +174,9 @@ def test_wrong_paths(across: Across, arguments: list[str], says: str) -> None:
     "arguments, says",
     [
         (["run_{rank:zz}.pth"], "run_{rank:zz}.pth: what is in braces cannot be filled in: "),
-        (["run_{rank}.pth", "--quick"], "--quick and --group-by need one process that sees all files; leave them out"),
-        (["run_{rank}.pth", "--group-by", "x"], "--quick and --group-by need one process"),
-        (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such code; syncheck explain lists all"),
+        (["run_{rank}.pth", "--quick"], "--quick and --group-by require a single process"),
+        (["run_{rank}.pth", "--group-by", "x"], "--quick and --group-by require a single process"),
+        (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such code"),
         (["run_{rank}.pth", "--rtol", "1"], "--rtol and --atol belong together"),
         (["run_{rank}.pth", "-o", "report.doc"], "-o report.doc: "),
     ],
@@ -216,7 +216,7 @@ def test_a_crash_of_rank_0_shows_where(across: Across, monkeypatch: pytest.Monke
     def crash(*_: Any, **__: Any) -> int:
         raise KeyError("planted")
 
-    monkeypatch.setattr(commands, "told", crash)
+    monkeypatch.setattr(commands, "write_report", crash)
     across.save()
     ended = across.compare(across.path)
     assert [done.code for done in ended] == [2, 2]

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import network, save_pth
 from project_file import write
 
-from syncheck import api, config
-from syncheck.errors import UsageError
+from syncheck import api, config, options
+from syncheck.errors import TOML, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,9 +55,9 @@ ALL_BUT_CLOSE = "\n".join(f"{name} = {text}" for name, (text, _) in EVERY_KEY.it
 def test_every_option_has_its_key() -> None:
     """A field of Options that the file cannot set, or a key without a field, is noticed here."""
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(api.Options)}
-    assert fields | {"checkpoints"} == set(config.KEYS)
     assert fields == set(EVERY_KEY)
-    assert set(config.PRINTING) == set(EVERY_PRINTING_KEY)
+    keys = {name.replace("_", "-") for name in options.list_options(TOML)}
+    assert keys == {"checkpoints", *EVERY_KEY, *EVERY_PRINTING_KEY}
 
 
 @pytest.mark.parametrize("key", EVERY_KEY)
@@ -68,9 +68,9 @@ def test_each_key_reaches_the_options(project: Path, key: str) -> None:
     found = config.load(project)
     assert found.path == str(path)
     expected = api.Options(**{name.replace("-", "_"): value for name, (_, value) in lines.items()})
-    assert config.options(found) == expected
+    assert config.merge_options(found) == expected
     assert expected != api.Options()
-    assert set(config.applied(found)) == set(lines)
+    assert set(config.list_applied_keys(found)) == set(lines)
 
 
 @pytest.mark.parametrize("key", EVERY_PRINTING_KEY)
@@ -80,9 +80,9 @@ def test_printing_keys_stand_apart(project: Path, monkeypatch: pytest.MonkeyPatc
     write(project, f"{key} = {text}\nulp = 3")
     monkeypatch.chdir(project)
     found = config.load()
-    assert (dict(found.printing), dict(found.values)) == ({key.replace("-", "_"): value}, {"ulp": 3})
-    assert config.options(found) == api.Options(ulp=3)
-    assert config.applied(found) == ("ulp",)
+    assert (dict(found.run), dict(found.comparison)) == ({key.replace("-", "_"): value}, {"ulp": 3})
+    assert config.merge_options(found) == api.Options(ulp=3)
+    assert config.list_applied_keys(found) == ("ulp",)
 
 
 @pytest.mark.parametrize("key", EVERY_KEY)
@@ -102,7 +102,7 @@ def test_what_is_given_wins(project: Path, key: str) -> None:
     given = {name.replace("-", "_"): other.get(name, ["SYN203"]) for name in TOGETHER.get(key, (key,))}
     found = config.load(path.parent)
     not_given = dict.fromkeys(("include", "exclude"), ()) | {"buffers": [], "ulp": None, "group_by": None}
-    got = config.options(found, **not_given | given)
+    got = config.merge_options(found, **not_given | given)
     dropped = TOLERANCE if key in TOLERANCE else ()
     for name in EVERY_KEY:
         field = name.replace("-", "_")
@@ -110,7 +110,7 @@ def test_what_is_given_wins(project: Path, key: str) -> None:
         value = given.get(field, kept)
         assert getattr(got, field) == (tuple(value) if isinstance(value, list) else value)
         taken = field not in given and name not in (*dropped, "close")
-        assert (name in config.applied(found, **not_given | given)) == taken
+        assert (name in config.list_applied_keys(found, **not_given | given)) == taken
 
 
 @pytest.mark.parametrize("given", [{"rtol": 0.5}, {"atol": 0.0}])
@@ -118,23 +118,23 @@ def test_one_of_the_pair_drops_the_files_pair(project: Path, given: dict[str, fl
     """Half a tolerance is not completed from the file: the error is the one that it gives without a file."""
     write(project, "rtol = 0\natol = 1\nulp = 2\nallow = ['SYN201']\n[tool.syncheck.tolerance]\nbuffer = 'close'")
     found = config.load(project)
-    assert config.applied(found, **given) == ("allow",)
+    assert config.list_applied_keys(found, **given) == ("allow",)
     with pytest.raises(UsageError, match="rtol and atol belong together"):
-        config.options(found, **given)
+        config.merge_options(found, **given)
 
 
 def test_what_is_off_is_no_option(project: Path) -> None:
     """A flag that is false in the file, as by default, changes nothing, and is not said to."""
     write(project, "close = false\nquick = false\nexit-zero = false\nquiet = false\n[tool.syncheck.tolerance]")
     found = config.load(project)
-    assert (config.options(found), config.applied(found), dict(found.printing)) == (api.Options(), (), {})
+    assert (config.merge_options(found), config.list_applied_keys(found), dict(found.run)) == (api.Options(), (), {})
 
 
 def test_empty_lists_are_no_options(project: Path) -> None:
     """An empty list in the file changes nothing, and is not said to."""
     write(project, "allow = []\ncheckpoints = []")
     found = config.load(project)
-    assert (config.options(found), config.applied(found), found.checkpoints) == (api.Options(), (), ())
+    assert (config.merge_options(found), config.list_applied_keys(found), found.checkpoints) == (api.Options(), (), ())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_empty_lists_are_no_options(project: Path) -> None:
 def test_every_spelling_of_the_table_is_found(project: Path, text: str) -> None:
     """The quick look at the bytes passes over no way in which TOML can write the table."""
     (project / "pyproject.toml").write_text(text)
-    assert config.load(project).values == {"ulp": 3}
+    assert config.load(project).comparison == {"ulp": 3}
 
 
 def test_nearest_file_with_the_table_is_taken(project: Path) -> None:
@@ -158,11 +158,11 @@ def test_nearest_file_with_the_table_is_taken(project: Path) -> None:
     inner.mkdir(parents=True)
     (inner / "pyproject.toml").write_text("[project]\ndependencies = ['syncheck']\n")
     (project / "a" / "c" / "pyproject.toml").mkdir(parents=True)
-    assert config.load(inner).values == {"ulp": 1, "allow": ("SYN201",)}
-    assert config.load(project / "a" / "c").values == {"ulp": 1, "allow": ("SYN201",)}
+    assert config.load(inner).comparison == {"ulp": 1, "allow": ("SYN201",)}
+    assert config.load(project / "a" / "c").comparison == {"ulp": 1, "allow": ("SYN201",)}
     write(project / "a", "ulp = 2")
-    assert config.load(inner).values == {"ulp": 2}
-    assert config.load(project).values["ulp"] == 1
+    assert config.load(inner).comparison == {"ulp": 2}
+    assert config.load(project).comparison["ulp"] == 1
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -171,14 +171,14 @@ def test_search_ends_at_the_repository(project: Path, kind: str) -> None:
     write(project, "ulp = 1")
     inner = project / "clone" / "src"
     inner.mkdir(parents=True)
-    assert config.load(inner).values == {"ulp": 1}
+    assert config.load(inner).comparison == {"ulp": 1}
     if kind == "folder":
         (inner.parent / ".git").mkdir()
     else:
         (inner.parent / ".git").write_text("gitdir: elsewhere")
     assert config.load(inner) == config.Config()
     write(inner.parent, "ulp = 2")
-    assert config.load(inner).values == {"ulp": 2}
+    assert config.load(inner).comparison == {"ulp": 2}
 
 
 def test_checkpoints_are_relative_to_their_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,12 +201,12 @@ def test_paths_are_relative_to_their_file(project: Path, monkeypatch: pytest.Mon
     (project / "src").mkdir()
     monkeypatch.chdir(project / "src")
     found = config.load()
-    output, absolute = found.printing["output"]
+    output, absolute = found.run["output"]
     assert os.path.abspath(output) == str(project / "out.json")
     assert os.path.abspath(absolute) == "/abs/x.html"
-    assert found.values["reference"] == str(project / "ckpts" / "rank0.pth")
+    assert found.comparison["reference"] == str(project / "ckpts" / "rank0.pth")
     write(project, "reference = '1'")
-    assert config.load().values["reference"] == "1"
+    assert config.load().comparison["reference"] == "1"
 
 
 def test_nothing_is_parsed_where_nobody_mentions_us(project: Path) -> None:

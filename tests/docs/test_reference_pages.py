@@ -14,9 +14,11 @@ import jsonschema
 import pytest
 
 import syncheck
-from syncheck import config, live, testing
+from syncheck import live, testing
 from syncheck.cli import main
 from syncheck.diagnose import RULES
+from syncheck.errors import TOML
+from syncheck.options import list_options
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -132,7 +134,7 @@ def test_every_option_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> N
             main([name, "--help"])
         for option in re.findall(r"^\s+(--?[a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE):
             assert option in ("-h", "--help") or f"`{option}" in commands, f"{name} {option}"
-    assert [key for key in config.KEYS | config.PRINTING if f"| `{key}` |" not in keys] == []
+    assert [name for name in list_options(TOML) if f"| `{name.replace('_', '-')}` |" not in keys] == []
 
 
 def test_every_field_is_described() -> None:

@@ -79,8 +79,8 @@ MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         ("a class", "rank 0: an object of class type cannot be compared; needs a module"),
         ("a path", "a path is not what a rank holds in memory"),
         ("options", "the options are not the same on all ranks"),
-        ("an option", "only='weights': needs one of"),
-        ("a limit", "rank 0: limit='x': needs a number of rows"),
+        ("an option", "only='weights': must be one of"),
+        ("a limit", "rank 0: limit='x': must be"),
         ("nothing", "rank 0: nothing given to compare"),
     ],
 )

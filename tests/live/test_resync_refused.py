@@ -117,7 +117,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "a truth": ({"source": True}, "source=True: needs"),
     "random numbers": ({"only": ("rng",)}, "random number states are a rank's own"),
     "an unknown option": ({"bucket": 1}, "bucket=: no such option of resync or of syncheck.live.check"),
-    "unlike kinds": ({"only": ("weights",)}, "needs one of params"),
+    "unlike kinds": ({"only": ("weights",)}, "must be one of params"),
 }
 
 

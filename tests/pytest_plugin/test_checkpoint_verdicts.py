@@ -15,10 +15,10 @@ from sessions import session, sessions
 
 import syncheck
 from syncheck import api
+from syncheck.errors import PYTEST
 from syncheck.messages import Refusal
 from syncheck.pytest_plugin.checkpoints.outcomes import outcome
 from syncheck.pytest_plugin.checkpoints.plan import Planned
-from syncheck.pytest_plugin.options import COMPARING
 from syncheck.records import Counts, Reason, TensorDiff
 from syncheck.report.items import concerning
 
@@ -119,8 +119,7 @@ def arguments(options: dict[str, Any]) -> list[str]:
     """Return options of the library as those of the plugin."""
     given = []
     for name, value in options.items():
-        option = "--" + COMPARING[name].replace("_", "-")
-        given += [f"{option}={each}" for each in (value if isinstance(value, tuple) else (value,))]
+        given += [f"{PYTEST.name(name)}={each}" for each in (value if isinstance(value, tuple) else (value,))]
     return given
 
 

@@ -70,7 +70,7 @@ def test_an_update_takes_all_or_nothing(tmp_path: Path, spread: tuple[str, ...])
     )
     assert (some.code, one.code, junk.code, done.code) == (4, 4, 1, 0), done.out
     assert "ERROR: the baseline is not updated: 3 of the tests of checkpoints did not run, the first is" in some.out
-    assert "--syncheck-update-baseline takes the tests of all checkpoints: leave out .::ddp::bn-stats" in one.out
+    assert "--syncheck-update-baseline: requires the tests of all checkpoints: remove .::ddp::bn-stats" in one.out
     assert "ERROR: the baseline is not updated: ddp_rank2.pth could not be read" in junk.out
     assert (broken / "known.json").read_text() == before
     assert "baseline written: known.json: 3 names in 2 runs accepted: 2 added, 1 removed" in done.lines
@@ -82,10 +82,15 @@ def test_wrong_usage(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "junk.json").write_text("{}")
     asked = {
-        "known.json: cannot read the baseline: No such file or directory; --syncheck-update-baseline writes": FILES,
+        "known.json: the baseline cannot be read: No such file or directory": FILES,
         "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
-        "--syncheck-update-baseline: needs --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
+        "--syncheck-update-baseline: requires --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
         "--syncheck-update-baseline: there is no checkpoint to compare": UPDATE[3:],
+        "--syncheck-baseline no/known.json: cannot write it: there is no folder no": [
+            *FILES[:-1],
+            "no/known.json",
+            "--syncheck-update-baseline",
+        ],
     }
     for says, run in zip(asked, sessions(*((tmp_path, arguments) for arguments in asked.values())), strict=True):
         assert run.code == pytest.ExitCode.USAGE_ERROR

@@ -35,6 +35,6 @@ def test_only(tmp_path: Path) -> None:
     assert (both.code, both.outcomes()) == (1, parameters | statistics), both.out
     assert (rng.code, rng.outcomes()) == (1, {"ckpts::ddp::rng": "FAILED"}), rng.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
-    assert wrong.out.strip() == "ERROR: --syncheck-only nonsense: needs one of params, buffers, optimizer, rng"
+    assert wrong.out.strip() == "ERROR: --syncheck-only nonsense: must be one of params, buffers, optimizer, rng"
     # What was left out by an option is told at the start and at the end.
     assert params.out.count("only params") == 2

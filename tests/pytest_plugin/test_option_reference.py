@@ -52,7 +52,7 @@ def test_quick_and_jobs(tmp_path: Path) -> None:
     assert "options in force: quick\n" in quick.out
     assert "options in force" not in threads.out
     assert none.code == pytest.ExitCode.USAGE_ERROR
-    assert "--syncheck-jobs 0: needs a number of at least 1" in none.out
+    assert "--syncheck-jobs 0: must be at least 1" in none.out
 
 
 def test_a_table_with_all_options(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 
 def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
-    """A run that uses nothing of syncheck imports no other part of it, and neither torch nor numpy nor rich."""
+    """A run that does not use syncheck imports only the declarations of its options, and no torch, numpy or rich."""
     pytester.makepyfile(
         """
         import sys
@@ -20,22 +23,27 @@ def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> No
         def test_it():
             ours = [name for name in sys.modules if name.startswith("syncheck.")]
             assert "syncheck.pytest_plugin" in ours
-            assert all(name.startswith("syncheck.pytest_plugin") for name in ours), ours
+            others = {name for name in ours if not name.startswith("syncheck.pytest_plugin")}
+            assert others == {"syncheck.options", "syncheck.errors"}
             assert not {"torch", "numpy", "rich", "ml_dtypes", "matplotlib"} & sys.modules.keys()
         """
     )
     pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cov").assert_outcomes(passed=1)
 
 
-def test_import_is_a_small_part_of_pytests() -> None:
-    """Importing the plugin takes less than a tenth of what importing pytest takes, in the best of five processes."""
-    assert min(share() for _ in range(5)) < 0.1
+def test_import_is_a_small_part_of_pytests(tmp_path: Path) -> None:
+    """Importing the plugin takes less than a tenth of the import of pytest, in the best of five processes."""
+    # As in an installed package, all processes but the first find bytecode.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
+    assert min(measure_share(environment) for _ in range(5)) < 0.1
 
 
-def share() -> float:
-    """Import pytest, then the plugin; return what the plugin's own modules took, over what all of pytest took."""
+def measure_share(environment: dict[str, str]) -> float:
+    """Import pytest, then the plugin; return the time of syncheck's own modules over that of pytest."""
     code = "import pytest, syncheck.pytest_plugin"
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-X", "importtime", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     # Each module's own time, in microseconds, is the first number; the second has its imports in it.
     rows = re.findall(r"time: +(\d+) \| +(\d+) \| +(syncheck\b|pytest$)", done.stderr, re.MULTILINE)
     own = [int(alone) for alone, _, name in rows if name == "syncheck"]

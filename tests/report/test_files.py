@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from syncheck.errors import UsageError
+from syncheck.options import ENDINGS, FORMATS
 from syncheck.records import Report
 from syncheck.report import files
 
@@ -16,26 +17,26 @@ if TYPE_CHECKING:
 EMPTY = Report("undecided", ())
 
 
-@pytest.mark.parametrize("ending", files.ENDINGS)
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_every_ending_is_written(tmp_path: Path, ending: str) -> None:
     """Each ending that the check lets through has its format's document in the file, in either case of letters."""
     for name in (f"a{ending}", f"b{ending.upper()}"):
         path = tmp_path / name
         files.check_endings([str(path)])
         files.write_file(str(path), EMPTY)
-        assert path.read_text() == files.drawn(files.ENDINGS[ending], EMPTY) != ""
+        assert path.read_text() == files.drawn(ENDINGS[ending], EMPTY) != ""
 
 
 def test_every_format_is_drawn() -> None:
     """Each choice of --format has a drawing of its own, and of the formats of files only HTML is none of stdout's."""
-    drawn = {files.drawn(name, EMPTY) for name in files.FORMATS}
-    assert len(drawn) == len(files.FORMATS)
-    assert set(files.ENDINGS.values()) - set(files.FORMATS) == {"html"}
+    drawn = {files.drawn(name, EMPTY) for name in FORMATS}
+    assert len(drawn) == len(FORMATS)
+    assert set(ENDINGS.values()) - set(FORMATS) == {"html"}
 
 
 def test_errors_name_the_option(tmp_path: Path) -> None:
     """A caller with another option than -o has that one in its errors."""
-    known = ", ".join(files.ENDINGS)
+    known = ", ".join(ENDINGS)
     for option in ("-o", "--syncheck-output"):
         with pytest.raises(UsageError, match=f"^{option} out.pdf: the ending names the format; needs one of {known}$"):
             files.check_endings(["out.md", "out.pdf"], option)

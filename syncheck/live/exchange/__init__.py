@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.api import Found, Options, judge
+from syncheck.api import Found, Options, build_selection, judge
 from syncheck.comparison import hyperparameters, kinds_asked_for, reference
 from syncheck.comparison.replica_groups import divide, positions_of
 from syncheck.errors import UsageError
@@ -181,7 +181,7 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
     for held in holdings.by_key.values():
         for name, tensor in held.tensors.items():
             digests.setdefault(held.short[name], set()).add(tensor.same)
-    selection = options.selection()
+    selection = build_selection(options)
     # Most ask for all, and to sort out what is asked for takes a look at every name of every rank.
     some = selection.only or selection.include or selection.exclude
     asked = kinds_asked_for(holdings.snapshots(), selection) if some else digests

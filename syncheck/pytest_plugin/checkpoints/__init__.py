@@ -134,8 +134,8 @@ def _of_the_project(config: pytest.Config) -> list[str]:
     except SyncheckError as error:
         return [f"syncheck: {error}"]  # what needs the options fails; nothing else has to
     parts = [
-        f"{key} {options.written(found.values[key.replace('-', '_')])}"
-        for key in project.applied(found, **options.given(config))
+        f"{key} {options.format_value(found.comparison[key.replace('-', '_')])}"
+        for key in project.list_applied_keys(found, **options.read_options(config))
     ]
     if not parts or found.path is None:
         return []
@@ -169,18 +169,16 @@ def configure(config: pytest.Config) -> None:
         with _usage():
             config.pluginmanager.register(_plugin(config, asked, outputs), "syncheck-checkpoints")
     elif config.getoption("syncheck_update_baseline"):
-        raise pytest.UsageError(
-            "--syncheck-update-baseline: there is no checkpoint to compare; name some with --syncheck GLOB"
-        )
+        option = PYTEST.name("update_baseline")
+        raise pytest.UsageError(f"{option}: there is no checkpoint to compare; name some with --syncheck GLOB")
     elif outputs:
-        raise pytest.UsageError(
-            f"--syncheck-output {outputs[0]}: there is no checkpoint to report on; name some with --syncheck GLOB"
-        )
+        option = PYTEST.pair("output", outputs[0])
+        raise pytest.UsageError(f"{option}: there is no checkpoint to report on; name some with --syncheck GLOB")
 
 
 @contextlib.contextmanager
 def _usage() -> Iterator[None]:
-    """Turn an error of ours into pytest's: one line, and exit code 4."""
+    """Turn an error of syncheck into pytest's: one line, and exit code 4."""
     from syncheck.errors import SyncheckError
 
     try:
@@ -200,9 +198,9 @@ def _plugin(config: pytest.Config, asked: Asked, outputs: list[str]) -> Checkpoi
     from syncheck.report.files import asks_for_histograms, check_endings
 
     start = config.invocation_params.dir
-    check_endings(outputs, option="--syncheck-output")
+    check_endings(outputs, option=PYTEST.name("output"))
     # As the fixture does; pytest's own options are those of the rootdir too.
-    how = project.options(project.load(config.rootpath), **options.given(config))
+    how = project.merge_options(project.load(config.rootpath), **options.read_options(config))
     update = None
     with judging.folder(start):
         if config.getoption("syncheck_update_baseline"):
@@ -334,8 +332,8 @@ class CheckpointPlugin:
         try:
             report = self.judge.report()
             with self.judge.here():
-                keep(path, "--syncheck-output")
-                write_file(path, report, option="--syncheck-output")
+                keep(path, PYTEST.name("output"))
+                write_file(path, report, option=PYTEST.name("output"))
             self.written.append(path)
         except SyncheckError as error:
             self.errors.append(str(error))

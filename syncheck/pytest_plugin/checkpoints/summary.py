@@ -6,11 +6,12 @@ It is made of the reports' properties, which reach the controlling process of py
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from syncheck.errors import PYTHON
+from syncheck.options import list_options
 from syncheck.pytest_plugin.checkpoints.plan import seen_from
-from syncheck.pytest_plugin.options import written
+from syncheck.pytest_plugin.options import format_value
 from syncheck.report import words
 from syncheck.report.items import ALONE, NOTHING, READABLE
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from syncheck.api import Options
+    from syncheck.options import Options
     from syncheck.pytest_plugin.checkpoints import CheckpointPlugin
 
     Groups = dict[str, dict[str, Mapping[str, str]]]
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 _MOST_GROUPS = 20
 _MOST_NOTES = 5
-# Options that leave nothing out and excuse nothing. All others change what "in sync" means.
-_NEUTRAL = ("buffers", "group_by", "reference", "jobs")
 # Of the items of a group, the one that says most of it.
 _ORDER = ("out_of_sync", "undecided", "in_sync")
 _SAID = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree"}
@@ -94,12 +93,12 @@ def _write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
 
 
 def in_force(options: Options) -> str:
-    """Name the options that leave tensors out or excuse differences, the project's included."""
+    """Return the options that can hide a difference, those of the project included."""
     parts = []
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if field.name not in _NEUTRAL and value is not False and value not in (None, (), {}):
-            parts.append(field.name if value is True else f"{field.name} {written(value)}")
+    for name, declaration in list_options(PYTHON, type(options)).items():
+        value = getattr(options, name)
+        if declaration.in_summary and value is not False and value not in (None, (), {}):
+            parts.append(name if value is True else f"{name} {format_value(value)}")
     return "; ".join(parts)
 
 

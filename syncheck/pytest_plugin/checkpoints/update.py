@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck import baseline
-from syncheck.errors import UsageError
-from syncheck.messages import Problem
+from syncheck.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +47,9 @@ def begun(options: Options, asked: Asked) -> tuple[Options, Update]:
     To be called where pytest was started. Raises UsageError where it cannot be carried out.
     """
     if options.baseline is None:
-        raise UsageError(Problem.UPDATE_NEEDS_BASELINE())
+        raise OptionError(
+            "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
+        )
     if asked.ids:
-        raise UsageError(Problem.UPDATE_NEEDS_ALL_TESTS(test=asked.ids[0]))
+        raise OptionError(f"requires the tests of all checkpoints: remove {asked.ids[0]}", update_baseline=True)
     return replace(options, baseline=None), Update(options.baseline, baseline.read_for_update(options.baseline))

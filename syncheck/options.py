@@ -1,0 +1,392 @@
+"""The options of a comparison and of a run, each declared once.
+
+The default of each field below is a call of `option`, which declares the kind of value, the help text and the section
+of the help. The rest is generated from these declarations:
+
+- the arguments of `syncheck compare` and `syncheck report`: `cli.parser`
+- the keys of `[tool.syncheck]`: `config`
+- the pytest options `--syncheck-*`: `pytest_plugin.options`
+- the checks of types and ranges: `Declaration.check`
+- the tables of options in docs/reference: `docs/reference/from_options.py`
+
+An option of a comparison is a field of `Options`, any other option of a run is a field of `RunOptions`. Help texts do
+not spell other options, because each surface spells them differently (`errors.Words`).
+
+The command line and pytest import this module on every start, so it imports no other module than `errors`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncheck.errors import COMMAND_LINE, PYTEST, PYTHON, TOML, OptionError, Words
+
+# Sections of `--help`, in this order.
+SELECTION = "what to compare"
+TOLERANCES = "tolerances (default: replicas are bitwise equal)"
+ACCEPTANCE = "accepted findings and exit code"
+OUTPUT = "output"
+SECTIONS = (SELECTION, TOLERANCES, ACCEPTANCE, OUTPUT)
+
+# The formats of stdout, and the formats of files by extension. GitHub reads annotations from stdout only, and an HTML
+# page is of no use there.
+FORMATS = ("text", "json", "junit", "github", "markdown")
+ENDINGS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
+COLORS = ("auto", "always", "never")
+
+_ALL = frozenset({PYTHON, COMMAND_LINE, TOML, PYTEST})
+_KEY = "option"  # in the metadata of a field
+
+
+# Each generated method of a dataclass takes some 0.15 ms to create, so Kind and Declaration have only `__init__`.
+@dataclass(eq=False, repr=False)
+class Kind:
+    """A kind of value. matches: whether a value has it; parse: reads it from the command line, or raises ValueError."""
+
+    description: str
+    matches: Callable[[object], bool]
+    parse: Callable[[str], object] = str
+    is_list: bool = False
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)  # True is an int to Python
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_string_list(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+STRINGS = Kind("a list of strings", _is_string_list, is_list=True)
+PATHS = Kind("a list of paths", _is_string_list, is_list=True)
+PATTERNS = Kind("a list of paths and globs", _is_string_list, is_list=True)
+PATH = Kind("a path", _is_string)
+PATH_OR_RANK = Kind("a path or a rank", lambda value: _is_string(value) or _is_integer(value))
+REGEX = Kind("a regular expression", _is_string)
+CHOICE = Kind("a string", _is_string)
+INTEGER = Kind("a whole number", _is_integer, int)
+NUMBER = Kind("a number", lambda value: isinstance(value, float) or _is_integer(value), float)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TABLE = Kind("a table by kind or glob of names", _is_table)
+
+
+@dataclass(eq=False, repr=False)
+class Declaration:
+    """The declaration of an option.
+
+    section: of the help, empty for a general option. metavar: the placeholder of the value. short: a one-letter name on
+    the command line. choices: the accepted values, or the accepted items of a list. minimum: of a number. default: the
+    field's. surfaces: the ways to set the option. switch_help: the help of each switch, on a surface that has one
+    switch for each choice. in_summary: whether pytest prints the option with the results, because it can hide a
+    difference.
+    """
+
+    kind: Kind
+    help: str
+    section: str = ""
+    metavar: str = ""
+    short: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    default: object = None
+    surfaces: frozenset[Words] = _ALL
+    switch_help: Mapping[str, str] = field(default_factory=dict)
+    in_summary: bool = True
+
+    @property
+    def expected(self) -> str:
+        """The accepted values in words."""
+        if self.choices and not self.kind.is_list:
+            return f"one of {', '.join(self.choices)}"
+        bound = "" if self.minimum is None else f", at least {self.minimum}"
+        return self.kind.description + bound
+
+    @property
+    def full_help(self) -> str:
+        """The help text with the default, if there is one to mention."""
+        if self.default is None or self.default is False or self.default in ((), {}):
+            return self.help
+        return f"{self.help} (default: {self.default})"
+
+    def check(self, name: str, value: object) -> None:
+        """Raise OptionError for a value of the wrong type or out of range. None is the default of most options."""
+        if value is None and self.default is None:
+            return
+        if not self.kind.matches(value):
+            raise OptionError(f"must be {self.expected}", **{name: value})
+        items = value if self.kind.is_list else (value,)
+        assert isinstance(items, (tuple, list))
+        for item in items:
+            if self.choices and item not in self.choices:
+                raise OptionError(f"must be one of {', '.join(self.choices)}", **{name: item})
+            if self.minimum is not None and item < self.minimum:
+                raise OptionError(f"must be at least {self.minimum}", **{name: item})
+        if self.kind is REGEX:
+            try:
+                re.compile(str(value))
+            except re.error as error:
+                raise OptionError(f"not a regular expression: {error}", **{name: value}) from None
+
+    def parse(self, text: str) -> object:
+        """Read a value from the command line. Raises ArgumentTypeError, whose text argparse prints."""
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            from argparse import ArgumentTypeError
+
+            raise ArgumentTypeError(f"must be {self.kind.description}, not {text[:60]!r}") from None
+
+    def argparse_settings(self) -> dict[str, Any]:
+        """Return keyword arguments for `add_argument`. An option that is not given is None, and a list is empty."""
+        if self.kind is FLAG:
+            return {"action": "store_true", "default": None, "help": self.full_help}
+        settings: dict[str, Any] = {"type": self.parse, "help": self.full_help}
+        if self.kind.is_list:
+            settings |= {"action": "append", "default": [], "help": f"{self.full_help}; repeatable"}
+        if self.choices and not self.kind.is_list:
+            return settings | {"choices": self.choices}
+        return settings | {"metavar": self.metavar}
+
+
+def option(default: object, kind: Kind, text: str, section: str = "", **declared: Any) -> Any:
+    """Return a dataclass field with its declaration. text: the help. declared: other fields of `Declaration`."""
+    declaration = Declaration(kind, text, section, default=default, **declared)
+    if isinstance(default, dict):
+        return field(default_factory=dict, hash=False, metadata={_KEY: declaration})
+    return field(default=default, metadata={_KEY: declaration})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to compare replicas; bitwise by default.
+
+    `baseline` applies to checkpoints only: objects in memory are compared without it.
+
+    Raises OptionError, a UsageError, for a value of the wrong type or out of range, and for contradicting tolerances.
+    """
+
+    only: tuple[str, ...] = option(
+        (),
+        STRINGS,
+        "compare only these kinds of tensors: params, buffers, optimizer, rng (default: all except rng)",
+        SELECTION,
+        metavar="KIND",
+        choices=("params", "buffers", "optimizer", "rng"),
+        switch_help={
+            "params": "compare only parameters; combine with the options below to add kinds",
+            "buffers": "compare only buffers, including BatchNorm statistics",
+            "optimizer": "compare only optimizer state",
+            "rng": "compare only RNG states, which differ between ranks by design",
+        },
+    )
+    include: tuple[str, ...] = option(
+        (), STRINGS, "compare only tensors whose full name matches", SELECTION, metavar="GLOB"
+    )
+    exclude: tuple[str, ...] = option((), STRINGS, "skip tensors whose full name matches", SELECTION, metavar="GLOB")
+    buffers: tuple[str, ...] = option(
+        (),
+        STRINGS,
+        "names of buffers, for checkpoints without a record of their buffers",
+        SELECTION,
+        metavar="GLOB",
+        in_summary=False,
+    )
+    rtol: float | None = option(
+        None,
+        NUMBER,
+        "relative tolerance: |a-b| <= atol + rtol * max(|a|, |b|) is close; requires atol",
+        TOLERANCES,
+        metavar="R",
+    )
+    atol: float | None = option(None, NUMBER, "absolute tolerance; requires rtol", TOLERANCES, metavar="A")
+    ulp: int | None = option(
+        None, INTEGER, "floats at most N representable values of their dtype apart are close", TOLERANCES, metavar="N"
+    )
+    close: bool = option(
+        False, FLAG, "use the tolerance of torch.testing.assert_close for each floating-point dtype", TOLERANCES
+    )
+    tolerance: Mapping[str, object] = option(
+        {},
+        TABLE,
+        'tolerances by kind of tensor or glob of names: "close", "bitwise", or a table of rtol and atol, or ulp. Names '
+        "take precedence over kinds, the first glob that matches applies, and the other tolerances apply to the rest",
+        TOLERANCES,
+        surfaces=frozenset({PYTHON, TOML}),
+    )
+    allow: tuple[str, ...] = option(
+        (), STRINGS, "report findings with this code without failing", ACCEPTANCE, metavar="CODE"
+    )
+    baseline: str | None = option(
+        None, PATH, "report the findings listed in this file without failing; new findings fail", ACCEPTANCE,
+        metavar="FILE",
+    )  # fmt: skip
+    group_by: str | None = option(
+        None,
+        REGEX,
+        "group files by path: files are replicas if the captured groups are equal (default: automatic)",
+        SELECTION,
+        metavar="REGEX",
+        in_summary=False,
+    )
+    reference: str | int | None = option(
+        None,
+        PATH_OR_RANK,
+        "describe differences against this replica (default: the majority)",
+        SELECTION,
+        metavar="PATH|RANK",
+        in_summary=False,
+    )
+    jobs: int | None = option(
+        None,
+        INTEGER,
+        "threads for large tensors (default: one per processor, at most 4)",
+        SELECTION,
+        metavar="N",
+        minimum=1,
+        in_summary=False,
+    )
+    quick: bool = option(
+        False, FLAG, "compare the checksums stored by torch.save instead of reading the data", SELECTION
+    )
+    rng: bool = option(False, FLAG, "also compare RNG states, which differ between ranks by design", SELECTION)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_codes(self.allow)
+        from syncheck.tolerance import tolerances
+
+        tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of a run that do not affect the comparison: input, exit code and output.
+
+    Raises OptionError, a UsageError, for a value of the wrong type or out of range.
+    """
+
+    checkpoints: tuple[str, ...] = option(
+        (), PATTERNS, "checkpoints for `syncheck report` without a path", surfaces=frozenset({TOML})
+    )
+    no_config: bool = option(
+        False, FLAG, "ignore the table tool.syncheck of pyproject.toml", surfaces=frozenset({COMMAND_LINE})
+    )
+    update_baseline: bool = option(
+        False,
+        FLAG,
+        "update the baseline file: add new findings, remove resolved ones",
+        ACCEPTANCE,
+        surfaces=frozenset({COMMAND_LINE, PYTEST}),
+    )
+    exit_zero: bool = option(
+        False, FLAG, "exit with 0 instead of 1", ACCEPTANCE, surfaces=frozenset({COMMAND_LINE, TOML})
+    )
+    format: str = option(
+        "text",
+        CHOICE,
+        "format of the report on stdout",
+        OUTPUT,
+        choices=FORMATS,
+        surfaces=frozenset({COMMAND_LINE, TOML}),
+    )
+    output: tuple[str, ...] = option(
+        (),
+        PATHS,
+        f"also write the report to this file; the extension selects the format: {', '.join(ENDINGS)}",
+        OUTPUT,
+        metavar="FILE",
+        short="-o",
+        surfaces=frozenset({COMMAND_LINE, TOML, PYTEST}),
+    )
+    limit: int = option(
+        10,
+        INTEGER,
+        "number of tensors to print for each group, 0 for all",
+        OUTPUT,
+        metavar="ROWS",
+        short="-n",
+        minimum=0,
+        surfaces=frozenset({COMMAND_LINE, TOML}),
+    )
+    quiet: bool = option(
+        False,
+        FLAG,
+        "print only errors; the exit code is the verdict",
+        OUTPUT,
+        short="-q",
+        surfaces=frozenset({COMMAND_LINE, TOML}),
+    )
+    color: str = option(
+        "auto",
+        CHOICE,
+        "color the output; auto respects NO_COLOR and FORCE_COLOR",
+        OUTPUT,
+        choices=COLORS,
+        surfaces=frozenset({COMMAND_LINE, TOML}),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def list_options(surface: Words, *classes: type) -> dict[str, Declaration]:
+    """Return the options of a surface by field name. classes: `Options`, `RunOptions` or both, by default both."""
+    return {
+        name: declaration
+        for cls in classes or (Options, RunOptions)
+        for name, declaration in _declarations(cls)
+        if surface in declaration.surfaces
+    }
+
+
+def list_tolerances() -> set[str]:
+    """Return the field names of the tolerances. Precedence treats them as one option."""
+    return {name for name, declaration in _declarations(Options) if declaration.section == TOLERANCES}
+
+
+def _declarations(cls: type) -> Iterator[tuple[str, Declaration]]:
+    for declared in dataclasses.fields(cls):
+        yield declared.name, declared.metadata[_KEY]
+
+
+def check_fields(options: Options | RunOptions) -> None:
+    """Raise OptionError if a field has a value of the wrong type or out of range."""
+    for name, declaration in _declarations(type(options)):
+        declaration.check(name, getattr(options, name))
+
+
+def replace_fields(options: Options, **given: Any) -> Options:
+    """Return options with other values; None resets a field to its default.
+
+    A tolerance that is given replaces all tolerances of the options.
+    """
+    default = Options()
+    reset = {name for name, value in given.items() if value is None}
+    if any(given.get(name) is not None for name in list_tolerances()):
+        reset |= list_tolerances() - given.keys()
+    return dataclasses.replace(options, **given | {name: getattr(default, name) for name in reset})
+
+
+def _check_codes(codes: tuple[str, ...]) -> None:
+    """Raise OptionError for a code that no finding has."""
+    if not codes:
+        return
+    from syncheck.diagnose import RULES
+
+    known = {rule.CODE for rule in RULES}
+    for code in codes:
+        if code.upper() not in known:
+            slug = next((f"its code is {rule.CODE}" for rule in RULES if code.lower() == rule.SLUG), "")
+            raise OptionError(f"no such code; {slug or 'syncheck explain lists all codes'}", allow=code)
