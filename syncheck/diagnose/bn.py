@@ -36,15 +36,15 @@ class Statistics(Sentence):
 def others_agree(case: Case) -> bool:
     """Whether no uncovered difference explains different statistics.
 
-    Tensors that were not compared do not explain them, nor tensors with a cause of their own, such as a flipped bit.
+    Tensors without a comparison do not explain them, nor tensors with a cause of their own, for example a flipped bit.
     """
     return not case.of_kind("parameter", "bn_count", "optimizer")
 
 
 def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
-    """Return the running statistics that differ, or nothing if another difference explains them.
+    """Return the differing running statistics, or nothing if another difference explains them.
 
-    Parameters that were not compared (excluded by an option, or sharded) do not count as different. Returns nothing if
+    Parameters without a comparison (excluded by an option, or sharded) do not count as different. Returns nothing if
     only variances differ, because different data would change the means too.
     """
     statistics = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
@@ -59,7 +59,7 @@ def is_batchnorm(case: Case, name: str) -> bool:
 
 
 def running_statistics(case: Case, differing: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """Return the tensors that are running statistics, judged by dtype, by name, and by other names in the module."""
+    """Select running statistics by dtype, by name, and by other names in the module."""
     parts = (name.rpartition(".") for name in case.group.evidence.names)
     modules = {module for module, _, last in parts if _STATISTIC.fullmatch(last)}
     return [
@@ -92,6 +92,6 @@ def statistics_facts(case: Case, statistics: tuple[TensorDiff, ...], first: Sent
 
 
 def drift(group: Comparison) -> float:
-    """Return the mean of the largest differences of all running statistics that differ; 0.0 if all agree."""
+    """Return the mean of the largest differences of all differing running statistics; 0.0 if all agree."""
     largest = [float(diff.max_abs) for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
     return sum(largest) / len(largest) if largest else 0.0

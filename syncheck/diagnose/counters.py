@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 # lags further behind, except in a short run.
 FEW = 2
 SHARE = 0.05
-# In a run of up to this many steps, a lag of a few steps may also come from state that was lost at the start.
+# In a run of up to this many steps, state lost at the start also causes a lag of only a few steps.
 SHORT = 5
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounter:
-    """A step counter of the optimizer that differs between ranks.
+    """An optimizer step counter with different values on different ranks.
 
     by_rank: the count of each rank. diff: None if the counter is a Python number. odd: the ranks outside the majority;
     empty without a majority.
@@ -50,13 +50,13 @@ class StepCounter:
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The ranks that counted fewer steps than another rank."""
+        """The ranks with a smaller count than another rank."""
         most = max(self.by_rank.values())
         return tuple(sorted(rank for rank, count in self.by_rank.items() if count < most))
 
 
 def counters_of(case: Case) -> tuple[StepCounter, ...]:
-    """Return the uncovered step counters that differ and whose count is known on every rank."""
+    """Return the uncovered step counters with different, known counts."""
     counters = []
     for diff in case.of_kind("optimizer_step"):
         counts = counts_of(diff)
@@ -72,7 +72,7 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
 
 
 def counts_of(diff: TensorDiff) -> dict[int, float]:
-    """Return the value of a one-element tensor by rank; empty unless it is known on every rank."""
+    """Return the value of a single-element tensor by rank; empty unless all values are known."""
     values = {} if diff.evidence is None else diff.evidence.values
     numbers = {rank: float(value) for rank, value in values.items() if _is_number(value)}
     return numbers if all(rank in numbers for ranks in diff.clusters for rank in ranks) else {}
@@ -87,7 +87,7 @@ def minority_of(by_rank: Mapping[int, object]) -> tuple[int, ...]:
 
 
 def odd_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
-    """Return the ranks outside the majority, or without a majority the ranks that counted fewer steps."""
+    """Return the ranks outside the majority, or without a majority the ranks with smaller counts."""
     return tuple(sorted({rank for counter in counters for rank in counter.odd or counter.behind}))
 
 
@@ -97,7 +97,7 @@ def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
 
 
 def names_of_values(counters: Iterable[StepCounter]) -> tuple[str, ...]:
-    """Return the names of counters that are Python numbers; a finding covers these as values, not as tensors."""
+    """Return the names of counters stored as Python numbers; a finding covers them as values, not as tensors."""
     return tuple(counter.name for counter in counters if counter.diff is None)
 
 
@@ -118,15 +118,15 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
 
 
 def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, ...]:
-    """Return the uncovered differences that follow from these counters, including the counters.
+    """Return the counters and the uncovered differences caused by the same event.
 
-    These are the parameters of the counters with their optimizer state. Activations and gradients then differ too, so
+    The parameters of the counters and their optimizer state differ. Activations and gradients then differ too, so
     running statistics, averaged weights and the loss scaler follow. If no counter is given, or the parameter of a
-    counter is unknown, all parameters follow except frozen ones.
+    counter is unknown, all parameters follow except frozen parameters.
     """
     own = {counter.name for counter in counters}
     clusters = {counter.diff.clusters for counter in counters if counter.diff is not None}
-    # If there are very many counters, only the first ones are read.
+    # Only the first of very many counters are read, so unread counters with the same clusters count too.
     steps = [
         diff
         for diff in case.of_kind("optimizer_step")
@@ -152,7 +152,7 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
 
 
 def forwards_lag(case: Case, counters: Sequence[StepCounter]) -> bool:
-    """Whether BatchNorm counted fewer batches on the ranks that counted fewer steps, so they missed whole steps.
+    """Whether BatchNorm's counts lag on the same ranks as the step counters, so the ranks missed whole steps.
 
     With gradient accumulation, a step has several batches.
     """
@@ -187,7 +187,7 @@ def scales_of(group: Comparison) -> dict[int, float]:
 def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether overflows explain the lag: each overflow skips a step and halves the loss scale.
 
-    The ranks that are behind must have a lower scale; for a large lag, it must have been halved at least as often.
+    The lagging ranks must have a lower scale; for a large lag, it must have been halved at least as often.
     """
     scales = scales_of(case.group)
     if not scales or min(scales.values()) <= 0:
@@ -198,9 +198,9 @@ def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
 
 
 def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
-    """Return the names of uncovered loss scaler values that differ, because the scaler counts steps too.
+    """Return the names of differing, uncovered loss scaler values, because the scaler counts steps too.
 
-    Values that some ranks lack do not differ. ranks: return only values whose minority is within these ranks.
+    A missing value does not differ. ranks: return only values with a minority within this set of ranks.
     """
     return tuple(
         value.name
@@ -229,7 +229,7 @@ def lag_text(counters: Sequence[StepCounter]) -> str:
 
 
 def other_lag_text(counter: StepCounter, series: Sequence[Comparison]) -> str:
-    """Return the lag at the first step of the run that has one as text; '' if it is the same as now."""
+    """Return the lag at the first step of the run with a lag as text; '' if it is the same as now."""
     for group in series[:-1]:
         for diff in group.tensors:
             counts = counts_of(diff) if diff.name == counter.name else {}

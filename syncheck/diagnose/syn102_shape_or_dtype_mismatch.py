@@ -1,7 +1,7 @@
 """A tensor has different shapes or dtypes on different ranks.
 
-Signature: the name is present in every file, but its shape or dtype differs. The values of such tensors are not
-compared.
+Signature: the name is present in every file, but its shape or dtype differs. syncheck does not compare the values of
+these tensors.
 
 Cause: one rank built the model from another configuration (vocabulary, number of classes, width) or in another
 precision, or the files hold shards of one tensor instead of replicas. When DDP wraps a model, it checks the shapes of
@@ -10,7 +10,7 @@ trainable parameters. It does not check frozen parameters, buffers or dtypes.
 Fix: build the model from one configuration on all ranks, and cast it before wrapping on every rank. If the files hold
 tensor-parallel or FSDP shards, compare only along the replicate dimension.
 
-Incidents: pytorch/pytorch#75870 (asks for such a check), deepspeedai/DeepSpeed#7525 (length check added).
+Incidents: pytorch/pytorch#75870 (requests this check), deepspeedai/DeepSpeed#7525 (length check added).
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Signature: names begin with `module.` (DDP, DataParallel), or contain `_orig_mod
 `_fsdp_wrapped_module.` (FSDP1). This is information and never fails a run.
 
 Cause: the state dict of the wrapped module was saved instead of the inner module's. This does no harm to a comparison,
-but such a file does not load into an unwrapped model. If only some files of a group have the prefix, different versions
-of the code saved them.
+but the file does not load into an unwrapped model. If only some files of a group have the prefix, different versions of
+the code saved them.
 
 Fix: save `model.module.state_dict()` (DDP, DataParallel) or `model._orig_mod.state_dict()` (torch.compile).
 
-Incidents: none known except everyday loading errors.
+Incidents: only everyday loading errors are known.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Text(Sentence):
         "model.module.state_dict()."
     )
     PREFIX = (
-        "{ranks:Ranks} saved {names:count name} with a wrapper's prefix, such as module. or _orig_mod., which syncheck "
-        "ignored"
+        "{ranks:Ranks} saved {names:count name} with a wrapper's prefix (module., _orig_mod. or similar), which "
+        "syncheck ignored"
     )
 
 

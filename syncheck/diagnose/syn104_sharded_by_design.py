@@ -8,8 +8,8 @@ Cause: the training method shards the model or its optimizer. Ranks with the sam
 shards a tensor are replicas of each other: HSDP shards are compared with their copies. A shard on a single rank has no
 copy to compare with.
 
-Fix: none is needed. To compare these tensors, also save a full state dict on every rank (`get_model_state_dict` with
-`full_state_dict=True`), or add the mesh to the files with `syncheck.metadata()`.
+Fix: no change is needed. To compare sharded tensors, also save a full state dict on every rank (`get_model_state_dict`
+with `full_state_dict=True`), or add the mesh to the files with `syncheck.metadata()`.
 
 Incidents: NVIDIA-NeMo/Automodel#3135 (the replicate dimension was ignored: shards agreed within a replica of the model
 and differed between replicas, which only a comparison along this dimension shows).
@@ -38,9 +38,7 @@ class Text(Sentence):
     CAUSE = "The training method shards tensors: only ranks with the same shard are replicas of each other."
     FIX = "No change is needed. To compare shards without a replica, also save a full state dict on every rank."
     COMPARED = "{tensors}, {layout}: compared within {groups:sets}"
-    PARTLY_COMPARED = (
-        "{tensors}, {layout}: compared within {groups:sets}, except {alone} that no two ranks hold the same shard of"
-    )
+    PARTLY_COMPARED = "{tensors}, {layout}: {compared} compared within {groups:sets}, {alone} without a replica"
     NOT_COMPARED = "{tensors}, {layout}: not compared, because no two ranks hold the same shard"
     OTHER_LAYOUTS = "{tensors:count tensor} in {layouts:count other layout}"
     DTENSORS = "{count:count DTensor}"
@@ -70,7 +68,10 @@ def _describe_layout(shards: Shards) -> Message:
     tensors = sentences.get(shards.kind, Text.PLAIN_TENSORS)(count=shards.tensors)
     if not shards.compared:
         return Text.NOT_COMPARED(tensors=tensors, layout=shards.layout)
-    groups, alone = shards.replica_groups, shards.tensors - shards.compared
-    if alone:
-        return Text.PARTLY_COMPARED(tensors=tensors, layout=shards.layout, groups=groups, alone=alone)
-    return Text.COMPARED(tensors=tensors, layout=shards.layout, groups=groups)
+    described = {"tensors": tensors, "layout": shards.layout, "groups": shards.replica_groups}
+    alone = shards.tensors - shards.compared
+    return (
+        Text.PARTLY_COMPARED(**described, compared=shards.compared, alone=alone)
+        if alone
+        else Text.COMPARED(**described)
+    )

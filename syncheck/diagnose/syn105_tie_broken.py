@@ -1,11 +1,11 @@
-"""Two names are one tensor on some ranks and separate tensors on others.
+"""Weights are tied on some ranks and separate tensors on other ranks.
 
-Signature: in some files the names share memory (the same storage, offset, shape and strides), in others each name has
-its own. Only torch.save stores this. This is information and never fails a run.
+Signature: in some files two names share memory (the same storage, offset, shape and strides), in other files they do
+not. Only torch.save stores this. This is information and never fails a run.
 
-Cause: weights that should be tied, such as the input embedding and the output layer of a language model, were not tied
-on every rank. One rank built, cast or loaded the model differently, replaced the embedding without tying it again, or
-a library saved a copy of one weight. While the copies hold equal values, nothing differs. From the next step on, each
+Cause: weights that should be tied, for example the input embedding and the output layer of a language model, were not
+tied on every rank. One rank built, cast or loaded the model differently, replaced the embedding without tying it again,
+or a library saved a copy of a weight. While the copies hold equal values, nothing differs. From the next step on, each
 copy gets its own gradient, and the copies drift apart.
 
 Fix: tie the weights on every rank after building, loading and resizing (`model.tie_weights()` in transformers), and
@@ -35,7 +35,7 @@ _MOST = 3  # ties
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "Weights that share memory on some ranks are separate tensors on others, and get separate gradients there."
+    CAUSE = "Weights that share memory on some ranks are separate tensors with separate gradients on other ranks."
     FIX = "Tie the weights on every rank after building, loading or resizing the model, and before wrapping it."
     TIED_ON_SOME = "{names:names} share memory on {tied:ranks}, but not on {separate:ranks}"
     MORE_TIES = "{count:count more tie}"

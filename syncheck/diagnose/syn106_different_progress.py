@@ -3,8 +3,8 @@
 Signature: a step or epoch counter of the checkpoint differs between ranks. Or the files record the same step, but
 BatchNorm's counts and all step counters of the optimizer lag on the same ranks, by more than a step or two. Or no step
 is stored, all step counters of the optimizer differ, and neither a skipped step (SYN214) nor unrestored state (SYN215)
-explains them. Everything that training changes may differ between ranks of different progress. Frozen parameters,
-weight decay, and differences between ranks of the same step have another cause.
+explains them. Tensors changed by training may differ between ranks of different progress. Frozen parameters, weight
+decay, and differences between ranks of the same step have another cause.
 
 Cause: a rank did not save at the last step, an older file remained in the folder, the ranks resumed from checkpoints of
 different steps, or one rank stopped earlier than the other ranks.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import Severity, ValueDiff
 
-# Settings that torch's schedulers change.
+# Settings changed by torch's schedulers.
 _SCHEDULED = re.compile(r"\.(lr|momentum|betas(\.\d+)?)$")
 CODE = "SYN106"
 SLUG = "different-progress"
@@ -73,7 +73,7 @@ FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match a step or epoch that differs, and cover everything that training changes."""
+    """Match a step or epoch that differs, and cover everything changed by training."""
     progress = next((diff for diff in case.of_values() if diff.kind == "progress" and _differs(diff)), None)
     if progress is None:
         return _match_step_counters(case)
@@ -83,7 +83,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _match_step_counters(case: Case) -> Match | None:
-    """Match optimizer counters that all differ, unless a rule on skipped steps or lost state explains them better."""
+    """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
     known = counters_of(case)
     steps = [diff for diff in case.of_kind("optimizer_step") if diff.status == "different"]
     number = len(steps) + sum(counter.diff is None for counter in known)
@@ -107,7 +107,7 @@ def _match_step_counters(case: Case) -> Match | None:
 
 
 def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progress: Mapping[int, Any]) -> Match:
-    """Cover everything that training changes, except differences between ranks of the same progress.
+    """Cover everything changed by training, except differences between ranks of the same progress.
 
     A rank of unknown progress may have the progress of the largest set of ranks.
     """

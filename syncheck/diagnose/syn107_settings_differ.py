@@ -4,15 +4,15 @@ Signature: a value of the optimizer's parameter groups (learning rate, weight de
 groups) or of a scheduler's state differs. The finding also covers parameters and optimizer state if ranks with equal
 settings hold equal bytes, and the first moments still have the same direction (median cosine of 0.9 or more): averaged
 gradients, but unequal steps. It covers only the values in two cases: only a scheduler's state differs and has not
-changed a learning rate yet, or other evidence shows that gradients are not averaged (SYN211, SYN212).
+changed a learning rate yet, or gradients are evidently not averaged (SYN211, SYN212).
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
 restore the scheduler's state. DDP averages gradients and never compares settings.
 
 Fix: build the optimizer and the scheduler from one configuration on every rank, and step the scheduler with a number
-that is equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Then resume from a
-checkpoint in which the ranks agree.
+equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Then resume from a checkpoint
+in which the ranks agree.
 
 Incidents: lucidrains/DALLE-pytorch#268 and PaddlePaddle/Paddle#50589 (ReduceLROnPlateau on a rank's own loss),
 karpathy/nanochat#857 (the schedule follows each rank's own progress through the data), rwth-i6/returnn#1493.
@@ -48,7 +48,7 @@ SEVERITY: Severity = "error"
 
 # Median cosine of first moments above which gradients count as averaged, as in SYN211.
 ALIKE = 0.9
-# Settings that change the direction of the first moments.
+# Settings with an effect on the direction of the first moments.
 _OF_MOMENTS = frozenset("betas momentum dampening nesterov weight_decay alpha params (positions)".split())
 _MOST = 3  # settings
 
@@ -61,7 +61,7 @@ class Text(Sentence):
     )
     FIX = (
         "Build the optimizer and the scheduler from one configuration on every rank. Step ReduceLROnPlateau and "
-        "similar schedulers with a number that is equal on all ranks: dist.all_reduce(loss); "
+        "similar schedulers with a number equal on all ranks: dist.all_reduce(loss); "
         "scheduler.step(loss / dist.get_world_size()). Then resume from a checkpoint in which the ranks agree."
     )
     SETTINGS = "The ranks use different settings: {setting}"
@@ -81,7 +81,7 @@ FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match settings that differ, and cover the tensors that differ only between ranks with different settings."""
+    """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = [diff for diff in case.of_values() if diff.kind == "setting"]
     if not settings:
         return None
@@ -125,7 +125,7 @@ def _changes_next_step(diff: ValueDiff) -> bool:
 
 
 def _describe_setting(diff: ValueDiff) -> Message:
-    """State the value of each rank, or the members of a parameter group that only some ranks have."""
+    """State the value of each rank, or the members of a parameter group missing on some ranks."""
     if not diff.name.endswith((".params", ".(positions)")):
         return Text.VALUE(name=diff.name, values=dict(diff.by_rank))
     members = [set(str(value).split(", ")) for value in diff.by_rank.values() if value is not None]
@@ -146,6 +146,6 @@ def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorD
 
 
 def _differs_within(diff: TensorDiff, ranks: set[int]) -> bool:
-    """Whether a tensor differs between some of these ranks that should hold the same bytes."""
+    """Whether a tensor differs between ranks of this set that should hold the same bytes."""
     groups = diff.replica_groups or (tuple(rank for cluster in diff.clusters for rank in cluster),)
     return any(sum(bool(ranks & set(group) & set(cluster)) for cluster in diff.clusters) > 1 for group in groups)

@@ -1,12 +1,12 @@
 """BatchNorm's running statistics are never synchronized and drift apart.
 
-Signature: as SYN201, and one sign that buffers are not synchronized. Either the metadata records that the method does
-not synchronize buffers. Or a running variance is too low to have been copied from rank 0 since an earlier step: one
-batch reduces a variance to (1 - momentum) of rank 0's variance at most, so this is a proof. Or the differences at three
-early steps close together grow and keep their direction, as unsynchronized statistics do. Differences of one update,
-which each step renews, do not. This sign outweighs metadata that says that buffers are synchronized, because the
-metadata records the intention. Without such metadata, and if the directions of the differences are unknown, it is
-sufficient that the mean difference grows at least 1.5 times from the first to the last step.
+Signature: as SYN201, and one sign of missing synchronization. Either the metadata records a method without buffer
+synchronization. Or a running variance is too low to have been copied from rank 0 since an earlier step: one batch
+leaves at least (1 - momentum) of rank 0's variance, so this is a proof. Or the differences at three early
+steps close together grow and keep their direction, as unsynchronized statistics do. Differences of one update, which
+each step renews, do not. This sign outweighs contrary metadata, because the metadata records the intention. Without
+metadata, and if the directions of the differences are unknown, growth of the mean difference by a factor of at least
+1.5 from the first to the last step is sufficient.
 
 Growth alone is not sufficient if the directions are known, because activations grow during training, and differences of
 one update grow with them. Direction alone is not sufficient either: if the shards differ, differences of one update
@@ -67,7 +67,7 @@ class Text(Sentence):
     )
     MEAN_GREW = "the mean difference grew {growth:.1f} times from step {first} to {last}"
     METADATA_CONTRADICTED = (
-        "the metadata says that buffers are synchronized once per step, but the checkpoints contradict it"
+        "according to the metadata, buffers are synchronized once per step, but the checkpoints contradict it"
     )
 
 
@@ -85,7 +85,7 @@ SEEN_GROWTH, SEEN_COSINE, AS_WELL = 1.25, 0.45, 0.75
 
 
 def apply(case: Case) -> Match | None:
-    """Match running statistics that differ alone if the metadata or the steps show that they are not synchronized."""
+    """Match running statistics that differ alone if the metadata or the steps show missing synchronization."""
     statistics = statistics_alone(case)
     if not statistics:
         return None
@@ -107,7 +107,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _shown_by_steps(seen: FreeRunning | None) -> Message | None:
-    """State how several steps show that the statistics are not synchronized, or return None if they do not."""
+    """State how several steps show missing synchronization, or return None if they do not."""
     if seen is None:
         return None
     if seen.below > 1:  # a single one may be a flipped bit

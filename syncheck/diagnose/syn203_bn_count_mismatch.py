@@ -3,11 +3,11 @@
 Signature: `num_batches_tracked` differs. It counts the forward passes in training mode since the buffers were created.
 
 Cause: the ranks ran different numbers of forward passes in training mode. Possible reasons are uneven data (with or
-without `join`), a batch that one rank skipped, an additional forward pass in training mode on some ranks (warm-up,
-calibration, evaluation without `.eval()`), or buffers that were loaded on some ranks only.
+without `join`), a batch skipped by one rank, an additional forward pass in training mode on some ranks (warm-up,
+calibration, evaluation without `.eval()`), or buffers loaded on some ranks only.
 
-Fix: give every rank the same number of batches (DistributedSampler, drop_last), and skip a batch on all ranks or none.
-Call `.eval()` before evaluation, and load the checkpoint on all ranks. Then broadcast the buffers once.
+Fix: give every rank the same number of batches (DistributedSampler, drop_last), and skip a batch on all ranks or on no
+rank. Call `.eval()` before evaluation, and load the checkpoint on all ranks. Then broadcast the buffers once.
 
 Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank skip), ecmwf/WeatherGenerator#2718, pytorch/pytorch#111138.
 """
@@ -40,7 +40,7 @@ class Text(Sentence):
         "different data."
     )
     FIX = (
-        "Give every rank the same number of batches, skip a batch on all ranks or none, and call .eval() before "
+        "Give every rank the same number of batches, skip a batch on all ranks or on no rank, and call .eval() before "
         "evaluation. Then broadcast the buffers once: for b in model.buffers(): dist.broadcast(b, 0)."
     )
     SOME_RANKS = (

@@ -1,18 +1,18 @@
 """Each rank updates buffers from its own data: codebooks, observation statistics, observers, queues, centers.
 
-Signature: tensors of the model that no optimizer updates differ, but everything that is trained agrees, with its
-optimizer state. Something updates these tensors: their difference changes over the steps of the run. In files of one
-step, there are other signs. The tensors are integers or single numbers. Or their values have a common origin on all
-ranks (a cosine of 0.5 or more; independent random initializations are near 0). Or their names, or names of other
-buffers in the same module, are names of running statistics (`cluster_size`, `running_mean` without
-`num_batches_tracked`, `min_val`, `weight_u`, `queue_ptr`, `center`). Weights and biases without these signs are frozen
-parameters instead (SYN218). Without metadata, a state dict does not separate buffers from parameters, so the finding
-reports tensors that are "not trained" and how this is known.
+Signature: model tensors that no optimizer updates differ, but all trained tensors and their optimizer state agree.
+Something updates the differing tensors: their difference changes over the steps of the run. In files of one step, there
+are other signs. The tensors are integers or single numbers. Or their values have a common origin on all ranks (a cosine
+of 0.5 or more; independent random initializations are near 0). Or their names, or names of other buffers in the same
+module, are names of running statistics (`cluster_size`, `running_mean` without `num_batches_tracked`, `min_val`,
+`weight_u`, `queue_ptr`, `center`). Weights and biases without these signs are frozen parameters instead (SYN218).
+Without metadata, a state dict does not separate buffers from parameters, so the finding reports "not trained" and how
+this is known.
 
 Cause: a module updates its buffer in `forward()`, or the training loop does, from the batch of the rank. DDP with
 `broadcast_buffers=True` copies rank 0's buffers at the start of each forward pass, so the ranks differ by one update
 and the data of all other ranks is lost. With `broadcast_buffers=False`, with FSDP, or for an update outside the forward
-pass, the buffers are never synchronized. A codebook or normalizer that differs changes the outputs and gradients of the
+pass, the buffers are never synchronized. A different codebook or normalizer changes the outputs and gradients of the
 model on each rank.
 
 Fix: reduce the statistics of the batch over the ranks before the update (all-reduce sums and counts, gather the entries
@@ -68,8 +68,8 @@ class Text(Sentence):
         "all trained parameters ({parameters} compared) and optimizer tensors ({states} compared) agree"
     )
     OTHERS_AGREE = "all other parameters agree"
-    JUDGED_BY_NAME = "judged by name, because the checkpoints do not record which parameters are trained"
-    ONE_STEP = "consistent with updates from each rank's own data, but files of one step do not show updates"
+    JUDGED_BY_NAME = "judged by name, because the checkpoints do not record the trained parameters"
+    ONE_STEP = "consistent with updates from each rank's own data, but one step does not show updates"
 
 
 CAUSE = Text.CAUSE
@@ -77,7 +77,7 @@ FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match untrained tensors that something updates, if everything that is trained agrees."""
+    """Match untrained tensors with signs of updates, if all trained tensors agree."""
     differing = _find_candidates(case)
     names = {diff.name for diff in differing}
     untrained = names | case.untrained
@@ -103,7 +103,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _find_candidates(case: Case) -> list[TensorDiff]:
-    """Return the buffers that differ, and tensors that may be buffers."""
+    """Return the differing buffers, and differing tensors that may be buffers."""
     candidates = []
     described = case.group.evidence.metadata is not None and case.group.evidence.metadata.buffers is not None
     untrained = case.untrained - case.frozen
@@ -124,7 +124,7 @@ def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
 
 
 def _select_updated(case: Case, differing: list[TensorDiff], *, steady: bool) -> list[TensorDiff]:
-    """Return the tensors that something updates, judged by names, dtypes and values.
+    """Select the tensors with signs of updates in their names, dtypes and values.
 
     steady: whether their difference stayed the same over the steps.
     """
@@ -145,7 +145,7 @@ def _has_one_origin(diff: TensorDiff) -> bool:
 
 
 def _trained_facts(case: Case, are_buffers: bool) -> tuple[Message, ...]:
-    """State what agrees, and how it is known that the tensors are not trained."""
+    """State which tensors agree, and how the trained parameters are known."""
     optimized, states = case.optimized, case.compared("optimizer")
     if optimized is None:
         return (Text.OTHERS_AGREE(),) if are_buffers else (Text.JUDGED_BY_NAME(), Text.OTHERS_AGREE())

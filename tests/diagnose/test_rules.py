@@ -162,7 +162,7 @@ def test_104() -> None:
     text = syn104_sharded_by_design.Text
     assert fitted["SYN104"].facts == (
         text.PARTLY_COMPARED(
-            tensors=text.DTENSORS(count=23), layout=shards[0].layout, groups=((0, 2), (1, 3)), alone=1
+            tensors=text.DTENSORS(count=23), layout=shards[0].layout, groups=((0, 2), (1, 3)), compared=22, alone=1
         ),
         text.NOT_COMPARED(tensors=text.OPTIMIZER_TENSORS(count=1), layout=shards[1].layout),
         text.NOT_COMPARED(tensors=text.PLAIN_TENSORS(count=2), layout=shards[2].layout),
