@@ -68,7 +68,7 @@ def apply(case: Case) -> Match | None:
     # tensor, no other rank has it, and this rank is the suspect.
     odd = fewer(without, expected - without)
     sentence = Text.MISSING if len(set(lacking)) == 1 else Text.PARTLY_MISSING
-    names = tuple(diff.name for diff in (*tensors, *values))
+    names = (*(diff.name for diff in tensors), *(value.name for value in values))
     fact = sentence(ranks=tuple(sorted(without)), missing=_numbers(len(tensors), len(values)), names=names)
     # The parameter groups of an optimizer have other members if a parameter is missing.
     regrouped = any(diff.kind == "parameter" for diff in tensors)

@@ -129,7 +129,8 @@ def _describe_setting(diff: ValueDiff) -> Message:
     if not diff.name.endswith((".params", ".(positions)")):
         return Text.VALUE(name=diff.name, values=dict(diff.by_rank))
     members = [set(str(value).split(", ")) for value in diff.by_rank.values() if value is not None]
-    partial = tuple(sorted(set().union(*members) - set.intersection(*members)))
+    first, *others = members
+    partial = tuple(sorted(first.union(*others) - first.intersection(*others)))
     return Text.MEMBERS(name=diff.name, names=partial) if partial else Text.ORDER(name=diff.name)
 
 
