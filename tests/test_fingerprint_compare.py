@@ -11,6 +11,8 @@ from checkpoints import changed, network, save_pth, save_safetensors
 
 from syncheck import readers
 from syncheck.api import Options, compare
+from syncheck.diagnose import syn203_bn_count_mismatch
+from syncheck.diagnose.case import Common
 from syncheck.fingerprint import fingerprint, write
 from syncheck.messages import Detail, Note
 from syncheck.report import html, json_document, markdown, plain, text
@@ -87,7 +89,7 @@ def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
     assert diff.detail.parameters["least"] == pytest.approx(0.5)
     assert f"max {state['fc.weight'].max():.4g} | {state['fc.weight'].max() + 0.5:.4g}" in str(diff.detail)
     assert Note.FINGERPRINT() in report.groups[0].notes
-    assert "by how much is not known" in report.groups[0].findings[0].evidence
+    assert str(Common.SIZE_UNKNOWN()) in report.groups[0].findings[0].evidence
 
 
 def test_moments_that_agree_are_said_to(tmp_path: Path) -> None:
@@ -124,11 +126,11 @@ def test_a_single_element_is_known(tmp_path: Path, values: list[Any], expected: 
 
 
 def test_a_batch_count_is_known(tmp_path: Path) -> None:
-    """SYN203 says from fingerprints by how many batches the ranks are apart."""
+    """SYN203 reports the number of batches from fingerprints too."""
     apart = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
     (finding,) = compare(*replicas(tmp_path, [network(), apart])).groups[0].findings
     assert finding.code == "SYN203"
-    assert "by up to 2 batches" in finding.evidence
+    assert finding.facts[0].parameters["size"] == syn203_bn_count_mismatch.Text.BY_UP_TO(batches=2)
 
 
 def test_shape_dtype_and_missing_are_told(tmp_path: Path) -> None:

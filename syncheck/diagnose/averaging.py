@@ -1,4 +1,4 @@
-"""Whether ranks may differ because they train on their own between two averages."""
+"""Local SGD: whether ranks may differ because they train separately between two averaging steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Where a step of local SGD stands. last: the step after which models were averaged last, 0 for none yet."""
+    """A step of local SGD. last: the last step after which parameters were averaged; 0 before the first."""
 
     period: int
     warmup: int
@@ -20,30 +20,27 @@ class Averaging:
 
     @property
     def just_averaged(self) -> bool:
-        """Whether the ranks averaged their parameters after this very step."""
+        """Whether the ranks averaged their parameters right after this step."""
         return self.step == self.last
 
     @property
     def own_steps(self) -> int:
-        """How many steps each rank has taken on its own since the parameters were equal."""
+        """The number of separate steps of each rank since the parameters were equal."""
         return self.step - max(self.last, self.warmup)
 
 
 def averaging_of(group: Comparison) -> Averaging | None:
-    """Say where a group stands in local SGD, if its metadata tells of averaging; else None.
+    """Return the position of a group in local SGD, or None if its metadata does not mention averaging.
 
-    Also None in the warm-up, where gradients are averaged at each step, and where an average is overdue: what differs
-    then does so against the method.
+    Also None during warm-up, when gradients are averaged at every step, and when an averaging step is overdue: the
+    method does not explain differences then.
     """
-    told = {} if group.evidence.metadata is None else group.evidence.metadata.averaging
-    step = (
-        group.step
-        if group.evidence.metadata is None or group.evidence.metadata.step is None
-        else group.evidence.metadata.step
-    )
-    if not {"period", "warmup_steps", "last_step"} <= set(told) or step is None:
+    metadata = group.evidence.metadata
+    settings = {} if metadata is None else metadata.averaging
+    step = group.step if metadata is None or metadata.step is None else metadata.step
+    if not {"period", "warmup_steps", "last_step"} <= set(settings) or step is None:
         return None
-    found = Averaging(told["period"], told["warmup_steps"], told["last_step"], step)
-    if step <= found.warmup or found.last > step or found.own_steps >= found.period:
+    averaging = Averaging(settings["period"], settings["warmup_steps"], settings["last_step"], step)
+    if step <= averaging.warmup or averaging.last > step or averaging.own_steps >= averaging.period:
         return None
-    return found
+    return averaging

@@ -1,12 +1,13 @@
-"""What the rules on running statistics have in common, BatchNorm's and others."""
+"""Running statistics: which tensors hold them, and statements of evidence for the rules on BatchNorm."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import agreement_text, differ, gap_text, is_weight
+from syncheck.diagnose.case import agreement_facts, is_weight, largest_difference
 from syncheck.kinds import BN_STATISTICS
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff
 
-# Last parts of names of running statistics.
+# Last components of the names of running statistics.
 _STATISTIC = re.compile(
     r"_*(?:(?:\w+_)?(?:mean|var|std|counts?|min|max|min_val|max_val|usage|queue|ptr|centers?|centroids?|per_expert)|m2|n"
     r"|num_\w+|cluster_\w+|embed_avg|ema_\w+|zero_point|\w+_enabled|(?:weight_)?[uv]|s?[uv]\d+|\w*expert_bias"
@@ -23,60 +24,74 @@ _STATISTIC = re.compile(
 )
 
 
-def others_agree(case: Case) -> bool:
-    """Whether nothing differs that would explain differing statistics.
+class Statistics(Sentence):
+    """Statements about tensors beside the running statistics."""
 
-    What was not compared does not, nor what has a cause of its own, such as a flipped bit.
+    PARAMETERS_AGREE = "all parameters agree ({count} compared)"
+    PARAMETERS_NOT_COMPARED = "no parameter was compared"
+    OTHER_CAUSE = "{count} of {total:count parameter} {count:verb differs|differ} for another reason"
+    COUNTS_AGREE = "num_batches_tracked agrees"
+
+
+def others_agree(case: Case) -> bool:
+    """Whether no uncovered difference explains different statistics.
+
+    Tensors without a comparison do not explain them, nor tensors with a cause of their own, for example a flipped bit.
     """
     return not case.of_kind("parameter", "bn_count", "optimizer")
 
 
 def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
-    """Return the differing running statistics if nothing that would explain them differs, else nothing.
+    """Return the differing running statistics, or nothing if another difference explains them.
 
-    Parameters that were not compared, left out by an option or sharded, do not count as differing. Variances alone are
-    no drift: other data moves the means too.
+    Parameters without a comparison (excluded by an option, or sharded) do not count as different. Returns nothing if
+    only variances differ, because different data would change the means too.
     """
-    found = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
-    return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in found) else found
+    statistics = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
+    return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in statistics) else statistics
 
 
 def is_batchnorm(case: Case, name: str) -> bool:
-    """Whether a running statistic is BatchNorm's: normalizers of observations count no batches and have no weight."""
+    """Whether a running statistic is BatchNorm's. Observation normalizers have no batch count and no weight."""
     module = name.removesuffix("running_mean").removesuffix("running_var")
     siblings = {f"{module}num_batches_tracked", f"{module}weight"}
     return name not in case.group.evidence.names or not case.group.evidence.names.keys().isdisjoint(siblings)
 
 
-def running_statistics(case: Case, apart: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """Return the tensors that are running statistics, by their dtype, or the names in their module."""
-    named = (name.rpartition(".") for name in case.group.evidence.names)
-    modules = {module for module, _, last in named if _STATISTIC.fullmatch(last)}
+def running_statistics(case: Case, differing: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Select running statistics by dtype, by name, and by other names in the module."""
+    parts = (name.rpartition(".") for name in case.group.evidence.names)
+    modules = {module for module, _, last in parts if _STATISTIC.fullmatch(last)}
     return [
         diff
-        for diff in apart
+        for diff in differing
         if diff.dtype.startswith(("int", "uint", "bool"))
         or (diff.name.rpartition(".")[0] in modules and not is_weight(diff.name))
         or _STATISTIC.fullmatch(diff.name.rpartition(".")[2])
     ]
 
 
-def evidence(case: Case, statistics: tuple[TensorDiff, ...]) -> str:
-    """Say how many statistics differ and by how much, what agrees, and who agrees with whom."""
+def statistics_facts(case: Case, statistics: tuple[TensorDiff, ...], first: Sentence) -> tuple[Message, ...]:
+    """State how many running statistics differ and by how much, which ranks agree, and which other tensors agree.
+
+    first: the first statement, with the parameters count, total and size.
+    """
+    total, size = case.compared(*BN_STATISTICS), largest_difference(statistics)
+    facts = [first(count=len(statistics), total=total, size=size), *agreement_facts(statistics, case.group)]
     parameters = case.compared("parameter")
     explained = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "parameter"]
-    agreeing = f"all {parameters} parameters agree" if parameters else "parameters were not compared"
     if explained:
-        agreeing = f"{len(explained)} of {parameters} parameters {differ(len(explained))} for another reason"
+        facts.append(Statistics.OTHER_CAUSE(count=len(explained), total=parameters))
+    elif parameters:
+        facts.append(Statistics.PARAMETERS_AGREE(count=parameters))
+    else:
+        facts.append(Statistics.PARAMETERS_NOT_COMPARED())
     if case.compared("bn_count") and case.agrees("bn_count"):
-        agreeing += ", num_batches_tracked agrees"
-    return (
-        f"{len(statistics)} of {case.compared(*BN_STATISTICS)} running statistics differ, {gap_text(statistics)}"
-        f"; {agreeing}{agreement_text(statistics, case.group)}"
-    )
+        facts.append(Statistics.COUNTS_AGREE())
+    return tuple(facts)
 
 
 def drift(group: Comparison) -> float:
-    """Return the mean over differing running statistics of their largest gap; 0.0 where all agree."""
-    gaps = [float(diff.max_abs) for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
-    return sum(gaps) / len(gaps) if gaps else 0.0
+    """Return the mean of the largest differences of all differing running statistics; 0.0 if all agree."""
+    largest = [float(diff.max_abs) for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
+    return sum(largest) / len(largest) if largest else 0.0

@@ -1,4 +1,4 @@
-"""What the optimizer's step counters tell, for the rules about ranks that lost a step or a state."""
+"""The optimizer's step counters, for rules about ranks that skipped a step or lost optimizer state."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff
 
-# A lag of so many steps, or of less than this share of the larger count, is of steps that were left out; a state that
-# was lost or not restored is further behind, unless the run is short.
+# A lag of up to FEW steps, or of less than SHARE of the larger count, means skipped steps. A rank that lost its state
+# lags further behind, except in a short run.
 FEW = 2
 SHARE = 0.05
-# A run in which a lag of a few steps may as well be a state that was lost at the start.
+# In a run of up to this many steps, state lost at the start also causes a lag of only a few steps.
 SHORT = 5
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounter:
-    """One of the optimizer's step counters that is not equal on all ranks.
+    """An optimizer step counter with different values on different ranks.
 
-    by_rank: what each rank counted. diff: None where the counter is a Python number. odd: the ranks outside the
-    majority; empty where there is none.
+    by_rank: the count of each rank. diff: None if the counter is a Python number. odd: the ranks outside the majority;
+    empty without a majority.
     """
 
     name: str
@@ -40,46 +40,46 @@ class StepCounter:
 
     @property
     def lag(self) -> float:
-        """How many steps the ranks are apart."""
+        """The largest difference between two ranks, in steps."""
         return max(self.by_rank.values()) - min(self.by_rank.values())
 
     @property
     def far(self) -> bool:
-        """Whether the ranks are further apart than by a few steps that were left out."""
+        """Whether the lag is larger than a few skipped steps."""
         return self.lag > FEW and self.lag >= SHARE * max(self.by_rank.values())
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The ranks that counted fewer steps than others."""
+        """The ranks with a smaller count than another rank."""
         most = max(self.by_rank.values())
         return tuple(sorted(rank for rank, count in self.by_rank.items() if count < most))
 
 
 def counters_of(case: Case) -> tuple[StepCounter, ...]:
-    """Return the uncovered step counters that differ and of which it is known what they count on each rank."""
-    found = []
+    """Return the uncovered step counters with different, known counts."""
+    counters = []
     for diff in case.of_kind("optimizer_step"):
         counts = counts_of(diff)
         if len(set(counts.values())) > 1:
-            found.append(StepCounter(diff.name, counts, diff, diff.minority))
+            counters.append(StepCounter(diff.name, counts, diff, diff.minority))
     for value in case.of_values():
         if value.kind != "counter":
             continue
         numbers = {rank: float(count) for rank, count in value.by_rank.items() if _is_number(count)}
         if len(numbers) == len(value.by_rank) and len(set(numbers.values())) > 1:
-            found.append(StepCounter(value.name, numbers, None, minority_of(numbers)))
-    return tuple(found)
+            counters.append(StepCounter(value.name, numbers, None, minority_of(numbers)))
+    return tuple(counters)
 
 
 def counts_of(diff: TensorDiff) -> dict[int, float]:
-    """Return what a tensor of one element holds on each rank; empty where that is not known of all."""
+    """Return the value of a single-element tensor by rank; empty unless all values are known."""
     values = {} if diff.evidence is None else diff.evidence.values
     numbers = {rank: float(value) for rank, value in values.items() if _is_number(value)}
     return numbers if all(rank in numbers for ranks in diff.clusters for rank in ranks) else {}
 
 
 def minority_of(by_rank: Mapping[int, object]) -> tuple[int, ...]:
-    """Return the ranks whose value is not the most common one; empty where no value is the most common."""
+    """Return the ranks whose value is not the most common value; empty if there is a tie."""
     first, *others = sorted(ranks_by(by_rank).values(), key=len, reverse=True) or [[]]
     if not others or len(first) == len(others[0]):
         return ()
@@ -87,44 +87,46 @@ def minority_of(by_rank: Mapping[int, object]) -> tuple[int, ...]:
 
 
 def odd_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without a majority those that counted fewer steps."""
+    """Return the ranks outside the majority, or without a majority the ranks with smaller counts."""
     return tuple(sorted({rank for counter in counters for rank in counter.odd or counter.behind}))
 
 
 def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
-    """Return the counter in which the ranks are most steps apart."""
+    """Return the counter with the largest lag."""
     return max(counters, key=lambda counter: counter.lag, default=None)
 
 
 def names_of_values(counters: Iterable[StepCounter]) -> tuple[str, ...]:
-    """Name the counters that are Python numbers, which a finding covers as values and not as tensors."""
+    """Return the names of counters stored as Python numbers; a finding covers them as values, not as tensors."""
     return tuple(counter.name for counter in counters if counter.diff is None)
 
 
 def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
-    """Return the counters that tell of steps left out, or with `far` of a state that was lost.
+    """Return the counters whose lag means skipped steps or, with `far`, lost optimizer state.
 
-    Counters alone that differ tell of neither: somebody set them. Nor where the ranks' loss scalers explain the lag, or
-    where BatchNorm's counts lag as well: then the rank did not only miss the optimizer's work.
+    Empty if nothing else differs (somebody set the counters), if the loss scalers explain the lag, or with `far` if
+    BatchNorm's counts lag too, because the rank then missed more than the optimizer step.
     """
-    found = tuple(c for c in counters_of(case) if c.far is far)
-    # A rank that holds the others' state of an earlier step to the byte has lost none.
-    if not found or scaler_explains(case, found) or (far and (case.group.evidence.stale or forwards_lag(case, found))):
+    counters = tuple(counter for counter in counters_of(case) if counter.far is far)
+    if not counters or scaler_explains(case, counters):
         return ()
-    moved = [diff for diff in followers(case, found) if diff.kind in ("parameter", "optimizer")]
-    return found if moved or not case.compared("parameter", "optimizer") else ()
+    # A stale rank holds the other ranks' state of an earlier step, so it has not lost its state.
+    if far and (case.group.evidence.stale or forwards_lag(case, counters)):
+        return ()
+    updated = [diff for diff in followers(case, counters) if diff.kind in ("parameter", "optimizer")]
+    return counters if updated or not case.compared("parameter", "optimizer") else ()
 
 
 def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, ...]:
-    """Return the uncovered differences that follow from those of these counters, the counters among them.
+    """Return the counters and the uncovered differences caused by the same event.
 
-    These are the parameters that they count for and the state of these, and, as activations and gradients then differ,
-    running statistics, averages of the weights and the loss scaler. Where the names do not say which parameter a
-    counter is of, or no counter is given: all parameters but the frozen ones.
+    The parameters of the counters and their optimizer state differ. Activations and gradients then differ too, so
+    running statistics, averaged weights and the loss scaler follow. If no counter is given, or the parameter of a
+    counter is unknown, all parameters follow except frozen parameters.
     """
     own = {counter.name for counter in counters}
     clusters = {counter.diff.clusters for counter in counters if counter.diff is not None}
-    # Of very many counters only the first are read.
+    # Only the first of very many counters are read, so unread counters with the same clusters count too.
     steps = [
         diff
         for diff in case.of_kind("optimizer_step")
@@ -132,27 +134,27 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
     ]
     names = {parameter_of(name) for name in (*own, *(diff.name for diff in steps))}
     known = bool(own) and all(case.group.evidence.names.get(name) == "parameter" for name in names)
-    frozen, found = case.frozen, list(steps)
-    loose = case.loose  # buffers follow the parameters: their inputs do
+    frozen, result = case.frozen, list(steps)
+    loose = case.loose  # buffers follow because their inputs differ
     for diff in case.tensors:
         if diff.kind == "parameter":
-            taken = diff.name in names if known else diff.name not in frozen
-            taken = taken or diff.name in loose
+            follows = (diff.name in names if known else diff.name not in frozen) or diff.name in loose
         elif diff.kind == "optimizer":
-            taken = not known or parameter_of(diff.name) in names
+            follows = not known or parameter_of(diff.name) in names
         else:
-            taken = diff.kind in ("ema", "scaler", "buffer") or (diff.kind in BN_STATISTICS and case.agrees("bn_count"))
-        if taken:
-            found.append(diff)
+            follows = diff.kind in ("ema", "scaler", "buffer")
+            follows = follows or (diff.kind in BN_STATISTICS and case.agrees("bn_count"))
+        if follows:
+            result.append(diff)
     if counters and forwards_lag(case, counters):
-        found += case.of_kind("bn_count", *BN_STATISTICS)
-    return tuple(found)
+        result += case.of_kind("bn_count", *BN_STATISTICS)
+    return tuple(result)
 
 
 def forwards_lag(case: Case, counters: Sequence[StepCounter]) -> bool:
-    """Whether BatchNorm counted fewer batches on the ranks that counted fewer steps: they missed all of these steps.
+    """Whether BatchNorm's counts lag on the same ranks as the step counters, so the ranks missed whole steps.
 
-    With gradient accumulation a step is several batches.
+    With gradient accumulation, a step has several batches.
     """
     counts = case.of_kind("bn_count")
     known = [batches for diff in counts if (batches := counts_of(diff))]
@@ -171,7 +173,7 @@ def _lags_alike(steps: Mapping[int, float], batches: Mapping[int, float]) -> boo
 
 
 def scales_of(group: Comparison) -> dict[int, float]:
-    """Return the loss scaler's scale by rank, where it differs and each rank's is known; else empty."""
+    """Return the loss scale by rank; empty unless it differs and is known on every rank."""
     for value in group.values:
         if value.kind == "scaler" and value.name.rpartition(".")[2] in SCALES:
             numbers = {rank: float(scale) for rank, scale in value.by_rank.items() if _is_number(scale)}
@@ -183,9 +185,9 @@ def scales_of(group: Comparison) -> dict[int, float]:
 
 
 def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
-    """Whether loss scales differ so that steps were left out for overflows: each of them halves the scale.
+    """Whether overflows explain the lag: each overflow skips a step and halves the loss scale.
 
-    The ranks behind then have a lower scale; for more than a few steps one that is as many times halved.
+    The lagging ranks must have a lower scale; for a large lag, it must have been halved at least as often.
     """
     scales = scales_of(case.group)
     if not scales or min(scales.values()) <= 0:
@@ -196,21 +198,21 @@ def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
 
 
 def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
-    """Return the uncovered values of the loss scaler that differ, for it counts steps as well.
+    """Return the names of differing, uncovered loss scaler values, because the scaler counts steps too.
 
-    A scaler that some ranks lack is in no other state than theirs. ranks: only values in which no other is odd.
+    A missing value does not differ. ranks: return only values with a minority within this set of ranks.
     """
     return tuple(
         value.name
         for value in case.of_values()
         if value.kind == "scaler"
-        and len({str(found) for found in value.by_rank.values() if found is not None}) > 1
+        and len({str(held) for held in value.by_rank.values() if held is not None}) > 1
         and (not ranks or set(minority_of(value.by_rank)) <= set(ranks))
     )
 
 
 def counted_text(counter: StepCounter) -> str:
-    """Say what the ranks counted: '12 steps on ranks 0, 1, 2 and 11 on rank 3'."""
+    """Return the count of each rank as text: '12 steps on ranks 0, 1, 2 and 11 on rank 3'."""
     first, *others = sorted(ranks_by(dict(sorted(counter.by_rank.items()))).items(), reverse=True)
     texts = [f"{number_text(first[0])} steps on {ranks_text(first[1])}"]
     texts += [f"{number_text(count)} on {ranks_text(ranks)}" for count, ranks in others[:3]]
@@ -218,7 +220,7 @@ def counted_text(counter: StepCounter) -> str:
 
 
 def lag_text(counters: Sequence[StepCounter]) -> str:
-    """Say how many counters differ, by how much, and what the ranks of the one most apart counted; '' without any."""
+    """Return the number of counters, the largest lag and its counts as text; '' without counters."""
     most = farthest(counters)
     if most is None:
         return ""
@@ -227,10 +229,7 @@ def lag_text(counters: Sequence[StepCounter]) -> str:
 
 
 def other_lag_text(counter: StepCounter, series: Sequence[Comparison]) -> str:
-    """Say how far this counter was apart at the first step of the run at which it was; '' where that is as far as now.
-
-    'at step 10 it was 1 step'.
-    """
+    """Return the lag at the first step of the run with a lag as text; '' if it is the same as now."""
     for group in series[:-1]:
         for diff in group.tensors:
             counts = counts_of(diff) if diff.name == counter.name else {}

@@ -1,16 +1,16 @@
-"""Key sets differ: some tensors are not in every replica's file.
+"""Some tensors are missing from the checkpoints of some ranks.
 
-Signature: a tensor name is present in some files of the group and absent from others, or all values of an optimizer, a
-scheduler or a loss scaler are.
+Signature: a tensor name is present in some files of the group and missing in others, or all values of an optimizer, a
+scheduler or a loss scaler are missing in some files.
 
-Where all that is missing of some ranks is the state of an optimizer that they did save, that is SYN215.
+If only the state of a saved optimizer is missing on some ranks, the finding is SYN215.
 
-Cause: the ranks did not build or save the same model. A layer was added or an adapter attached on some ranks only, a
-state dict was filtered on one rank, a file is of another version of the code, or `load_state_dict(strict=False)`
-swept a mismatch under the carpet.
+Cause: the ranks did not build or save the same model. A layer was added or an adapter attached on some ranks only, one
+rank filtered its state dict, a file comes from another version of the code, or `load_state_dict(strict=False)` ignored
+a mismatch.
 
-Fix: build the model from one configuration on all ranks before wrapping it, and save the same state dict everywhere;
-load with `strict=True` once to see what is missing where.
+Fix: build the model from one configuration on all ranks before wrapping it, and save the same state dict on every rank.
+Load once with `strict=True` to list the missing names.
 
 Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao-ai-lab/FastVideo#1666 (the same).
 """
@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, fewer
+from syncheck.diagnose.case import Match, fewer
 from syncheck.diagnose.empty_state import without_state
 from syncheck.kinds import OPTIMIZER
-from syncheck.messages import Sentence, names_text, ranks_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -31,47 +31,63 @@ if TYPE_CHECKING:
 CODE = "SYN101"
 SLUG = "missing-tensors"
 SEVERITY: Severity = "error"
-CAUSE = "The ranks did not build or save the same model: some tensors are in some files only."
 
 
 class Text(Sentence):
     """The sentences of this finding."""
 
+    CAUSE = "The ranks did not build or save the same model: some tensors are present on some ranks only."
     FIX = (
         "Build the model from one configuration on all ranks before wrapping it, save the same state dict on every "
         "rank, and load it with strict=True. If a file holds only the model on purpose, skip the optimizer: "
         "{exclude:option=optimizer.*}."
     )
+    MISSING = "{ranks:Ranks} {ranks:verb lacks|lack} {missing}: {names:names}"
+    PARTLY_MISSING = "{ranks:Ranks} each lack some of {missing}: {names:names}"
+    TENSORS = "{tensors:count tensor}"
+    VALUES = "{values:count value}"
+    TENSORS_AND_VALUES = "{tensors:count tensor} and {values:count value}"
 
 
+CAUSE = Text.CAUSE
 FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit every tensor that some replica lacks."""
-    lost = OPTIMIZER if without_state(case) else ()
-    lacking = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in lost)
+    """Match every tensor and value that some replica lacks."""
+    other_finding = OPTIMIZER if without_state(case) else ()
+    tensors = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in other_finding)
     values = tuple(diff for diff in case.of_values() if diff.lost)
-    if not lacking and not values:
+    if not tensors and not values:
         return None
-    everyone = {rank for diff in lacking for rank in _expected(diff, case.group.ranks)}
-    everyone |= set(case.group.ranks if values else ())
-    without = {rank for value in values for rank in value.lost}
-    for diff in lacking:
-        without |= set(_expected(diff, case.group.ranks)) - {r for found in diff.clusters for r in found}
-    # The fewer are the suspects, whether they lack something or have it alone. Of what only one rank ought to have, no
-    # other rank has anything, and that one is the suspect.
-    odd = fewer(without, everyone - without)
-    numbers = [counted(len(found), what) for found, what in ((lacking, "tensor"), (values, "value")) if found]
-    names = names_text([*(diff.name for diff in lacking), *(value.name for value in values)])
-    text = f"{' and '.join(numbers)} not on {ranks_text(sorted(without))}: {names}"
-    # Groups of an optimizer list other members where a parameter is missing.
-    follow = any(diff.kind == "parameter" for diff in lacking)
-    members = [diff for diff in case.of_values() if follow and diff.name.endswith((".params", ".(positions)"))]
+    expected = {rank for diff in tensors for rank in _expected_ranks(diff, case.group.ranks)}
+    expected |= set(case.group.ranks if values else ())
+    lacking = [_lacking_ranks(diff, case.group.ranks) for diff in tensors] + [frozenset(diff.lost) for diff in values]
+    without = set().union(*lacking)
+    # The smaller set of ranks is suspect, whether it lacks a tensor or has it alone. If only one rank should have a
+    # tensor, no other rank has it, and this rank is the suspect.
+    odd = fewer(without, expected - without)
+    sentence = Text.MISSING if len(set(lacking)) == 1 else Text.PARTLY_MISSING
+    names = (*(diff.name for diff in tensors), *(value.name for value in values))
+    fact = sentence(ranks=tuple(sorted(without)), missing=_numbers(len(tensors), len(values)), names=names)
+    # The parameter groups of an optimizer have other members if a parameter is missing.
+    regrouped = any(diff.kind == "parameter" for diff in tensors)
+    members = [diff for diff in case.of_values() if regrouped and diff.name.endswith((".params", ".(positions)"))]
     covered = dict.fromkeys(diff.name for diff in (*values, *members))
-    return Match(lacking, tuple(sorted(odd or everyone)), text, tuple(covered))
+    return Match(tensors, tuple(sorted(odd or expected)), (fact,), tuple(covered))
 
 
-def _expected(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that ought to have a tensor: all but those of another pipeline stage or mesh."""
+def _numbers(tensors: int, values: int) -> Message:
+    if tensors and values:
+        return Text.TENSORS_AND_VALUES(tensors=tensors, values=values)
+    return Text.TENSORS(tensors=tensors) if tensors else Text.VALUES(values=values)
+
+
+def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that should have a tensor: all ranks except those of another pipeline stage or mesh."""
     return diff.replica_groups[0] if diff.replica_groups else ranks
+
+
+def _lacking_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> frozenset[int]:
+    holders = {rank for cluster in diff.clusters for rank in cluster}
+    return frozenset(_expected_ranks(diff, ranks)) - holders

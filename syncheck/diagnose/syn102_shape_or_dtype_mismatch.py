@@ -1,24 +1,25 @@
-"""A tensor has another shape or dtype on some replicas.
+"""A tensor has different shapes or dtypes on different ranks.
 
-Signature: the name is in every file, its shape or dtype is not the same. Such tensors are not compared by value.
+Signature: the name is present in every file, but its shape or dtype differs. syncheck does not compare the values of
+these tensors.
 
-Cause: one rank was built from another configuration (vocabulary, number of classes, width), keeps the model in
-another precision, or the files are shards of one tensor rather than replicas of it. DDP checks shapes of trainable
-parameters when it wraps a model; it checks neither frozen parameters, nor buffers, nor dtypes.
+Cause: one rank built the model from another configuration (vocabulary, number of classes, width) or in another
+precision, or the files hold shards of one tensor instead of replicas. When DDP wraps a model, it checks the shapes of
+trainable parameters. It does not check frozen parameters, buffers or dtypes.
 
-Fix: build the model from one configuration on all ranks; cast it before the wrap, on every rank. If the files are
-tensor-parallel or FSDP shards, compare along the replicate dimension only.
+Fix: build the model from one configuration on all ranks, and cast it before wrapping on every rank. If the files hold
+tensor-parallel or FSDP shards, compare only along the replicate dimension.
 
-Incidents: pytorch/pytorch#75870 (asks for such a check), deepspeedai/DeepSpeed#7525 (length check added).
+Incidents: pytorch/pytorch#75870 (requests this check), deepspeedai/DeepSpeed#7525 (length check added).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted
+from syncheck.diagnose.case import Match
 from syncheck.evidence.suspects import suspects
-from syncheck.messages import names_text
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -27,20 +28,40 @@ if TYPE_CHECKING:
 CODE = "SYN102"
 SLUG = "shape-or-dtype-mismatch"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "The ranks hold the tensor in another shape or dtype: another configuration, another precision, or shards "
-    "that are no replicas."
-)
-FIX = (
-    "Build and cast the model from one configuration on all ranks before wrapping it; if these are shards, "
-    "compare them along the replicate dimension only."
-)
+_MOST = 2  # tensors with their shapes or dtypes
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "The ranks built the model from different configurations or in different precisions, or the files hold shards "
+        "instead of replicas."
+    )
+    FIX = (
+        "Build and cast the model from one configuration on all ranks before wrapping it. If the files hold shards, "
+        "compare them along the replicate dimension only."
+    )
+    SHAPES = "The ranks hold {tensors:count tensor} with different shapes"
+    DTYPES = "The ranks hold {tensors:count tensor} with different dtypes"
+    SHAPES_AND_DTYPES = "The ranks hold {tensors:count tensor} with different shapes or dtypes"
+    TENSOR = "{name} is {detail}"
+    MORE = "{count:count more tensor}"
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit every tensor whose shape or dtype is not the same everywhere."""
-    unlike = tuple(diff for diff in case.tensors if diff.reason in ("shape", "dtype"))
-    if not unlike:
+    """Match every tensor whose shape or dtype differs."""
+    tensors = tuple(diff for diff in case.tensors if diff.reason in ("shape", "dtype"))
+    if not tensors:
         return None
-    names = names_text([f"{diff.name} ({diff.detail})" for diff in unlike], most=2)
-    return Match(unlike, suspects(unlike, case.group), f"{counted(len(unlike), 'tensor')}: {names}")
+    reasons = {diff.reason for diff in tensors}
+    first = Text.SHAPES_AND_DTYPES if len(reasons) > 1 else Text.SHAPES if "shape" in reasons else Text.DTYPES
+    facts = [first(tensors=len(tensors))]
+    facts += [Text.TENSOR(name=diff.name, detail=diff.detail) for diff in tensors[:_MOST]]
+    if len(tensors) > _MOST:
+        facts.append(Text.MORE(count=len(tensors) - _MOST))
+    return Match(tensors, suspects(tensors, case.group), tuple(facts))

@@ -1,15 +1,15 @@
-"""Names had a wrapper's prefix, which was taken off before comparing.
+"""Names carry the prefix of a wrapper, which syncheck removed before comparing.
 
-Signature: names begin with `module.` (DDP, DataParallel), or hold `_orig_mod.` (torch.compile) or
+Signature: names begin with `module.` (DDP, DataParallel), or contain `_orig_mod.` (torch.compile) or
 `_fsdp_wrapped_module.` (FSDP1). This is information and never fails a run.
 
-Cause: the wrapped module's state dict was saved rather than the inner one's. That is harmless, but such a file does
-not load into an unwrapped model, and a group where only some files have the prefix was saved by two versions of the
-code.
+Cause: the state dict of the wrapped module was saved instead of the inner module's. This does no harm to a comparison,
+but the file does not load into an unwrapped model. If only some files of a group have the prefix, different versions of
+the code saved them.
 
 Fix: save `model.module.state_dict()` (DDP, DataParallel) or `model._orig_mod.state_dict()` (torch.compile).
 
-Incidents: none known beyond everyday loading errors.
+Incidents: only everyday loading errors are known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match
-from syncheck.messages import ranks_text
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -26,18 +26,30 @@ if TYPE_CHECKING:
 CODE = "SYN103"
 SLUG = "prefix-normalized"
 SEVERITY: Severity = "info"
-CAUSE = "The wrapped module's state dict was saved, so names carry the wrapper's prefix."
-FIX = "Nothing has to change to compare. To load into an unwrapped model, save model.module.state_dict()."
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "The state dict of the wrapped module was saved, so its names carry the wrapper's prefix."
+    FIX = (
+        "No change is needed for a comparison. To load the file into an unwrapped model, save "
+        "model.module.state_dict()."
+    )
+    PREFIX = (
+        "{ranks:Ranks} saved {names:count name} with a wrapper's prefix (module., _orig_mod. or similar), which "
+        "syncheck ignored"
+    )
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Tell which ranks' names were changed; cover nothing."""
-    ranks = tuple(sorted(case.group.evidence.normalized))
-    if not ranks:
+    """Report the ranks whose names were normalized; cover no tensor."""
+    normalized = case.group.evidence.normalized
+    if not normalized:
         return None
-    return Match(
-        (),
-        ranks,
-        f"{max(case.group.evidence.normalized.values())} names on {ranks_text(ranks)} were compared without a "
-        "wrapper's prefix (module., _orig_mod. or the like)",
-    )
+    ranks = tuple(sorted(normalized))
+    return Match((), ranks, (Text.PREFIX(ranks=ranks, names=max(normalized.values())),))

@@ -1,26 +1,26 @@
-"""Some tensors are divided over the ranks, so that not all ranks ought to hold the same bytes.
+"""Some tensors are sharded, so not all ranks should hold the same bytes.
 
-Signature: a checkpoint holds DTensors (FSDP, HSDP, tensor parallel), or its metadata says that each rank keeps a part
-of the optimizer's state (ZeRO) or stands in a tensor, pipeline or expert parallel mesh. This is information and never
-fails a run.
+Signature: a checkpoint holds DTensors (FSDP, HSDP, tensor parallel), or its metadata records that each rank holds a
+part of the optimizer state (ZeRO) or belongs to a tensor, pipeline or expert parallel mesh. This is information and
+never fails a run.
 
-Cause: the method divides the model or its optimizer. Ranks with the same coordinate along every dimension that
-divides a tensor are replicas of it: under HSDP a shard is compared with its copies. A shard that only one rank holds
-has no copy, so nothing can be said of it.
+Cause: the training method shards the model or its optimizer. Ranks with the same coordinate in every dimension that
+shards a tensor are replicas of each other: HSDP shards are compared with their copies. A shard on a single rank has no
+copy to compare with.
 
-Fix: nothing, unless you want these tensors compared: save a full state dict on every rank as well
-(`get_model_state_dict` with `full_state_dict=True`), or write the mesh into the files with `syncheck.metadata()`.
+Fix: no change is needed. To compare sharded tensors, also save a full state dict on every rank (`get_model_state_dict`
+with `full_state_dict=True`), or add the mesh to the files with `syncheck.metadata()`.
 
-Incidents: NVIDIA-NeMo/Automodel#3135 (the replicate dimension was left out: shards agreed within a replica of the
-model and differed between replicas, which only a comparison along that dimension can show).
+Incidents: NVIDIA-NeMo/Automodel#3135 (the replicate dimension was ignored: shards agreed within a replica of the model
+and differed between replicas, which only a comparison along this dimension shows).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted
-from syncheck.messages import ranks_text
+from syncheck.diagnose.case import Match
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -29,32 +29,49 @@ if TYPE_CHECKING:
 CODE = "SYN104"
 SLUG = "sharded-by-design"
 SEVERITY: Severity = "info"
-CAUSE = "The method divides tensors over the ranks: only ranks that hold the same part of one are its replicas."
-FIX = "Nothing has to change. To compare what has no replica, save a full state dict on every rank as well."
-_MOST = 4  # layouts and sets of ranks that are named
+_MOST = 4  # layouts
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "The training method shards tensors: only ranks with the same shard are replicas of each other."
+    FIX = "No change is needed. To compare shards without a replica, also save a full state dict on every rank."
+    COMPARED = "{tensors}, {layout}: compared within {groups:sets}"
+    PARTLY_COMPARED = "{tensors}, {layout}: {compared} compared within {groups:sets}, {alone} without a replica"
+    NOT_COMPARED = "{tensors}, {layout}: not compared, because no two ranks hold the same shard"
+    OTHER_LAYOUTS = "{tensors:count tensor} in {layouts:count other layout}"
+    DTENSORS = "{count:count DTensor}"
+    OPTIMIZER_TENSORS = "{count:count optimizer tensor}"
+    PLAIN_TENSORS = "{count:count plain tensor}"
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Tell by layout how many tensors were and were not compared; cover nothing."""
+    """Report by layout how many tensors were and were not compared; cover no tensor."""
     shards = case.group.shards
     if not shards:
         return None
-    texts = [_text(one) for one in shards[:_MOST]]
+    facts = [_describe_layout(layout) for layout in shards[:_MOST]]
     if len(shards) > _MOST:
         rest = shards[_MOST:]
-        texts.append(f"{counted(sum(one.tensors for one in rest), 'tensor')} in {counted(len(rest), 'other layout')}")
-    return Match((), case.group.ranks, "; ".join(texts))
+        facts.append(Text.OTHER_LAYOUTS(tensors=sum(layout.tensors for layout in rest), layouts=len(rest)))
+    return Match((), case.group.ranks, tuple(facts))
 
 
-def _text(shards: Shards) -> str:
-    """Say of one layout what is laid out so, how, and who was compared with whom."""
-    what = {"DTensor": "DTensor", "optimizer": "tensor of the optimizer"}.get(shards.kind, "plain tensor")
-    many = "tensors of the optimizer" if shards.kind == "optimizer" else ""
-    text = f"{counted(shards.tensors, what, many)}, {shards.layout}:"
+def _describe_layout(shards: Shards) -> Message:
+    """State how many tensors have a layout, and which ranks were compared."""
+    sentences = {"DTensor": Text.DTENSORS, "optimizer": Text.OPTIMIZER_TENSORS}
+    tensors = sentences.get(shards.kind, Text.PLAIN_TENSORS)(count=shards.tensors)
     if not shards.compared:
-        return f"{text} not compared, no two ranks hold the same part"
-    sets = " and ".join(ranks_text(found) for found in shards.replica_groups[:_MOST])
-    if len(shards.replica_groups) > _MOST:
-        sets += f" and {len(shards.replica_groups) - _MOST} more sets"
-    left = shards.tensors - shards.compared
-    return f"{text} compared within {sets}" + (f", and {left} of them with no other rank's" if left else "")
+        return Text.NOT_COMPARED(tensors=tensors, layout=shards.layout)
+    described = {"tensors": tensors, "layout": shards.layout, "groups": shards.replica_groups}
+    alone = shards.tensors - shards.compared
+    return (
+        Text.PARTLY_COMPARED(**described, compared=shards.compared, alone=alone)
+        if alone
+        else Text.COMPARED(**described)
+    )

@@ -1,15 +1,15 @@
-"""Two names are one tensor on some ranks and two tensors on others.
+"""Weights are tied on some ranks and separate tensors on other ranks.
 
-Signature: in some files the names share memory (the same storage, offset, shape and strides), in others each has its
-own. Only torch.save keeps this. This is information and never fails a run.
+Signature: in some files two names share memory (the same storage, offset, shape and strides), in other files they do
+not. Only torch.save stores this. This is information and never fails a run.
 
-Cause: weights that are to be tied, such as an input embedding and the output layer of a language model, were not tied
-on every rank: the model was built along another path, cast or loaded on one rank, a new embedding was put in without
-tying again, or a library saved a copy of one of them. As long as the copies hold equal values nothing differs; from
-the next step on each gets its own gradient and they drift apart.
+Cause: weights that should be tied, for example the input embedding and the output layer of a language model, were not
+tied on every rank. One rank built, cast or loaded the model differently, replaced the embedding without tying it again,
+or a library saved a copy of a weight. While the copies hold equal values, nothing differs. From the next step on, each
+copy gets its own gradient, and the copies drift apart.
 
-Fix: tie the weights on every rank after building, loading and resizing (`model.tie_weights()` in transformers), before
-the model is wrapped.
+Fix: tie the weights on every rank after building, loading and resizing (`model.tie_weights()` in transformers), and
+before wrapping the model.
 
 Incidents: NVIDIA/Megatron-LM#4641, NVIDIA/Megatron-LM#844 and NVIDIA/Megatron-LM#656 (embedding and output layer, tied
 across pipeline stages, drifted apart).
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, fewer
-from syncheck.messages import ranks_text
+from syncheck.diagnose.case import Match, fewer
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -29,18 +29,36 @@ if TYPE_CHECKING:
 CODE = "SYN105"
 SLUG = "tie-broken"
 SEVERITY: Severity = "info"
-CAUSE = "Weights that share memory on some ranks are separate tensors on others, where each gets its own gradient."
-FIX = "Tie the weights on every rank after building, loading or resizing the model, and before wrapping it."
-_MOST = 3  # ties that are named
+_MOST = 3  # ties
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "Weights that share memory on some ranks are separate tensors with separate gradients on other ranks."
+    FIX = "Tie the weights on every rank after building, loading or resizing the model, and before wrapping it."
+    TIED_ON_SOME = "{names:names} share memory on {tied:ranks}, but not on {separate:ranks}"
+    MORE_TIES = "{count:count more tie}"
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Tell which names are tied where; cover nothing. The suspects are the fewer ranks, all where neither are."""
+    """Report which names are tied on which ranks; cover no tensor.
+
+    The smaller set of ranks is suspect, or all ranks if both sets are equally large.
+    """
     ties = case.group.ties
     if not ties:
         return None
-    together = set(ties[0].ranks)
-    odd = fewer(together, set(case.group.ranks) - together)
-    texts = [f"{' and '.join(tie.names[:_MOST])} share memory on {ranks_text(tie.ranks)} only" for tie in ties[:_MOST]]
-    more = f"; and {counted(len(ties) - _MOST, 'more tie')}" if len(ties) > _MOST else ""
-    return Match((), tuple(sorted(odd)), "; ".join(texts) + more)
+    tied = set(ties[0].ranks)
+    odd = fewer(tied, set(case.group.ranks) - tied)
+    facts = []
+    for tie in ties[:_MOST]:
+        separate = tuple(rank for rank in case.group.ranks if rank not in tie.ranks)
+        facts.append(Text.TIED_ON_SOME(names=tie.names, tied=tie.ranks, separate=separate))
+    if len(ties) > _MOST:
+        facts.append(Text.MORE_TIES(count=len(ties) - _MOST))
+    return Match((), tuple(sorted(odd)), tuple(facts))

@@ -1,18 +1,18 @@
-"""Settings of the optimizer or the learning-rate scheduler are not the same on all ranks.
+"""Settings of the optimizer or the learning-rate scheduler differ between ranks.
 
 Signature: a value of the optimizer's parameter groups (learning rate, weight decay, betas, momentum, members of the
-groups) or of a scheduler's state differs. The finding covers the parameters and the optimizer state as well, if ranks
-with equal settings hold equal bytes of them and the first moments still point the same way (median cosine of 0.9 or
-more): averaged gradients, unequal steps. It covers the values alone if only a scheduler's state differs, which has not
-changed a learning rate yet, or if other evidence says that gradients are not averaged (SYN211, SYN212).
+groups) or of a scheduler's state differs. The finding also covers parameters and optimizer state if ranks with equal
+settings hold equal bytes, and the first moments still have the same direction (median cosine of 0.9 or more): averaged
+gradients, but unequal steps. It covers only the values in two cases: only a scheduler's state differs and has not
+changed a learning rate yet, or gradients are evidently not averaged (SYN211, SYN212).
 
-Cause: each rank decides from its own numbers. ReduceLROnPlateau is stepped with the loss of a rank's own batches, a
-schedule counts a rank's own batches or overflows, a configuration differs between ranks or hosts, or the scheduler's
-state was restored on some ranks only. DDP averages gradients and never compares settings.
+Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
+counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
+restore the scheduler's state. DDP averages gradients and never compares settings.
 
-Fix: build optimizer and scheduler from one configuration on every rank, and step the scheduler with a number that all
-ranks have: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Then resume from a checkpoint in
-which the ranks agree.
+Fix: build the optimizer and the scheduler from one configuration on every rank, and step the scheduler with a number
+equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Then resume from a checkpoint
+in which the ranks agree.
 
 Incidents: lucidrains/DALLE-pytorch#268 and PaddlePaddle/Paddle#50589 (ReduceLROnPlateau on a rank's own loss),
 karpathy/nanochat#857 (the schedule follows each rank's own progress through the data), rwth-i6/returnn#1493.
@@ -23,10 +23,17 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, by_value_text, parameters_text, ranks_by
+from syncheck.diagnose.case import Match, agreement_facts, largest_difference, ranks_by
 from syncheck.diagnose.counters import minority_of
-from syncheck.diagnose.gradients import cosines, course, followers_text, moments_apart, only_decay, with_moment
-from syncheck.messages import names_text
+from syncheck.diagnose.gradients import (
+    cosines,
+    differing_moments,
+    follower_facts,
+    only_decay,
+    trend_facts,
+    with_moment,
+)
+from syncheck.messages import Message, Sentence
 from syncheck.value_kinds import SETTINGS
 
 if TYPE_CHECKING:
@@ -38,71 +45,108 @@ if TYPE_CHECKING:
 CODE = "SYN107"
 SLUG = "settings-differ"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "The settings of the optimizer or its scheduler are not the same on all ranks: equal gradients make unequal steps."
-)
-FIX = (
-    "Build optimizer and scheduler from one configuration on every rank, and step ReduceLROnPlateau and the like with "
-    "one number: dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size()). Then resume from a checkpoint in "
-    "which the ranks agree."
-)
 
-# Median cosine of first moments from which the gradients count as averaged, as in SYN211.
+# Median cosine of first moments above which gradients count as averaged, as in SYN211.
 ALIKE = 0.9
-# Settings that change the direction of the first moments.
+# Settings with an effect on the direction of the first moments.
 _OF_MOMENTS = frozenset("betas momentum dampening nesterov weight_decay alpha params (positions)".split())
+_MOST = 3  # settings
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "The settings of the optimizer or its scheduler differ between ranks, so equal gradients lead to unequal steps."
+    )
+    FIX = (
+        "Build the optimizer and the scheduler from one configuration on every rank. Step ReduceLROnPlateau and "
+        "similar schedulers with a number equal on all ranks: dist.all_reduce(loss); "
+        "scheduler.step(loss / dist.get_world_size()). Then resume from a checkpoint in which the ranks agree."
+    )
+    SETTINGS = "The ranks use different settings: {setting}"
+    VALUE = "{name} is {values:by_rank}"
+    MEMBERS = "{name} contains {names:names} on some ranks only"
+    ORDER = "{name} has the same members in another order"
+    MORE = "{count:count more setting} {count:verb differs|differ}"
+    PARAMETERS = (
+        "{count} of {total:count parameter} {count:verb differs|differ}, only between ranks with different settings, "
+        "{size}"
+    )
+    GRADIENTS_UNKNOWN = "no first moment was compared, so it is unknown whether gradients are averaged"
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit settings that differ, and cover the tensors that differ between ranks of other settings only."""
+    """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = [diff for diff in case.of_values() if diff.kind == "setting"]
     if not settings:
         return None
-    # What takes steps comes first; a scheduler's counters and best loss change them later.
-    settings.sort(key=lambda diff: not _acts(diff))
-    acting = [diff for diff in settings if _acts(diff)]
-    covered = _explained(case, acting) if acting else ()
-    texts = [_text(diff) for diff in settings[:3]]
-    texts += [f"and {len(settings) - 3} more"] if len(settings) > 3 else []
-    moved = [diff for diff in covered if diff.kind == "parameter"]
-    if moved:
-        unknown = "" if with_moment(case) else ", and no first moments were compared, which would tell of the gradients"
-        texts.append(f"{parameters_text(case, moved)}, only between ranks of unequal settings{unknown}")
-    text = "; ".join(texts) + (course(case, "parameter")[1] if moved else "") + followers_text(covered, "parameter")
+    # Settings of the next step come first. A scheduler's counters and best loss take effect later.
+    settings.sort(key=lambda diff: not _changes_next_step(diff))
+    acting = [diff for diff in settings if _changes_next_step(diff)]
+    covered = _explained_tensors(case, acting) if acting else ()
     by_text = ({rank: str(value) for rank, value in diff.by_rank.items()} for diff in settings)
     odd = next(filter(None, map(minority_of, by_text)), case.group.ranks)
-    values = tuple(diff.name for diff in settings)
-    return Match(covered, odd, text + agreement_text(covered, case.group), values)
+    facts = (
+        *_settings_facts(settings),
+        *_parameter_facts(case, covered),
+        *follower_facts(covered, "parameter"),
+        *agreement_facts(covered, case.group),
+    )
+    return Match(covered, odd, facts, tuple(diff.name for diff in settings))
 
 
-def _acts(diff: ValueDiff) -> bool:
-    """Whether a setting changes the next step: it is in a parameter group, or is a learning rate or the like."""
+def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
+    first, *others = [_describe_setting(diff) for diff in settings[:_MOST]]
+    if len(settings) > _MOST:
+        others.append(Text.MORE(count=len(settings) - _MOST))
+    return (Text.SETTINGS(setting=first), *others)
+
+
+def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message, ...]:
+    parameters = [diff for diff in covered if diff.kind == "parameter"]
+    if not parameters:
+        return ()
+    total, size = case.compared("parameter"), largest_difference(parameters)
+    facts = [Text.PARAMETERS(count=len(parameters), total=total, size=size)]
+    if not with_moment(case):
+        facts.append(Text.GRADIENTS_UNKNOWN())
+    return (*facts, *trend_facts(case, "parameter")[1])
+
+
+def _changes_next_step(diff: ValueDiff) -> bool:
+    """Whether a setting changes the next step: a value in a parameter group, a learning rate or the like."""
     parts = diff.name.split(".")
     return "param_groups" in parts or "_last_lr" in parts or parts[-1] in SETTINGS
 
 
-def _text(diff: ValueDiff) -> str:
-    """'optimizer.param_groups.0.lr is 0.1 on ranks 0, 1 and 0.05 on rank 2'; of members, those that not all list."""
+def _describe_setting(diff: ValueDiff) -> Message:
+    """State the value of each rank, or the members of a parameter group missing on some ranks."""
     if not diff.name.endswith((".params", ".(positions)")):
-        return f"{diff.name} is {by_value_text(diff.by_rank)}"
+        return Text.VALUE(name=diff.name, values=dict(diff.by_rank))
     members = [set(str(value).split(", ")) for value in diff.by_rank.values() if value is not None]
-    moved = sorted({name for of in members for name in of if not all(name in other for other in members)})
-    return f"{diff.name} has {names_text(moved)} on some ranks only" if moved else f"{diff.name} has another order"
+    first, *others = members
+    partial = tuple(sorted(first.union(*others) - first.intersection(*others)))
+    return Text.MEMBERS(name=diff.name, names=partial) if partial else Text.ORDER(name=diff.name)
 
 
-def _explained(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
-    """Return the trained tensors that differ, none of them between ranks of equal settings."""
-    moments = cosines(moments_apart(case).values())
+def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
+    """Return the trained tensors that differ only between ranks with different settings."""
+    moments = cosines(differing_moments(case).values())
     turned = only_decay(case) or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
     if moments and median(moments) < ALIKE and not turned:
         return ()
-    of_rank = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
-    equals = [set(ranks) for ranks in ranks_by(of_rank).values()]
+    settings_of = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
+    equal = [set(ranks) for ranks in ranks_by(settings_of).values()]
     trained = [diff for diff in case.of_kind("parameter", "optimizer", "ema") if diff.status == "different"]
-    return tuple(diff for diff in trained if not any(_splits(diff, ranks) for ranks in equals))
+    return tuple(diff for diff in trained if not any(_differs_within(diff, ranks) for ranks in equal))
 
 
-def _splits(diff: TensorDiff, ranks: set[int]) -> bool:
-    """Whether some of these ranks hold unequal bytes, of those that ought to hold the same."""
-    groups = diff.replica_groups or (tuple(rank for found in diff.clusters for rank in found),)
-    return any(sum(bool(ranks & set(group) & set(found)) for found in diff.clusters) > 1 for group in groups)
+def _differs_within(diff: TensorDiff, ranks: set[int]) -> bool:
+    """Whether a tensor differs between ranks of this set that should hold the same bytes."""
+    groups = diff.replica_groups or (tuple(rank for cluster in diff.clusters for rank in cluster),)
+    return any(sum(bool(ranks & set(group) & set(cluster)) for cluster in diff.clusters) > 1 for group in groups)

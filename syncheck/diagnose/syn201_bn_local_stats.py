@@ -1,25 +1,27 @@
-"""BatchNorm's running statistics differ between the ranks, and nothing else does.
+"""BatchNorm's running statistics differ between ranks, and nothing else differs.
 
-Signature: only `running_mean` and `running_var` differ; parameters and `num_batches_tracked` agree.
+Signature: only `running_mean` and `running_var` differ. Parameters and `num_batches_tracked` agree.
 
-Cause: in training mode each rank normalizes with the statistics of its own batch and folds them into its own running
-averages. Plain DDP copies rank 0's buffers to the others at the start of each forward, so at the end of a step every
-rank is one update away from rank 0: momentum x (its batch's statistics - rank 0's). Gradients and parameters are not
-touched.
+Cause: in training mode, each rank normalizes with the statistics of its own batch and adds them to its own running
+averages. Plain DDP copies rank 0's buffers to all ranks at the start of each forward pass. At the end of a step, each
+rank is therefore one update away from rank 0: momentum x (statistics of its batch - statistics of rank 0's batch).
+Gradients and parameters are not affected.
 
-This is the normal state of default DDP, and it fails by default because the replicas do differ. It matters when a
-rank's own file is evaluated, resumed from or exported: ranks then give different predictions, and rank 0's statistics
-come from its share of the data alone. It does not matter when only rank 0's file is ever used and its share is like
-the others'; then `--allow SYN201` accepts it. With small or unlike per-rank batches the gap is large.
+This is normal for default DDP. It fails by default because the replicas differ. It matters if a rank's own file is
+evaluated, resumed from or exported: the ranks then predict differently, and rank 0's statistics come only from its
+share of the data. It does not matter if only rank 0's file is used and its share resembles the shares of the other
+ranks; accept the finding with `--allow SYN201` then. Small or dissimilar per-rank batches cause a large difference.
 
-From one snapshot, this one-step lag and freely running statistics (SYN202) cannot be told apart by size: both are
-flat after about 1/momentum steps. Save at three or more early steps close together, or record the metadata, to know.
+One checkpoint does not show whether the statistics are one step apart or never synchronized (SYN202), because both
+differences stay at the same size after about 1/momentum steps. To find out, save three or more early steps close
+together, or record the metadata.
 
 Fix, best first: convert to SyncBatchNorm before wrapping, which uses the statistics of the global batch on every rank
-(`model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`); or broadcast or average the buffers before saving
-and evaluating (`for b in model.buffers(): dist.broadcast(b, 0)`); or use a normalization without running statistics.
+(`model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`). Or broadcast or average the buffers before saving and
+evaluating (`for b in model.buffers(): dist.broadcast(b, 0)`). Or use a normalization without running statistics.
 
-An evaluation through the DDP wrapper also copies rank 0's buffers and hides the gap from files saved afterwards.
+An evaluation through the DDP wrapper also copies rank 0's buffers, so files saved afterwards do not show the
+difference.
 
 Incidents: pytorch/pytorch#13711, pytorch/pytorch#30718, open-mmlab/mmpose#998, rwightman/pytorch-image-models#110.
 """
@@ -28,10 +30,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import evidence, statistics_alone
+from syncheck.diagnose.bn import statistics_alone, statistics_facts
 from syncheck.diagnose.case import Match
 from syncheck.evidence.suspects import suspects
-from syncheck.messages import Sentence
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -40,50 +42,73 @@ if TYPE_CHECKING:
 CODE = "SYN201"
 SLUG = "bn-local-stats"
 SEVERITY: Severity = "warning"
-CAUSE = (
-    "Each rank normalized with its own batches. This is normal for default DDP, which copies rank 0's buffers "
-    "only at the start of each forward; it matters when a rank's own file is evaluated or resumed from, and "
-    "not when only rank 0's is used."
-)
 
 
 class Text(Sentence):
     """The sentences of this finding."""
 
+    CAUSE = (
+        "Each rank normalized with its own batches. This is normal for default DDP, which copies rank 0's buffers only "
+        "at the start of each forward pass. It matters if a rank's own file is evaluated or resumed from, but not if "
+        "only rank 0's file is used."
+    )
     FIX = (
         "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or broadcast before "
         "saving: for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
     )
+    STATISTICS = (
+        "The ranks have different BatchNorm running statistics: {count} of {total} {count:verb differs|differ}, {size}"
+    )
+    SYNCHRONIZED = "buffers are synchronized once per step, so the ranks differ by one update"
+    SYNCHRONIZED_BY_METADATA = (
+        "according to the metadata, buffers are synchronized once per step, so the ranks differ by one update"
+    )
+    ONE_UPDATE = (
+        "over {steps} early steps the differences grew {growth:.1f} times with a cosine of {cosine:.2f} between steps, "
+        "as expected of buffers that are synchronized once per step"
+    )
+    INCONCLUSIVE = (
+        "over {steps} early steps the differences grew {growth:.1f} times with a cosine of {cosine:.2f} between steps, "
+        "which does not show whether buffers are synchronized"
+    )
+    UNKNOWN = "it is unknown whether buffers are synchronized"
+    STEPS_UNSUITABLE = "steps {first} to {last} do not show whether buffers are synchronized"
+    SAVE_EARLY_STEPS = "to find out, save three or more early steps close together"
+    USE_WRAPPER = "to find out, pass DDP's wrapper instead of the module inside it"
 
 
+CAUSE = Text.CAUSE
 FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit running statistics that differ alone."""
+    """Match running statistics that differ alone."""
     statistics = statistics_alone(case)
     if not statistics:
         return None
-    text = evidence(case, statistics)
-    recorded = None if case.group.evidence.metadata is None else case.group.evidence.metadata.buffers_synced
-    seen = case.group.evidence.free_running
-    if recorded:
-        who = "" if case.in_memory else "the metadata says that "
-        text += f"; {who}buffers are synchronized once a step, and then this is one step's lag"
+    facts = (*statistics_facts(case, statistics, Text.STATISTICS), *_synchronization_facts(case))
+    return Match(statistics, suspects(statistics, case.group), facts)
+
+
+def _synchronization_facts(case: Case) -> tuple[Message, ...]:
+    """State whether buffers are synchronized once per step, from the metadata and from the steps of the run."""
+    metadata, seen = case.group.evidence.metadata, case.group.evidence.free_running
+    facts: list[Message] = []
+    synchronized = metadata is not None and metadata.buffers_synced
+    if synchronized:
+        facts.append(Text.SYNCHRONIZED() if case.in_memory else Text.SYNCHRONIZED_BY_METADATA())
     if seen is not None and seen.misfit_free is not None:
-        text += (
-            f"; over {len(seen.steps)} early steps the gaps grew {seen.growth:.1f} times with a cosine of "
-            f"{seen.cosine:.2f} from step to step, which "
-            + ("fits such a lag" if _fits_lag(seen) else "tells such a lag from free-running statistics not for sure")
-        )
-    elif not recorded:
-        where = "here" if seen is None else f"at steps {', '.join(map(str, seen.steps[:4]))}"
-        how = "save at three or more early steps, close together,"
-        if case.in_memory:  # DDP itself says what it does with buffers
-            how = "give DDP's wrapper, not the module inside it,"
-        text += f"; one step's lag and freely running statistics look alike {where}: {how} to tell them apart"
-    return Match(statistics, suspects(statistics, case.group), text)
+        sentence = Text.ONE_UPDATE if _fits_one_update(seen) else Text.INCONCLUSIVE
+        facts.append(sentence(steps=len(seen.steps), growth=seen.growth, cosine=seen.cosine))
+    elif not synchronized:
+        if seen is None:
+            facts.append(Text.UNKNOWN())
+        else:
+            facts.append(Text.STEPS_UNSUITABLE(first=seen.steps[0], last=seen.steps[-1]))
+        # In a running job, DDP's wrapper itself shows whether it synchronizes buffers.
+        facts.append(Text.USE_WRAPPER() if case.in_memory else Text.SAVE_EARLY_STEPS())
+    return tuple(facts)
 
 
-def _fits_lag(seen: FreeRunning) -> bool:
+def _fits_one_update(seen: FreeRunning) -> bool:
     return seen.misfit_free is not None and seen.misfit_lag is not None and seen.misfit_lag < seen.misfit_free

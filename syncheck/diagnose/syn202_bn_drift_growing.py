@@ -1,22 +1,24 @@
-"""BatchNorm's running statistics run freely on each rank: they are never synchronized.
+"""BatchNorm's running statistics are never synchronized and drift apart.
 
-Signature: that of SYN201, and one of these. The metadata says that the method does not synchronize buffers. A running
-variance is lower than one that was synchronized since an earlier step can be: one batch takes a variance to
-(1 - momentum) of rank 0's at most, which proves it. Or the gaps of three early steps close together grow and keep their
-direction as those of free-running statistics do, and not as a lag that each step renews. That outweighs metadata which
-says that buffers are synchronized: it says what was meant. Without such metadata, and where the gaps' directions are
-not known, drift that grows at least 1.5 times from the first to the last step will do.
+Signature: as SYN201, and one sign of missing synchronization. Either the metadata records a method without buffer
+synchronization. Or a running variance is too low to have been copied from rank 0 since an earlier step: one batch
+leaves at least (1 - momentum) of rank 0's variance, so this is a proof. Or the differences at three early
+steps close together grow and keep their direction, as unsynchronized statistics do. Differences of one update, which
+each step renews, do not. This sign outweighs contrary metadata, because the metadata records the intention. Without
+metadata, and if the directions of the differences are unknown, growth of the mean difference by a factor of at least
+1.5 from the first to the last step is sufficient.
 
-Growth alone is no sign where more is known: activations grow with training, and a lag with them. Nor is direction
-alone: with shards of unlike data a lag points the same way at each step.
+Growth alone is not sufficient if the directions are known, because activations grow during training, and differences of
+one update grow with them. Direction alone is not sufficient either: if the shards differ, differences of one update
+have the same direction at each step.
 
 Cause: DDP with `forward_sync_buffers=False` (or the older `broadcast_buffers=False`), FSDP and HSDP, which never
-synchronize buffers, or a forward that goes around the wrapper. Each rank's running averages follow its own share of
-the data for the whole run: with shares of unlike mean the gap grows towards the full difference between the shares,
-1/momentum times the one step's gap of SYN201.
+synchronize buffers, or a forward pass that bypasses the wrapper. Each rank's running averages follow its own share of
+the data for the whole run. If the shares have different means, the difference grows to the full difference between the
+shares, 1/momentum times the difference of SYN201.
 
-Fix: convert to SyncBatchNorm before wrapping, or leave DDP's buffer synchronization on; under FSDP average the
-running statistics over the ranks before saving and evaluating.
+Fix: convert to SyncBatchNorm before wrapping, or keep DDP's buffer synchronization on. Under FSDP, average the running
+statistics over the ranks before saving and evaluating.
 
 Incidents: facebookresearch/detectron2#1297, facebookresearch/maskrcnn-benchmark#692, open-mmlab/mmdetection#2539,
 pytorch/pytorch#22095, facebookresearch/fairseq2#1081.
@@ -26,9 +28,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import drift, evidence, statistics_alone
+from syncheck.diagnose.bn import drift, statistics_alone, statistics_facts
 from syncheck.diagnose.case import Match
 from syncheck.evidence.suspects import suspects
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -37,64 +40,91 @@ if TYPE_CHECKING:
 CODE = "SYN202"
 SLUG = "bn-drift-growing"
 SEVERITY: Severity = "error"
-CAUSE = "Nothing synchronizes the running statistics: each rank's follow its own share of the data for the whole run."
-FIX = (
-    "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or leave DDP's "
-    "forward_sync_buffers (in older torch broadcast_buffers) on. Under FSDP, before saving: for b in "
-    "filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))."
-)
 
 
-# Of gaps of which only the size is known: between the growth of free-running statistics from step 2 to 12 (about 2
-# times at momentum 0.1, and up to 1/momentum for unlike shares) and the scatter of one-step gaps, whose level stays.
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "Nothing synchronizes BatchNorm's running statistics, so each rank's statistics follow its own share of the "
+        "data for the whole run."
+    )
+    FIX = (
+        "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or keep DDP's "
+        "forward_sync_buffers (broadcast_buffers in older torch) on. Under FSDP, before saving: for b in "
+        "filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))."
+    )
+    STATISTICS = (
+        "The ranks never synchronized their BatchNorm running statistics: {count} of {total} "
+        "{count:verb differs|differ}, {size}"
+    )
+    NOT_SYNCHRONIZED = "buffers are not synchronized"
+    NOT_SYNCHRONIZED_BY_METADATA = "according to the metadata, buffers are not synchronized"
+    TOO_LOW = "{count} running variances are too low to have been copied from rank 0 since an earlier step"
+    GREW_IN_ONE_DIRECTION = (
+        "from step {first} to {last} the differences grew {growth:.1f} times and kept their direction (cosine "
+        "{cosine:.2f} between steps), as expected without synchronization"
+    )
+    MEAN_GREW = "the mean difference grew {growth:.1f} times from step {first} to {last}"
+    METADATA_CONTRADICTED = (
+        "according to the metadata, buffers are synchronized once per step, but the checkpoints contradict it"
+    )
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
+
+# For differences of known size but unknown direction. Unsynchronized statistics grow about 2 times from step 2 to 12 at
+# momentum 0.1, and up to 1/momentum times for dissimilar shares. The level of differences of one update stays the same.
 GROWTH = 1.5
-# Of gaps of which the direction is known too, measured at momentum 0.1 on 2 and 4 ranks: free-running statistics grew
-# 1.35 times or more from step 3 to 12 with a cosine over 0.5, and a lag explained them at best as well as free running
-# did. Lags of plain and of unlike shards, with accumulation and without, were explained by it twice as well.
+# For differences of known direction, measured at momentum 0.1 on 2 and 4 ranks. Unsynchronized statistics grew 1.35
+# times or more from step 3 to 12 with a cosine above 0.5, and one update explained them at best as well as no
+# synchronization. One update explained its own differences at least twice as well, for similar and dissimilar shards,
+# with and without gradient accumulation.
 SEEN_GROWTH, SEEN_COSINE, AS_WELL = 1.25, 0.45, 0.75
 
 
 def apply(case: Case) -> Match | None:
-    """Fit running statistics that differ alone and are known, or seen, to run freely."""
+    """Match running statistics that differ alone if the metadata or the steps show missing synchronization."""
     statistics = statistics_alone(case)
     if not statistics:
         return None
-    ranks = suspects(statistics, case.group)
-    recorded = None if case.group.evidence.metadata is None else case.group.evidence.metadata.buffers_synced
-    if recorded is False:
-        why = f"{'' if case.in_memory else 'the metadata says that '}buffers are not synchronized"
-    else:
-        why = _seen(case.group.evidence.free_running) or ("" if recorded else _grown(case))
-        if why and recorded:
-            why += "; the metadata says that buffers are synchronized once a step, which these files do not bear out"
-    return Match(statistics, ranks, f"{evidence(case, statistics)}; {why}") if why else None
+    metadata = case.group.evidence.metadata
+    synchronized = None if metadata is None else metadata.buffers_synced
+    facts: list[Message] = []
+    if synchronized is False:
+        facts.append(Text.NOT_SYNCHRONIZED() if case.in_memory else Text.NOT_SYNCHRONIZED_BY_METADATA())
+    elif shown := _shown_by_steps(case.group.evidence.free_running):
+        facts.append(shown)
+        if synchronized:
+            facts.append(Text.METADATA_CONTRADICTED())
+    elif not synchronized and (grown := _shown_by_growth(case)):
+        facts.append(grown)
+    if not facts:
+        return None
+    facts = [*statistics_facts(case, statistics, Text.STATISTICS), *facts]
+    return Match(statistics, suspects(statistics, case.group), tuple(facts))
 
 
-def _seen(found: FreeRunning | None) -> str:
-    """Say how the steps show that the statistics run freely; empty where they do not."""
-    if found is None:
-        return ""
-    if found.below > 1:  # one could be a flipped bit
-        return (
-            f"{found.below} running variances are lower than one batch after another can make them from rank 0's of an "
-            "earlier step: they were not copied from there in between"
-        )
-    if found.misfit_free is None or found.misfit_lag is None:
-        return ""
-    if found.cosine < SEEN_COSINE or found.growth < SEEN_GROWTH or found.misfit_lag < AS_WELL * found.misfit_free:
-        return ""
-    return (
-        f"from step {found.steps[0]} to {found.steps[-1]} the gaps grew {found.growth:.1f} times and kept their "
-        f"direction (cosine {found.cosine:.2f} from step to step), as statistics do that run freely"
-    )
+def _shown_by_steps(seen: FreeRunning | None) -> Message | None:
+    """State how several steps show missing synchronization, or return None if they do not."""
+    if seen is None:
+        return None
+    if seen.below > 1:  # a single one may be a flipped bit
+        return Text.TOO_LOW(count=seen.below)
+    if seen.misfit_free is None or seen.misfit_lag is None:
+        return None
+    if seen.cosine < SEEN_COSINE or seen.growth < SEEN_GROWTH or seen.misfit_lag < AS_WELL * seen.misfit_free:
+        return None
+    first, last = seen.steps[0], seen.steps[-1]
+    return Text.GREW_IN_ONE_DIRECTION(first=first, last=last, growth=seen.growth, cosine=seen.cosine)
 
 
-def _grown(case: Case) -> str:
-    """Say how much the drift grew, where no more is known of it than its size; empty where it did not."""
+def _shown_by_growth(case: Case) -> Message | None:
+    """State the growth of the mean difference if only sizes are known, or return None if it did not grow enough."""
     if len(case.series) < 2 or case.group.evidence.free_running is not None:
-        return ""
-    first, last = drift(case.series[0]), drift(case.series[-1])
-    if not 0 < first * GROWTH <= last:
-        return ""
-    steps = f"step {case.series[0].step} to {case.series[-1].step}"
-    return f"the mean gap grew {last / first:.1f} times from {steps}"
+        return None
+    first, last = case.series[0], case.series[-1]
+    if not 0 < drift(first) * GROWTH <= drift(last):
+        return None
+    return Text.MEAN_GREW(growth=drift(last) / drift(first), first=first.step, last=last.step)

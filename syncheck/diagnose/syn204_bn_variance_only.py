@@ -1,15 +1,15 @@
-"""BatchNorm's running variances differ between the ranks, and its running means do not.
+"""BatchNorm's running variances differ between ranks, but its running means agree.
 
-Signature: only `running_var` differs; running means, parameters, optimizer state and `num_batches_tracked` agree.
-Statistics of other data would move the means too, so the ranks saw the same sums and counted them differently.
+Signature: only `running_var` differs. Running means, parameters, optimizer state and `num_batches_tracked` agree.
+Different data would change the means too, so the ranks used the same sums with different numbers of samples.
 
-Cause: a synchronized BatchNorm computes the mean over all ranks, and makes the variance unbiased (n / (n - 1)) or
-combines it with a wrong number of samples: its own in place of all. It shows where ranks have unequal batches, or
-where one rank runs other code. Training normalizes with the biased variance and does not notice; evaluation uses the
-running one.
+Cause: a synchronized BatchNorm computes the mean over all ranks, but uses a wrong number of samples (its own instead of
+all ranks') to make the variance unbiased (n / (n - 1)) or to combine it. The error becomes visible if the batches of
+the ranks differ in size, or if one rank runs other code. Training normalizes with the biased variance and is not
+affected. Evaluation uses the running variance.
 
-Fix: use the number of samples over all ranks on every rank: upgrade torch, or mend the layer of your own. Then
-broadcast the buffers once: `for b in model.buffers(): dist.broadcast(b, 0)`.
+Fix: use the number of samples of all ranks on every rank: upgrade torch, or correct your own layer. Then broadcast the
+buffers once: `for b in model.buffers(): dist.broadcast(b, 0)`.
 
 Incidents: pytorch/pytorch#22192 (fixed).
 """
@@ -19,8 +19,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import others_agree
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
+from syncheck.diagnose.case import Match, agreement_facts, largest_difference
 from syncheck.evidence.suspects import suspects
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -29,28 +30,42 @@ if TYPE_CHECKING:
 CODE = "SYN204"
 SLUG = "bn-variance-only"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "A synchronized BatchNorm took a wrong number of samples for its running variance on some ranks: the means, which "
-    "came from the same data, agree."
-)
-FIX = (
-    "In the synchronized BatchNorm, make the variance unbiased with the samples of all ranks, var * n / (n - 1) with "
-    "the all-reduced n (torch: upgrade); then for b in model.buffers(): dist.broadcast(b, 0)."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "On some ranks, a synchronized BatchNorm computed its running variance with a wrong number of samples. The "
+        "means come from the same data and agree."
+    )
+    FIX = (
+        "In the synchronized BatchNorm, compute the unbiased variance from the samples of all ranks: var * n / (n - 1) "
+        "with the all-reduced n. If the layer is torch's own, upgrade torch. Then broadcast the buffers: for b in "
+        "model.buffers(): dist.broadcast(b, 0)."
+    )
+    VARIANCES = (
+        "The ranks have different BatchNorm running variances, but the same running means: {count} of "
+        "{total:count variance} {count:verb differs|differ}, {size}"
+    )
+    RELATIVE = "relative to the variance, the differences are at most {ratio:.2g}"
+    MEANS_AGREE = "all running means agree ({count} compared)"
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit running variances that differ where running means were compared and agree."""
+    """Match running variances that differ if running means were compared and agree."""
     variances = case.of_kind("bn_var")
     means = case.compared("bn_mean")
     if not variances or not means or not case.agrees("bn_mean") or not others_agree(case):
         return None
+    total, size = case.compared("bn_var"), largest_difference(variances)
+    facts = [Text.VARIANCES(count=len(variances), total=total, size=size)]
     largest = max((diff.max_rel for diff in variances if diff.max_rel is not None), default=None)
-    text = (
-        f"{len(variances)} of {counted(case.compared('bn_var'), 'running variance')} "
-        f"{differ(len(variances))}, {gap_text(variances)}"
-    )
     if largest is not None:
-        text += f", at most {largest:.2g} of their size"
-    text += f"; all {counted(means, 'running mean')} agree{agreement_text(variances, case.group)}"
-    return Match(variances, suspects(variances, case.group), text)
+        facts.append(Text.RELATIVE(ratio=largest))
+    facts += [Text.MEANS_AGREE(count=means), *agreement_facts(variances, case.group)]
+    return Match(variances, suspects(variances, case.group), tuple(facts))

@@ -1,20 +1,22 @@
 """Each rank updates buffers from its own data: codebooks, observation statistics, observers, queues, centers.
 
-Signature: tensors of the model that no optimizer updates differ, while everything that is trained agrees, with its
-optimizer state. Something updates them: their gap changes over the steps of the run. In files of one step they are
-integers or single numbers, or their values still have one origin on all ranks (a cosine of 0.5 or more; independent
-random starts are near 0), or their names, or those of other buffers in the same module, are those of running
-statistics (`cluster_size`, `running_mean` without `num_batches_tracked`, `min_val`, `weight_u`, `queue_ptr`, `center`).
-Weights and biases without these signs are frozen parameters instead (SYN218). Without metadata a state dict does not
-separate buffers from parameters, so the finding reports "not trained" and how this is known.
+Signature: model tensors that no optimizer updates differ, but all trained tensors and their optimizer state agree.
+Something updates the differing tensors: their difference changes over the steps of the run. In files of one step, there
+are other signs. The tensors are integers or single numbers. Or their values have a common origin on all ranks (a cosine
+of 0.5 or more; independent random initializations are near 0). Or their names, or names of other buffers in the same
+module, are names of running statistics (`cluster_size`, `running_mean` without `num_batches_tracked`, `min_val`,
+`weight_u`, `queue_ptr`, `center`). Weights and biases without these signs are frozen parameters instead (SYN218).
+Without metadata, a state dict does not separate buffers from parameters, so the finding reports "not trained" and how
+this is known.
 
 Cause: a module updates its buffer in `forward()`, or the training loop does, from the batch of the rank. DDP with
-`broadcast_buffers=True` copies rank 0's buffers at the start of each forward, so ranks differ by one update and the
-data of the other ranks is lost; with `broadcast_buffers=False`, FSDP, or an update outside the forward they never meet.
-A codebook or normalizer that differs changes the model's outputs and gradients on each rank.
+`broadcast_buffers=True` copies rank 0's buffers at the start of each forward pass, so the ranks differ by one update
+and the data of all other ranks is lost. With `broadcast_buffers=False`, with FSDP, or for an update outside the forward
+pass, the buffers are never synchronized. A different codebook or normalizer changes the outputs and gradients of the
+model on each rank.
 
-Fix: reduce the statistics of the batch over the ranks before the update (sums and counts; for queues gather the
-entries), as SyncBatchNorm does; or average or broadcast the buffers before saving.
+Fix: reduce the statistics of the batch over the ranks before the update (all-reduce sums and counts, gather the entries
+of queues), as SyncBatchNorm does. Or average or broadcast the buffers before saving.
 
 Incidents: lucidrains/vector-quantize-pytorch#17 and espnet/espnet#6284 (codebooks), Denys88/rl_games#363 and
 leggedrobotics/rsl_rl#226 (observations), pytorch/pytorch#85627 (observers).
@@ -26,12 +28,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import is_batchnorm, running_statistics
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text, is_weight
-from syncheck.diagnose.gradients import course, steps_of
+from syncheck.diagnose.case import Match, agreement_facts, is_weight, largest_difference
+from syncheck.diagnose.gradients import steps_of, trend_facts
 from syncheck.evidence.history import trend_of
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.messages import names_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -42,42 +44,67 @@ if TYPE_CHECKING:
 CODE = "SYN205"
 SLUG = "buffer-local-state"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "Each rank updates these tensors, which no optimizer trains, from its own data: codebooks, observation statistics, "
-    "quantization observers, queues and the like are not reduced over the ranks."
-)
-FIX = (
-    "Reduce what the update takes from the batch: dist.all_reduce(batch_sum); dist.all_reduce(batch_count). Or leave "
-    "DDP's broadcast_buffers=True and, before saving: for b in model.buffers(): dist.broadcast(b, 0)."
-)
-
-# Cosine from which floating-point values have one origin.
+# Cosine above which floating-point values have a common origin.
 ONE_ORIGIN = 0.5
 
 
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "Each rank updates these tensors, which no optimizer trains, from its own data. Codebooks, observation "
+        "statistics, quantization observers and queues are typical examples if they are not reduced over the ranks."
+    )
+    FIX = (
+        "Reduce the batch statistics before the update: dist.all_reduce(batch_sum); dist.all_reduce(batch_count). Or "
+        "keep DDP's broadcast_buffers=True and, before saving: for b in model.buffers(): dist.broadcast(b, 0)."
+    )
+    BUFFERS = "The ranks have different values in {count:count buffer} ({names:names}), {size}"
+    UNTRAINED = (
+        "The ranks have different values in {count:count tensor} that no optimizer trains ({names:names}), {size}"
+    )
+    TRAINED_AGREE = "all trained parameters agree ({parameters} compared)"
+    TRAINED_AND_STATE_AGREE = (
+        "all trained parameters ({parameters} compared) and optimizer tensors ({states} compared) agree"
+    )
+    OTHERS_AGREE = "all other parameters agree"
+    JUDGED_BY_NAME = "judged by name, because the checkpoints do not record the trained parameters"
+    ONE_STEP = "consistent with updates from each rank's own data, but one step does not show updates"
+
+
+CAUSE = Text.CAUSE
+FIX = Text.FIX
+
+
 def apply(case: Case) -> Match | None:
-    """Fit untrained tensors that something updates, while all that is trained agrees."""
-    apart = _candidates(case)
-    names = {diff.name for diff in apart} | case.untrained
-    if not apart or any(diff.name not in names for diff in case.of_kind("parameter", "optimizer", "optimizer_step")):
+    """Match untrained tensors with signs of updates, if all trained tensors agree."""
+    differing = _find_candidates(case)
+    names = {diff.name for diff in differing}
+    untrained = names | case.untrained
+    others = case.of_kind("parameter", "optimizer", "optimizer_step")
+    if not differing or any(diff.name not in untrained for diff in others):
         return None
-    trend, since = course(case, names={diff.name for diff in apart})
-    if not _moves(case, {diff.name for diff in apart}):
-        apart = _updated(case, apart, steady=trend is not None)
-    if not apart:
+    trend, history = trend_facts(case, names=names)
+    if not _changes_over_steps(case, names):
+        differing = _select_updated(case, differing, steady=trend is not None)
+    if not differing:
         return None
-    buffers = all(diff.kind != "parameter" for diff in apart)
-    what = counted(len(apart), "buffer" if buffers else "untrained tensor")
-    listed = names_text([diff.name for diff in apart])
-    text = f"{what} {differ(len(apart))} ({listed}), {gap_text(apart)}{_trained_text(case, buffers)}{since}"
+    are_buffers = all(diff.kind != "parameter" for diff in differing)
+    sentence, listed = Text.BUFFERS if are_buffers else Text.UNTRAINED, tuple(diff.name for diff in differing)
+    facts = [
+        sentence(count=len(differing), names=listed, size=largest_difference(differing)),
+        *_trained_facts(case, are_buffers),
+        *history,
+    ]
     if trend is None:
-        text += "; consistent with updates from each rank's own data: files of one step do not show the updates"
-    return Match(tuple(apart), suspects(apart, case.group), text + agreement_text(apart, case.group))
+        facts.append(Text.ONE_STEP())
+    facts += agreement_facts(differing, case.group)
+    return Match(tuple(differing), suspects(differing, case.group), tuple(facts))
 
 
-def _candidates(case: Case) -> list[TensorDiff]:
-    """Return the differing buffers, and tensors that may be buffers."""
-    found = []
+def _find_candidates(case: Case) -> list[TensorDiff]:
+    """Return the differing buffers, and differing tensors that may be buffers."""
+    candidates = []
     described = case.group.evidence.metadata is not None and case.group.evidence.metadata.buffers is not None
     untrained = case.untrained - case.frozen
     statistics = {diff.name for diff in running_statistics(case, case.tensors)} if case.optimized is None else set()
@@ -86,40 +113,42 @@ def _candidates(case: Case) -> list[TensorDiff]:
         if diff.kind == "parameter" and not described:
             buffer = diff.name in untrained or diff.name in statistics
         if buffer and diff.status == "different":
-            found.append(diff)
-    return found
+            candidates.append(diff)
+    return candidates
 
 
-def _moves(case: Case, names: Collection[str]) -> bool:
-    """Whether the gaps of these tensors change from any step to the next."""
+def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
+    """Whether the differences of these tensors change between any two neighbouring steps."""
     steps = [[diff for diff in group.tensors if diff.out_of_sync and diff.name in names] for group in steps_of(case)]
     return any(trend_of(pair) not in (None, "constant") for pair in pairwise(steps))
 
 
-def _updated(case: Case, apart: list[TensorDiff], *, steady: bool) -> list[TensorDiff]:
-    """Return the tensors that are updated, by what they are and hold. steady: whether their gap stays as it is."""
-    found = running_statistics(case, apart)
-    modules = {diff.name.rpartition(".")[0] for diff in found}
-    for diff in apart:
-        of_one_origin = not steady and not is_weight(diff.name) and _is_of_one_origin(diff)
-        if of_one_origin or (diff.name.rpartition(".")[0] in modules and not is_weight(diff.name)):
-            found.append(diff)
-    names = {diff.name for diff in found}
-    return [diff for diff in apart if diff.name in names]
+def _select_updated(case: Case, differing: list[TensorDiff], *, steady: bool) -> list[TensorDiff]:
+    """Select the tensors with signs of updates in their names, dtypes and values.
+
+    steady: whether their difference stayed the same over the steps.
+    """
+    updated = running_statistics(case, differing)
+    modules = {diff.name.rpartition(".")[0] for diff in updated}
+    for diff in differing:
+        in_module = diff.name.rpartition(".")[0] in modules
+        if not is_weight(diff.name) and (in_module or (not steady and _has_one_origin(diff))):
+            updated.append(diff)
+    names = {diff.name for diff in updated}
+    return [diff for diff in differing if diff.name in names]
 
 
-def _is_of_one_origin(diff: TensorDiff) -> bool:
-    """Whether the values of a tensor are no independent starts; single numbers are hardly ever drawn at random."""
+def _has_one_origin(diff: TensorDiff) -> bool:
+    """Whether the values have a common origin on all ranks. Single numbers are hardly ever initialized randomly."""
     cosine = None if diff.evidence is None else diff.evidence.cosine
     return diff.numel == 1 or (cosine is not None and cosine >= ONE_ORIGIN)
 
 
-def _trained_text(case: Case, buffers: bool) -> str:
-    """Say what agrees, and how it is known that the tensors are not trained."""
+def _trained_facts(case: Case, are_buffers: bool) -> tuple[Message, ...]:
+    """State which tensors agree, and how the trained parameters are known."""
     optimized, states = case.optimized, case.compared("optimizer")
     if optimized is None:
-        known = "" if buffers else "; by their names: the files do not say what is trained"
-        return f"{known}; all other parameters agree"
-    return f"; all {counted(len(optimized), 'trained parameter')} agree" + (
-        f", and {counted(states, 'optimizer tensor')}" if states else ""
-    )
+        return (Text.OTHERS_AGREE(),) if are_buffers else (Text.JUDGED_BY_NAME(), Text.OTHERS_AGREE())
+    if states:
+        return (Text.TRAINED_AND_STATE_AGREE(parameters=len(optimized), states=states),)
+    return (Text.TRAINED_AGREE(parameters=len(optimized)),)

@@ -1,4 +1,4 @@
-"""BatchNorm in depth: variances alone (SYN204), one step's lag (SYN201) against free-running statistics (SYN202)."""
+"""BatchNorm: different variances (SYN204), one update (SYN201) and unsynchronized statistics (SYN202)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from checkpoints import save_pth
 from test_rules import COUNT, MEAN, VAR, WEIGHT, diff, found, group
 
 import syncheck
+from syncheck.diagnose import syn201_bn_local_stats, syn202_bn_drift_growing, syn204_bn_variance_only
+from syncheck.diagnose.bn import Statistics
+from syncheck.diagnose.case import Common
 from syncheck.records import Evidence, FreeRunning
 from syncheck.snapshots import Metadata
 
@@ -18,35 +21,41 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from syncheck.messages import Sentence
     from syncheck.records import Finding, Group
 
+LOCAL, DRIFT = syn201_bn_local_stats.Text, syn202_bn_drift_growing.Text
+VARIANCES = syn204_bn_variance_only.Text
 DIGEST = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_204(ranks: int) -> None:
-    """Variances that differ where all means agree are SYN204, on the minority where there is one."""
+    """Variances that differ beside equal means are SYN204, on the minority if there is one."""
     clusters = ((0,), (1,)) if ranks == 2 else ((0, 1, 2), (3,))
     odd = diff("bn.running_var", "bn_var", clusters, max_rel=0.004)
     fitted = found(group(odd, ranks=ranks))
     assert set(fitted) == {"SYN204"}
     assert fitted["SYN204"].ranks == ((0, 1) if ranks == 2 else (3,))
-    assert fitted["SYN204"].evidence.startswith(
-        "1 of 4 running variances differs, largest gap 0.5 in bn.running_var[1], at most 0.004 of their size; all 4 "
-        "running means agree"
+    size = Common.LARGEST(difference=0.5, element="bn.running_var[1]")
+    assert fitted["SYN204"].facts[:3] == (
+        VARIANCES.VARIANCES(count=1, total=4, size=size),
+        VARIANCES.RELATIVE(ratio=0.004),
+        VARIANCES.MEANS_AGREE(count=4),
     )
 
 
 def test_204_of_digests() -> None:
-    """Digests tell which tensors differ, and that is the signature; no size is claimed."""
+    """Digests are sufficient for the signature; the evidence claims no size."""
     fitted = found(group(diff("bn.running_var", "bn_var", **DIGEST)))
     assert set(fitted) == {"SYN204"}
-    assert "by how much is not known; all 4 running means agree" in fitted["SYN204"].evidence
+    assert [fact.code for fact in fitted["SYN204"].facts] == [VARIANCES.VARIANCES, VARIANCES.MEANS_AGREE]
+    assert fitted["SYN204"].facts[0].parameters["size"] == Common.SIZE_UNKNOWN()
 
 
 @pytest.mark.parametrize("other", [MEAN, COUNT, WEIGHT, diff("optimizer.fc.weight.exp_avg", "optimizer")])
 def test_not_204(other: Any) -> None:
-    """With a mean, a count, a parameter or the optimizer apart, it is other data or another fault."""
+    """If a mean, a count, a parameter or optimizer state differs too, the cause is another one."""
     assert "SYN204" not in found(group(VAR, other))
 
 
@@ -54,55 +63,70 @@ SEEN = FreeRunning((3, 6, 9, 12), cosine=0.6, growth=1.6, misfit_free=0.5, misfi
 SYNCED = Metadata(buffers_synced=True)
 
 
-def told(seen: FreeRunning, metadata: Metadata | None = SYNCED) -> Finding:
-    """Return what is said of statistics that differ alone, at several steps that show this."""
+def diagnose_steps(seen: FreeRunning, metadata: Metadata | None = SYNCED) -> Finding:
+    """Return the finding of statistics that differ alone. seen: how they differ over several steps."""
     (finding,) = found(group(MEAN, VAR, metadata=metadata, free_running=seen)).values()
     return finding
 
 
+def codes(finding: Finding) -> list[Sentence]:
+    """Return the codes of the statements of evidence."""
+    return [fact.code for fact in finding.facts]
+
+
 def test_202_against_the_metadata() -> None:
-    """Gaps that grow and keep their direction outweigh metadata that says that buffers are synchronized."""
-    finding = told(SEEN)
+    """Differences that grow and keep their direction outweigh metadata that says that buffers are synchronized."""
+    finding = diagnose_steps(SEEN)
     assert (finding.code, finding.ranks) == ("SYN202", (0, 1))
-    assert (
-        "from step 3 to 12 the gaps grew 1.6 times and kept their direction (cosine 0.60 from step to step), as "
-        "statistics do that run freely; the metadata says that buffers are synchronized once a step, which these files "
-        "do not bear out"
-    ) in finding.evidence
-    assert told(SEEN, None).code == "SYN202"
-    assert "metadata" not in told(SEEN, None).evidence
+    assert finding.facts[0].code is DRIFT.STATISTICS
+    assert finding.facts[-2:] == (
+        DRIFT.GREW_IN_ONE_DIRECTION(first=3, last=12, growth=1.6, cosine=0.6),
+        DRIFT.METADATA_CONTRADICTED(),
+    )
+    finding = diagnose_steps(SEEN, None)
+    assert finding.code == "SYN202"
+    assert codes(finding)[-1] is DRIFT.GREW_IN_ONE_DIRECTION
 
 
 def test_202_by_the_momentum_bound() -> None:
-    """Variances below what a synchronization leaves prove it at any step; a single one may be a flipped bit."""
+    """Variances that are too low after a synchronization are a proof at any step; a single one may be a bit flip."""
     late = FreeRunning((50, 52), cosine=0.9, growth=1.0, below=7)
-    assert told(late).code == "SYN202"
-    assert "7 running variances are lower than one batch after another can make them" in told(late).evidence
-    assert told(replace(late, below=1)).code == "SYN201"
+    assert diagnose_steps(late).code == "SYN202"
+    assert DRIFT.TOO_LOW(count=7) in diagnose_steps(late).facts
+    assert diagnose_steps(replace(late, below=1)).code == "SYN201"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"growth": 1.1},  # a lag whose direction stays: shards of unlike data
-        {"cosine": 0.1},  # a lag that grows with the activations
-        {"misfit_lag": 0.2},  # explained by a lag
-        {"misfit_free": None, "misfit_lag": None},  # steps too late or too far apart
+        {"growth": 1.1},  # one update in a constant direction: dissimilar shards
+        {"cosine": 0.1},  # one update that grows with the activations
+        {"misfit_lag": 0.2},  # explained by one update
+        {"misfit_free": None, "misfit_lag": None},  # steps too late or too far from each other
     ],
 )
-def test_201_where_the_steps_do_not_show_free_running(changes: Any) -> None:
-    """Each sign alone leaves it at SYN201, whether or not the metadata says that buffers are synchronized."""
+def test_201_if_the_steps_do_not_show_missing_synchronization(changes: Any) -> None:
+    """One sign alone is SYN201, with and without metadata that says that buffers are synchronized."""
     seen = replace(SEEN, **changes)
-    assert told(seen).code == "SYN201"
-    assert told(seen, None).code == "SYN201"
+    with_metadata, without_metadata = diagnose_steps(seen), diagnose_steps(seen, None)
+    assert with_metadata.code == without_metadata.code == "SYN201"
+    assert LOCAL.SYNCHRONIZED_BY_METADATA() in with_metadata.facts
     if seen.misfit_lag is None:
-        assert "look alike at steps 3, 6, 9, 12: save at three or more early steps" in told(seen, None).evidence
+        assert without_metadata.facts[-2:] == (LOCAL.STEPS_UNSUITABLE(first=3, last=12), LOCAL.SAVE_EARLY_STEPS())
     else:
-        assert f"over 4 early steps the gaps grew {seen.growth:.1f} times" in told(seen).evidence
+        sentence = LOCAL.ONE_UPDATE if seen.misfit_lag == 0.2 else LOCAL.INCONCLUSIVE
+        fact = sentence(steps=4, growth=seen.growth, cosine=seen.cosine)
+        assert with_metadata.facts[-1] == without_metadata.facts[-1] == fact
 
 
-def test_growth_alone_is_no_sign_where_directions_are_known() -> None:
-    """The mean gap grew threefold over the steps, and its direction did not stay: SYN201, not SYN202."""
+def test_201_of_one_step() -> None:
+    """Without metadata and earlier steps, it is unknown whether buffers are synchronized."""
+    (finding,) = found(group(MEAN)).values()
+    assert finding.facts[-2:] == (LOCAL.UNKNOWN(), LOCAL.SAVE_EARLY_STEPS())
+
+
+def test_growth_alone_is_not_sufficient_if_directions_are_known() -> None:
+    """If the mean difference grew threefold but its direction changed, the finding is SYN201, not SYN202."""
     earlier = group(diff("bn.running_mean", "bn_mean", max_abs=0.1), step=1)
     seen = replace(SEEN, cosine=0.0, misfit_lag=0.2)
     assert set(found(group(MEAN, free_running=seen), earlier)) == {"SYN201"}
@@ -124,9 +148,9 @@ def train(
 ) -> Group:
     """Update running statistics as BatchNorm under DDP does, save some steps, and compare them.
 
-    constant: what batches of unlike shards differ by, as a multiple of what they differ by at random. scale: of the
-    last rank's variances. forwards: in each step. momentum: as the metadata records it. The metadata always says that
-    buffers are synchronized. Returns the group of the last step.
+    constant: the constant difference between shards, as a multiple of the random difference between batches. scale:
+    factor of the last rank's variances. forwards: forward passes per step. momentum: the recorded momentum. The
+    metadata always says that buffers are synchronized. Returns the group of the last step.
     """
     random = np.random.default_rng(0)
     shift = constant * random.normal(size=(ranks, LAYERS, CHANNELS))
@@ -160,7 +184,7 @@ def save(folder: Path, step: int, rank: int, mean: Any, var: Any, count: int, mo
 
 
 def code(last: Group) -> str:
-    """Return the one finding's code."""
+    """Return the code of the only finding."""
     (finding,) = last.findings
     return finding.code
 
@@ -172,7 +196,7 @@ EARLY = [(3, 6, 9, 12), (1, 2, 3, 4, 5, 6), (2, 4, 6, 8, 10)]
 @pytest.mark.parametrize("constant", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_files_of_free_running_statistics(tmp_path: Path, steps: Any, constant: float, ranks: int) -> None:
-    """Without any synchronization early steps show SYN202, with shards alike and unlike, against the metadata."""
+    """Without synchronization, early steps show SYN202, with similar and dissimilar shards, despite the metadata."""
     assert code(train(tmp_path, steps, synced=False, constant=constant, ranks=ranks)) == "SYN202"
 
 
@@ -180,7 +204,7 @@ def test_files_of_free_running_statistics(tmp_path: Path, steps: Any, constant: 
 @pytest.mark.parametrize("constant", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("forwards", [1, 4])
 def test_files_of_a_lag(tmp_path: Path, steps: Any, constant: float, forwards: int) -> None:
-    """With a synchronization before each step it is SYN201 at all steps, with unlike shards and accumulation too."""
+    """With a synchronization before each step it is SYN201 at all steps, also with dissimilar shards."""
     last = train(tmp_path, steps, synced=True, constant=constant, forwards=forwards)
     assert code(last) == "SYN201"
     assert last.evidence.free_running is not None
@@ -188,7 +212,7 @@ def test_files_of_a_lag(tmp_path: Path, steps: Any, constant: float, forwards: i
 
 
 def test_files_of_late_steps_prove_it_by_the_bound(tmp_path: Path) -> None:
-    """At steps 50 and 52 a rank's variances of half the others' cannot have started from rank 0's; a lag's have."""
+    """At steps 50 and 52, variances of half rank 0's size cannot have been copied from rank 0 in between."""
     free, lag = tmp_path / "free", tmp_path / "lag"
     free.mkdir()
     lag.mkdir()
@@ -200,7 +224,7 @@ def test_files_of_late_steps_prove_it_by_the_bound(tmp_path: Path) -> None:
 
 
 def test_the_bound_needs_rank_0(tmp_path: Path) -> None:
-    """Without rank 0's file nothing bounds the variances, for those that are copied are not there."""
+    """Without rank 0's file nothing bounds the variances, because the source of the copies is unknown."""
     train(tmp_path, (50, 52), synced=False, scale=0.5, ranks=3)
     for path in tmp_path.glob("*/rank_0.pth"):
         path.unlink()
@@ -210,16 +234,16 @@ def test_the_bound_needs_rank_0(tmp_path: Path) -> None:
 
 
 def test_averages_over_all_batches_are_not_judged(tmp_path: Path) -> None:
-    """With momentum=None the statistics are no moving average, and nothing is concluded from the steps."""
+    """With momentum=None the statistics are not a moving average, so the steps do not count as evidence."""
     last = train(tmp_path, (3, 6, 9, 12), synced=False, momentum=None)
     assert (code(last), last.evidence.free_running) == ("SYN201", None)
 
 
 def test_a_flipped_bit_beside_the_usual_drift_is_two_findings() -> None:
-    """What has a cause of its own does not explain the statistics: SYN220 for the bit, SYN201 for the drift."""
+    """A parameter with a cause of its own does not explain the statistics: SYN220 for the bit, SYN201 for the drift."""
     flip = diff(
         "fc.weight", "parameter", mismatched=1, extent="one", index=(1,), evidence=Evidence(flipped_bits=1, bit=3)
     )
     fitted = found(group(MEAN, VAR, flip))
     assert set(fitted) == {"SYN201", "SYN220"}
-    assert "1 of 10 parameters differs for another reason" in fitted["SYN201"].evidence
+    assert Statistics.OTHER_CAUSE(count=1, total=10) in fitted["SYN201"].facts

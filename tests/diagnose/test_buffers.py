@@ -1,4 +1,4 @@
-"""SYN205: buffers that each rank updates from its own data, beside frozen parameters and faults of what is trained."""
+"""SYN205: buffers that each rank updates from its own data, frozen parameters, and faults of trained parameters."""
 
 from __future__ import annotations
 

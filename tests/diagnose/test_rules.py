@@ -1,4 +1,4 @@
-"""Every rule fires on its planted fault and stays silent on a near miss."""
+"""Every rule matches its injected fault and does not match a near miss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ import pytest
 from groups import make_group
 
 from syncheck import diagnose
-from syncheck.diagnose import RULES
+from syncheck.diagnose import (
+    RULES,
+    syn101_missing_tensors,
+    syn102_shape_or_dtype_mismatch,
+    syn103_prefix_normalized,
+    syn104_sharded_by_design,
+    syn105_tie_broken,
+    syn106_different_progress,
+    syn201_bn_local_stats,
+    syn203_bn_count_mismatch,
+)
+from syncheck.diagnose.bn import Statistics
+from syncheck.messages import Detail
 from syncheck.records import Counts, Finding, Group, Replica, Severity, Shards, TensorDiff, Tie, ValueDiff
 from syncheck.snapshots import Metadata
 
@@ -80,40 +92,65 @@ def test_nothing_differs() -> None:
 
 
 def test_101() -> None:
-    """A tensor that a rank lacks is SYN101 and names the fewer; one of another shape is not."""
+    """A tensor that a rank lacks is SYN101 on the minority; a tensor of another shape is not SYN101."""
     lacking = TensorDiff("a", "parameter", "float32", (4,), "not_compared", reason="missing", clusters=((0, 2),))
     fitted = found(group(lacking, ranks=3))
     assert set(fitted) == {"SYN101"}
     assert (fitted["SYN101"].ranks, fitted["SYN101"].tensors) == ((1,), ("a",))
+    text = syn101_missing_tensors.Text
+    assert fitted["SYN101"].facts == (text.MISSING(ranks=(1,), missing=text.TENSORS(tensors=1), names=("a",)),)
     assert "SYN101" not in found(group(diff("a", "parameter", status="not_compared", reason="shape")))
 
 
-def test_101_names_the_one_that_has_it() -> None:
-    """Where one of three has a tensor that the others lack, that one is the suspect."""
+def test_101_of_different_tensors() -> None:
+    """If ranks lack different tensors, the evidence does not claim that each rank lacks all of them."""
+    lacking = [
+        TensorDiff(name, "parameter", "float32", (4,), "not_compared", reason="missing", clusters=((rank,),))
+        for name, rank in (("a", 0), ("b", 1))
+    ]
+    scheduler = ValueDiff("scheduler.last_epoch", {0: 1, 1: None}, counts=True, kind="setting", lost=(1,))
+    (fact,) = found(group(*lacking, values=(scheduler,)))["SYN101"].facts
+    assert fact.code is syn101_missing_tensors.Text.PARTLY_MISSING
+    assert fact.parameters["ranks"] == (0, 1)
+    assert fact.parameters["missing"] == syn101_missing_tensors.Text.TENSORS_AND_VALUES(tensors=2, values=1)
+    assert fact.parameters["names"] == ("a", "b", "scheduler.last_epoch")
+
+
+def test_101_names_the_rank_with_an_additional_tensor() -> None:
+    """If one rank of three has a tensor that the other ranks lack, this rank is the suspect."""
     alone = TensorDiff("a", "parameter", "float32", (4,), "not_compared", reason="missing", clusters=((1,),))
     assert found(group(alone, ranks=3))["SYN101"].ranks == (1,)
 
 
 @pytest.mark.parametrize("reason", ["shape", "dtype"])
 def test_102(reason: str) -> None:
-    """Another shape or dtype is SYN102 on the minority; a tensor that was refused is no difference."""
-    unlike = diff("a", "parameter", ((0, 1), (2,)), status="not_compared", reason=reason)
+    """Another shape or dtype is SYN102 on the minority; a refused tensor is not a difference."""
+    detail = Detail.UNEQUAL(sets="x on ranks 0, 1 and y on rank 2")
+    unlike = diff("a", "parameter", ((0, 1), (2,)), status="not_compared", reason=reason, detail=detail)
     fitted = found(group(unlike, ranks=3))
     assert set(fitted) == {"SYN102"}
     assert fitted["SYN102"].ranks == (2,)
+    text = syn102_shape_or_dtype_mismatch.Text
+    first = text.SHAPES if reason == "shape" else text.DTYPES
+    assert fitted["SYN102"].facts == (first(tensors=1), text.TENSOR(name="a", detail=detail))
+    others = [diff(name, "parameter", status="not_compared", reason="shape", detail=detail) for name in "bc"]
+    facts = found(group(unlike, *others, ranks=3))["SYN102"].facts
+    assert facts[0].parameters == {"tensors": 3}
+    assert facts[-1] == text.MORE(count=1)
     assert found(group(diff("a", "parameter", status="not_compared", reason="refused"))) == {}
 
 
 def test_103() -> None:
-    """A prefix that was taken off is told and never fails; without one nothing is."""
+    """A removed prefix is reported and never fails."""
     fitted = found(group(normalized={1: 12}))
     assert set(fitted) == {"SYN103"}
     assert (fitted["SYN103"].ranks, fitted["SYN103"].severity, fitted["SYN103"].fails) == ((1,), "info", False)
+    assert fitted["SYN103"].facts == (syn103_prefix_normalized.Text.PREFIX(ranks=(1,), names=12),)
     assert found(group(normalized={})) == {}
 
 
 def test_104() -> None:
-    """Tensors in parts are told with their layouts and numbers and never fail; a group without any is not told so."""
+    """Sharded tensors are reported by layout and never fail."""
     shards = (
         Shards("DTensor", "copied to 2, divided in 2 (dimension 0)", 23, 22, ((0, 2), (1, 3))),
         Shards("optimizer", "of which each rank has its own", 1, 0),
@@ -122,63 +159,75 @@ def test_104() -> None:
     fitted = found(group(ranks=4, shards=shards))
     assert set(fitted) == {"SYN104"}
     assert (fitted["SYN104"].fails, fitted["SYN104"].ranks) == (False, (0, 1, 2, 3))
-    assert fitted["SYN104"].evidence == (
-        "23 DTensors, copied to 2, divided in 2 (dimension 0): compared within ranks 0, 2 and ranks 1, 3, and 1 of "
-        "them with no other rank's; 1 tensor of the optimizer, of which each rank has its own: not compared, no two "
-        "ranks hold the same part; 2 plain tensors, parts along tp: not compared, no two ranks hold the same part"
+    text = syn104_sharded_by_design.Text
+    assert fitted["SYN104"].facts == (
+        text.PARTLY_COMPARED(
+            tensors=text.DTENSORS(count=23), layout=shards[0].layout, groups=((0, 2), (1, 3)), compared=22, alone=1
+        ),
+        text.NOT_COMPARED(tensors=text.OPTIMIZER_TENSORS(count=1), layout=shards[1].layout),
+        text.NOT_COMPARED(tensors=text.PLAIN_TENSORS(count=2), layout=shards[2].layout),
     )
     many = tuple(Shards("DTensor", f"layout {i}", 2, 0) for i in range(7))
-    assert found(group(shards=many))["SYN104"].evidence.endswith("; 6 tensors in 3 other layouts")
+    assert found(group(shards=many))["SYN104"].facts[-1] == text.OTHER_LAYOUTS(tensors=6, layouts=3)
     assert found(group(shards=())) == {}
 
 
 def test_105() -> None:
-    """A broken tie is told with its names, on the fewer ranks, and never fails; without one nothing is told."""
+    """A broken tie is reported with its names on the smaller set of ranks, and never fails."""
     fitted = found(group(ranks=3, ties=(Tie(("embed", "head"), (1,)),)))
     assert set(fitted) == {"SYN105"}
     assert (fitted["SYN105"].ranks, fitted["SYN105"].fails) == ((1,), False)
-    assert fitted["SYN105"].evidence == "embed and head share memory on rank 1 only"
+    text = syn105_tie_broken.Text
+    assert fitted["SYN105"].facts == (text.TIED_ON_SOME(names=("embed", "head"), tied=(1,), separate=(0, 2)),)
     assert found(group(ties=(Tie(("embed", "head"), (1,)),)))["SYN105"].ranks == (0, 1)
     assert found(group(ties=())) == {}
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "global_step"])
 def test_106(name: str) -> None:
-    """A differing step or epoch is SYN106, names the odd rank, and covers all else; other values do not make one."""
+    """A step or epoch that differs is SYN106 on the odd rank and covers everything; other values are not SYN106."""
     value = ValueDiff(name, {0: 7, 1: 5, 2: 7}, counts=True, kind="progress")
     fitted = found(group(WEIGHT, MEAN, ranks=3, values=(value,)))
     assert set(fitted) == {"SYN106"}
     assert fitted["SYN106"].ranks == (1,)
+    text = syn106_different_progress.Text
+    assert fitted["SYN106"].facts == (text.PROGRESS(name=name, values={0: 7, 1: 5, 2: 7}),)
     assert set(fitted["SYN106"].tensors) == {"fc.weight", "bn.running_mean"}
     other = ValueDiff("loss", {0: 7, 1: 5, 2: 7}, counts=False)
     assert "SYN106" not in found(group(WEIGHT, ranks=3, values=(other,)))
 
 
 def test_106_by_the_optimizers_steps() -> None:
-    """Optimizer steps that differ are SYN106 only where the files do not say themselves that their steps agree."""
-    assert set(found(group(STEP, WEIGHT))) == {"SYN106"}
+    """Optimizer steps that differ are SYN106 only if the files do not record equal steps."""
+    fitted = found(group(STEP, WEIGHT))
+    assert set(fitted) == {"SYN106"}
+    assert fitted["SYN106"].facts == (syn106_different_progress.Text.UNKNOWN_STEP_COUNTERS(counters=1),)
     assert "SYN106" not in found(group(STEP, WEIGHT, stores_progress=True))
 
 
 def test_201() -> None:
-    """Running statistics that differ alone are SYN201; with a parameter or the optimizer it is another matter."""
+    """Running statistics that differ alone are SYN201; beside parameters or optimizer state they are not."""
     fitted = found(group(MEAN, VAR))
     assert set(fitted) == {"SYN201"}
     assert fitted["SYN201"].severity == "warning"
+    first, *others = fitted["SYN201"].facts
+    assert first.code is syn201_bn_local_stats.Text.STATISTICS
+    assert (first.parameters["count"], first.parameters["total"]) == (2, 8)
+    assert {Statistics.PARAMETERS_AGREE(count=10), Statistics.COUNTS_AGREE()} <= set(others)
     assert fitted["SYN201"].ranks == (0, 1)
     assert "SYN201" not in found(group(MEAN, VAR, WEIGHT))
     assert "SYN201" not in found(group(MEAN, diff("optimizer.a.exp_avg", "optimizer")))
     assert "SYN201" not in found(group(WEIGHT))
 
 
-def test_201_where_parameters_were_not_compared() -> None:
-    """Shards are not differences: statistics that differ alone among what is comparable are SYN201."""
+def test_201_if_parameters_were_not_compared() -> None:
+    """Shards are not differences: statistics that differ alone among the compared tensors are SYN201."""
     shard = TensorDiff("fc.weight", "parameter", "float32", (4,), "not_compared", reason="sharded")
     assert set(found(group(MEAN, shard))) == {"SYN201"}
 
 
 def test_variances_alone_are_no_drift() -> None:
-    """Means that were compared and agree rule SYN201 and SYN202 out: SYN204. Means that were left out do not."""
+    """Variances that differ beside equal means are SYN204. If means were not compared, they are SYN201."""
     for metadata in (None, Metadata(buffers_synced=False)):
         assert set(found(group(VAR, metadata=metadata))) == {"SYN204"}
     left_out = group(VAR)
@@ -194,20 +243,22 @@ def test_202_by_growth() -> None:
 
 
 def test_202_by_metadata() -> None:
-    """Metadata that says buffers are not synchronized makes SYN202, one that says they are keeps SYN201."""
+    """Metadata without buffer synchronization leads to SYN202, and metadata with it to SYN201."""
     assert set(found(group(MEAN, metadata=Metadata(buffers_synced=False)))) == {"SYN202"}
     earlier = group(diff("bn.running_mean", "bn_mean", max_abs=0.01), step=1)
     assert set(found(group(MEAN, metadata=Metadata(buffers_synced=True)), earlier)) == {"SYN201"}
 
 
 def test_203() -> None:
-    """Counts that differ are SYN203, name the minority, and cover its statistics; equal counts are not."""
+    """Counts that differ are SYN203 on the minority and cover its statistics."""
     odd = diff("bn.num_batches_tracked", "bn_count", ((0, 1, 3), (2,)), max_abs=3)
     fitted = found(group(odd, diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
     assert set(fitted) == {"SYN203", "SYN201"}  # the statistics of ranks 0, 1, 3 differ among themselves
     assert (fitted["SYN203"].ranks, fitted["SYN201"].ranks) == ((2,), (0, 1, 3))
-    assert "by up to 3 batches, suspect rank 2" in fitted["SYN203"].evidence
-    assert "suspect" not in found(group(COUNT))["SYN203"].evidence  # of two ranks either
+    text = syn203_bn_count_mismatch.Text
+    assert fitted["SYN203"].facts[0] == text.SOME_RANKS(ranks=(2,), size=text.BY_UP_TO(batches=3), layers=1)
+    # Either of two ranks may be wrong.
+    assert found(group(COUNT))["SYN203"].facts[0] == text.ALL_RANKS(size=text.BY_UP_TO(batches=3), layers=1)
     assert "SYN203" not in found(group(MEAN))
 
 
@@ -240,7 +291,7 @@ def test_every_difference_is_in_exactly_one_finding(seed: int) -> None:
 
 
 def test_allowed_findings_do_not_fail() -> None:
-    """A code that is allowed is still told, and does not fail the run; others do."""
+    """An allowed finding is reported and does not fail the run."""
     (finding,) = diagnose.diagnose(group(MEAN), allow=frozenset({"SYN201"}))
     assert (finding.allowed, finding.fails) == (True, False)
     (finding,) = diagnose.diagnose(group(WEIGHT), allow=frozenset({"SYN201"}))

@@ -15,6 +15,8 @@ from outcomes import (
     outcomes,
 )
 
+from syncheck.diagnose import syn201_bn_local_stats
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -81,7 +83,7 @@ def test_drift_of_batchnorm_is_found_before_validation(tmp_path: Path) -> None:
     found = outcomes(PROGRAM, tmp_path, "drift")
     assert_stopped_alike(found, "drift", "SYN201", ["net.1.running_mean", "net.1.running_var"], 6)
     # Known from DDP itself, which is watched and not the module in it.
-    assert "buffers are synchronized once a step" in found.of("drift")[0]["evidence"][0]
+    assert str(syn201_bn_local_stats.Text.SYNCHRONIZED()) in found.of("drift")[0]["evidence"][0]
 
 
 @pytest.mark.slow

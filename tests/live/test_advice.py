@@ -9,6 +9,7 @@ import torch
 from agreement import all_pass, each_rank, flip, trained
 from torch import nn
 
+from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
 from syncheck.live import check, resync
 from syncheck.testing import compare
 
@@ -64,15 +65,15 @@ def test_restored_state_is_not_voted_away(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_batchnorm_of_a_job_is_told_by_ddp_itself(syncheck_rank: Any, wrapped: bool) -> None:
-    """Given DDP's wrapper the cause is certain; without it SYN201 asks for it, and for no early steps on disk."""
+def test_ddp_itself_shows_whether_it_synchronizes_buffers(syncheck_rank: Any, wrapped: bool) -> None:
+    """Given DDP's wrapper the cause is certain; without it, SYN201 asks for the wrapper and not for early steps."""
     model, _ = trained(norm=True)
     found = only(all_pass(each_rank(check, model if wrapped else model.module)))
     assert found.code == "SYN201"
-    assert "metadata" not in found.evidence
-    assert "save at" not in found.evidence
-    assert ("buffers are synchronized once a step" in found.evidence) == wrapped
-    assert ("give DDP's wrapper, not the module inside it, to tell them apart" in found.evidence) != wrapped
+    codes = {fact.code for fact in found.facts}
+    assert not {LocalStatistics.SYNCHRONIZED_BY_METADATA, LocalStatistics.SAVE_EARLY_STEPS} & codes
+    assert (LocalStatistics.SYNCHRONIZED in codes) == wrapped
+    assert (LocalStatistics.USE_WRAPPER in codes) != wrapped
 
 
 def test_things_of_one_process_are_no_job() -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import syncheck
+from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
 from syncheck.live import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncheck.records import Report
+    from syncheck.records import Finding, Report
     from syncheck.testing import Rank
 
     State = dict[str, Any]
@@ -130,18 +131,20 @@ def case(seed: int, rank: int) -> State:
     return state
 
 
-# What files lack and a job has, and what to do about it, is said in other words.
-ADVICE = re.compile(
-    r"save at three or more early steps, close together,|give DDP's wrapper, not the module inside it,"
-    r"|(; )?the files do not say that they are of one step"
-)
+# Advice for files differs from advice for a running job.
+ADVICE = {LocalStatistics.SAVE_EARLY_STEPS, LocalStatistics.USE_WRAPPER}
+STEP_UNKNOWN = re.compile(r"(; )?the files do not say that they are of one step")
 
 
 def told(report: Report) -> Any:
-    """Return all of a report but what the replicas are called, notes on files, and advice."""
+    """Return a report without names of replicas, notes on files, and advice."""
     group = report.groups[0]
-    found = [(f.code, f.ranks, f.tensors, f.values, f.fails, ADVICE.sub("", f.evidence)) for f in group.findings]
+    found = [(f.code, f.ranks, f.tensors, f.values, f.fails, _evidence(f)) for f in group.findings]
     return report.verdict, report.counts, group.kinds, group.ranks, group.tensors, group.values, found
+
+
+def _evidence(finding: Finding) -> list[str]:
+    return [STEP_UNKNOWN.sub("", str(fact)) for fact in finding.facts if fact.code not in ADVICE]
 
 
 @pytest.mark.syncheck(ranks=RANKS, timeout=500)

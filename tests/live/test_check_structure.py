@@ -44,10 +44,11 @@ def scaler() -> Any:
     return torch.amp.GradScaler("cpu")
 
 
-# What rank 1 of 2 checks; a code and a text of the report. Rank 0 has the plain things and a scaler.
-UNLIKE: dict[str, tuple[Any, str, str]] = {
-    "more tensors": (lambda m, o: (*more(m, o), scaler()), "SYN101", "not on rank 0"),
-    "fewer tensors": (lambda m, o: (*fewer(m, o), scaler()), "SYN101", "not on rank 1"),
+# What rank 1 of 2 checks, the code, and the ranks that lack tensors or a text of the report. Rank 0 checks the plain
+# model, its optimizer and a scaler.
+UNLIKE: dict[str, tuple[Any, str, str | tuple[int, ...]]] = {
+    "more tensors": (lambda m, o: (*more(m, o), scaler()), "SYN101", (0,)),
+    "fewer tensors": (lambda m, o: (*fewer(m, o), scaler()), "SYN101", (0, 1)),
     "another shape": (lambda m, o: (*reshaped(m, o), scaler()), "SYN102", "[3, 4] on rank 1"),
     "another dtype": (lambda m, o: (m.double(), o, scaler()), "SYN102", "float64 on rank 1"),
     "another optimizer": (lambda m, o: (*plain("SGD"), scaler()), "SYN215", "rank 1 holds no state"),
@@ -58,9 +59,9 @@ UNLIKE: dict[str, tuple[Any, str, str]] = {
         "SYN215",
         "rank 1 holds no state",
     ),
-    "no parameters": (lambda m, o: (nn.ReLU(), None, scaler()), "SYN101", "not on rank 1"),
-    "an empty tuple": (lambda m, o: ((), None, None), "SYN101", "not on rank 1"),
-    "a state dict": (lambda m, o: ({"w": torch.ones(2)}, None, None), "SYN101", "not on rank 1"),
+    "no parameters": (lambda m, o: (nn.ReLU(), None, scaler()), "SYN101", (1,)),
+    "an empty tuple": (lambda m, o: ((), None, None), "SYN101", (1,)),
+    "a state dict": (lambda m, o: ({"w": torch.ones(2)}, None, None), "SYN101", (0, 1)),
     "on meta": (lambda m, o: (m.to("meta"), o, scaler()), "SYN102", "a meta tensor"),
 }
 
@@ -81,7 +82,11 @@ def test_unlike_structures_are_reported(syncheck_rank: Any, what: str) -> None:
     outcomes = each_rank(check, *things)
     assert all_pass(outcomes).verdict == "out_of_sync"
     assert code in outcomes[0].codes
-    assert says in text_of(outcomes[0])
+    if isinstance(says, tuple):
+        (finding,) = [finding for finding in outcomes[0].findings if finding.code == code]
+        assert finding.facts[0].parameters["ranks"] == says
+    else:
+        assert says in text_of(outcomes[0])
 
 
 # Things of which nothing can be compared, on all ranks.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, flip, trained
 
+from syncheck.diagnose import syn101_missing_tensors, syn201_bn_local_stats
 from syncheck.live.exchange import fetching
 from syncheck.testing import assert_in_sync
 
@@ -89,10 +90,10 @@ def test_the_odd_one_of_four_ranks_is_named(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_batchnorm_under_plain_ddp_is_named() -> None:
-    """Running statistics that drift under plain DDP are SYN201, with DDP's one step of lag known."""
+    """Running statistics that drift under plain DDP are SYN201, and DDP shows that it synchronizes buffers."""
     outcome = all_raise(each_rank(assert_in_sync, *trained(norm=True)))
     assert outcome.codes == ["SYN201"]
-    assert "buffers are synchronized once a step" in outcome.text
+    assert syn201_bn_local_stats.Text.SYNCHRONIZED() in outcome.findings[0].facts
     assert {diff.kind for diff in outcome.report.groups[0].tensors} == {"bn_mean", "bn_var"}
 
 
@@ -115,7 +116,10 @@ def test_a_missing_tensor_does_not_hang(syncheck_rank: Any) -> None:
         state |= {"extra": torch.ones(5), "more": torch.ones(1)}
     outcome = all_raise(each_rank(assert_in_sync, state))
     assert outcome.codes == ["SYN101"]
-    assert "2 tensors not on rank 0: extra, more" in outcome.text
+    text = syn101_missing_tensors.Text
+    missing = text.MISSING(ranks=(0,), missing=text.TENSORS(tensors=2), names=("extra", "more"))
+    assert outcome.findings[0].facts == (missing,)
+    assert str(missing) in outcome.text
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -26,10 +26,9 @@ def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) ->
     assert (group.verdict, group.tensors, group.counts.not_compared) == ("in_sync", (), 0)
     (finding,) = group.findings
     assert (finding.code, finding.fails) == ("SYN104", False)
-    assert (
-        "DTensors, copied to 2 along replicate, divided in 2 along shard (dimension 0): compared within ranks 0, 2"
-        in finding.evidence
-    )
+    (fact,) = finding.facts
+    assert fact.parameters["layout"] == "copied to 2 along replicate, divided in 2 along shard (dimension 0)"
+    assert fact.parameters["groups"][0] == (0, 2)
 
     syncheck_rank.barrier()  # compare looks into every folder, and a slower rank must not find another's copies
     damaged = settings.out / f"damaged{ctx.rank}"
