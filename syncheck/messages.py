@@ -11,10 +11,12 @@ from enum import Enum
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import current_words
+from syncheck.errors import brief, current_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
 
 
 class Sentence(Enum):
@@ -23,7 +25,13 @@ class Sentence(Enum):
     Besides the usual format specifications a field may have these:
 
     - `{ranks:ranks}`: "rank 1", "ranks 0, 2"
+    - `{ranks:Ranks}`: the same at the start of a sentence
+    - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names, and how many more there are
+    - `{values:by_rank}`: "0.25 on ranks 0, 1 and 1e-20 on rank 2", from a mapping of ranks to values
+    - `{tensors:count tensor}` or `{batches:count batch|batches}`: "1 tensor", "2 tensors"
+    - `{tensors:verb differs|differ}`: the verb of so many tensors, or of a tuple of ranks
+    - `{step:number}` or `{gap:number 3}`: whole numbers with all digits, other numbers with 6 or 3 digits
     - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option of that field of `Options`; these
       need no parameter
     """
@@ -71,10 +79,22 @@ def _render_option(field: str, detail: str) -> str:
 
 def _render_value(value: Any, spec: str) -> str:
     kind, _, most = spec.partition(" ")
-    if kind == "ranks":
-        return ranks_text(value)
+    if kind in ("ranks", "Ranks"):
+        return kind[0] + ranks_text(value)[1:]
+    if kind == "sets":
+        return sets_text(value, int(most or 4))
     if kind == "names":
         return names_text(value, int(most or 3))
+    if kind == "by_rank":
+        return by_rank_text(value)
+    if kind == "count":
+        one, _, many = most.partition("|")
+        return f"{value} {one if value == 1 else many or one + 's'}"
+    if kind == "verb":
+        one, _, many = most.partition("|")
+        return one if (value if isinstance(value, int) else len(value)) == 1 else many
+    if kind == "number":
+        return number_text(value, int(most or 6))
     return format(str(value) if isinstance(value, (Message, tuple)) else value, spec)
 
 
@@ -83,6 +103,37 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
+    """'ranks 0, 2 and ranks 1, 3', or the first few sets and how many more there are."""
+    more = f" and {len(sets) - most} more" if len(sets) > most else ""
+    return " and ".join(map(ranks_text, sets[:most])) + more
+
+
+def by_rank_text(values: Mapping[int, object], most: int = 4) -> str:
+    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
+    floats = {value for value in values.values() if isinstance(value, float)}
+    # The fewest digits that show which values differ.
+    digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        if value is None:
+            text = "missing"
+        elif isinstance(value, float):
+            text = number_text(value, digits)
+        else:
+            text = brief(value)
+        ranks_of.setdefault(text, []).append(rank)
+    sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+    more = f" and {len(sets) - most} more" if len(sets) > most else ""
+    return " and ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in sets[:most]) + more
+
+
+def number_text(number: float, digits: int = 6) -> str:
+    """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'."""
+    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
+    return str(int(number)) if whole else f"{number:.{digits}g}"
 
 
 def names_text(names: Sequence[str], most: int = 3, count: int | None = None) -> str:

@@ -17,6 +17,11 @@ class Example(Sentence):
     RANKS = "on {ranks:ranks}"
     NAMES = "{names:names 2}"
     NUMBER = "{ratio:.2f} times"
+    START = "{ranks:Ranks} {ranks:verb differs|differ}"
+    SETS = "{groups:sets 2}"
+    VALUES = "{values:by_rank}"
+    COUNT = "{batches:count batch|batches} and {tensors:count tensor} {tensors:verb differs|differ}"
+    WHOLE = "{number:number 3}"
     NESTED = "because: {reason}"
     OPTION = "{allow:option=SYN201}, {group_by:option REGEX}, {quick:option}"
 
@@ -65,6 +70,29 @@ def test_fields() -> None:
     assert str(Example.RANKS(ranks=(0, 2))) == "on ranks 0, 2"
     assert str(Example.NAMES(names=("a", "b", "c"))) == "a, b and 1 more"
     assert str(Example.NUMBER(ratio=0.4216)) == "0.42 times"
+    assert str(Example.START(ranks=(1,))) == "Rank 1 differs"
+    assert str(Example.START(ranks=(1, 3))) == "Ranks 1, 3 differ"
+    assert str(Example.SETS(groups=((0, 2), (1, 3), (4, 5)))) == "ranks 0, 2 and ranks 1, 3 and 1 more"
+    assert str(Example.COUNT(batches=2, tensors=1)) == "2 batches and 1 tensor differs"
+    assert [str(Example.WHOLE(number=number)) for number in (1000001, 12.0, 0.09253)] == ["1000001", "12", "0.0925"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({0: 1e-20, 1: 0.25, 2: 0.25}, "0.25 on ranks 1, 2 and 1e-20 on rank 0"),
+        ({0: 0.1, 1: 0.10000001}, "0.1 on rank 0 and 0.10000001 on rank 1"),
+        ({0: 2**62, 1: 2**62 + 1, 2: None}, f"{2**62} on rank 0 and {2**62 + 1} on rank 1 and missing on rank 2"),
+        ({0: 65536.0, 1: float("inf")}, "65536 on rank 0 and inf on rank 1"),
+        (
+            dict(enumerate("abcde")),
+            "'a' on rank 0 and 'b' on rank 1 and 'c' on rank 2 and 'd' on rank 3 and 1 more",
+        ),
+    ],
+)
+def test_values_by_rank(values: dict[int, object], text: str) -> None:
+    """Values that differ look different, and the most common value comes first."""
+    assert str(Example.VALUES(values=values)) == text
 
 
 def test_braces_in_names_are_names() -> None:
