@@ -28,6 +28,7 @@ class Sentence(Enum):
     - `{ranks:Ranks}`: the same at the start of a sentence
     - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names, and how many more there are
+    - `{parts:list}`: messages or numbers, separated by commas
     - `{values:by_rank}`: "0.25 on ranks 0, 1 and 1e-20 on rank 2", from a mapping of ranks to values
     - `{tensors:count tensor}` or `{batches:count batch|batches}`: "1 tensor", "2 tensors"
     - `{tensors:verb differs|differ}`: the verb of so many tensors, or of a tuple of ranks
@@ -85,6 +86,8 @@ def _render_value(value: Any, spec: str) -> str:
         return sets_text(value, int(most or 4))
     if kind == "names":
         return names_text(value, int(most or 3))
+    if kind == "list":
+        return ", ".join(map(str, value))
     if kind == "by_rank":
         return by_rank_text(value)
     if kind == "count":

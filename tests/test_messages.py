@@ -18,6 +18,7 @@ class Example(Sentence):
     NAMES = "{names:names 2}"
     NUMBER = "{ratio:.2f} times"
     START = "{ranks:Ranks} {ranks:verb differs|differ}"
+    LIST = "{parts:list}"
     SETS = "{groups:sets 2}"
     VALUES = "{values:by_rank}"
     COUNT = "{batches:count batch|batches} and {tensors:count tensor} {tensors:verb differs|differ}"
@@ -73,6 +74,7 @@ def test_fields() -> None:
     assert str(Example.START(ranks=(1,))) == "Rank 1 differs"
     assert str(Example.START(ranks=(1, 3))) == "Ranks 1, 3 differ"
     assert str(Example.SETS(groups=((0, 2), (1, 3), (4, 5)))) == "ranks 0, 2 and ranks 1, 3 and 1 more"
+    assert str(Example.LIST(parts=(Example.START(ranks=(1,)), 2))) == "Rank 1 differs, 2"
     assert str(Example.COUNT(batches=2, tensors=1)) == "2 batches and 1 tensor differs"
     assert [str(Example.WHOLE(number=number)) for number in (1000001, 12.0, 0.09253)] == ["1000001", "12", "0.0925"]
 

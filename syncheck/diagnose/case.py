@@ -1,4 +1,4 @@
-"""What a rule sees, and what the rules have in common."""
+"""The input and output of a rule, and statements of evidence that rules share."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from syncheck.errors import brief
-from syncheck.evidence.suspects import suspects
+from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import OPTIMIZER
-from syncheck.messages import Message, Sentence, ranks_text
+from syncheck.messages import Message, Sentence, by_rank_text
+from syncheck.messages import number_text as number_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison, Severity, TensorDiff, ValueDiff
 
 _Value = TypeVar("_Value")
-_MOST_WHOLE = 2**53  # a larger floating-point number is whole, but stands for several
-_MOST_SETS = 4  # replica groups that are named; HSDP has as many as a replica has shards
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One group with the differences that no earlier rule covers, and the same run's groups by step.
+    """A group, its differences that no earlier rule covers, and the groups of the same run.
 
-    series: in the order of their steps, this group among them; a single one where there is no history.
+    series: the groups in the order of their steps, including this group; only this group without history.
     """
 
     group: Comparison
@@ -35,9 +33,9 @@ class Case:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the replicas are those of the ranks of a running job, of which there are no files.
+        """Whether the replicas are ranks of a running job, without files.
 
-        Things that one process compares with each other are in memory too, but have no host.
+        Objects that one process compares are in memory too, but have no host.
         """
         return all(replica.format == "memory" and replica.host is not None for replica in self.group.replicas)
 
@@ -51,24 +49,24 @@ class Case:
         return tuple(diff for diff in self.group.values if diff.name in uncovered)
 
     def agrees(self, *kinds: str) -> bool:
-        """Whether no tensor of these kinds is out of sync in the group, covered or not."""
+        """Whether all tensors of these kinds are in sync, including differences that an earlier rule covers."""
         return not any(diff.out_of_sync and diff.kind in kinds for diff in self.group.tensors)
 
     def agreeing(self, *kinds: str) -> frozenset[str]:
-        """Return the names of the tensors of these kinds that are not out of sync, those that were not compared too."""
-        apart = {diff.name for diff in self.group.tensors if diff.out_of_sync}
+        """Return the names of the tensors of these kinds that are in sync or were not compared."""
+        differing = {diff.name for diff in self.group.tensors if diff.out_of_sync}
         return frozenset(
-            name for name, kind in self.group.evidence.names.items() if kind in kinds and name not in apart
+            name for name, kind in self.group.evidence.names.items() if kind in kinds and name not in differing
         )
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the metadata calls frozen; empty where there is none."""
+        """The parameters that the metadata lists as frozen; empty without metadata."""
         return frozenset(self.group.evidence.metadata.frozen if self.group.evidence.metadata is not None else ())
 
     @property
     def optimized(self) -> frozenset[str] | None:
-        """The names of the parameters that the optimizer updates; None if not every state has a known parameter."""
+        """The names of the parameters that the optimizer updates; None if some state has no known parameter."""
         names, metadata = self.group.evidence.names, self.group.evidence.metadata
         if metadata is not None and metadata.optimizer_sharded:
             return None
@@ -80,9 +78,9 @@ class Case:
 
     @property
     def untrained(self) -> frozenset[str]:
-        """The tensors of the model that no optimizer updates: frozen parameters, and buffers that count as parameters.
+        """The frozen parameters, and the buffers that were classified as parameters.
 
-        Only those in the metadata if the optimizer's parameters are not known.
+        Only the frozen parameters of the metadata if the optimizer's parameters are unknown.
         """
         optimized = self.optimized
         parameters = frozenset(name for name, kind in self.group.evidence.names.items() if kind == "parameter")
@@ -90,23 +88,24 @@ class Case:
 
     @property
     def loose(self) -> frozenset[str]:
-        """The untrained tensors that may be buffers, by the metadata and by their names."""
+        """The untrained tensors that may be buffers, judged by the metadata and by their names."""
         metadata = self.group.evidence.metadata
         if metadata is not None and metadata.buffers is not None:
             return frozenset()
         return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
 
     def compared(self, *kinds: str) -> int:
-        """How many tensors of these kinds were compared."""
+        """Return the number of tensors of these kinds that were compared."""
         return sum(counts.compared for kind, counts in self.group.kinds.items() if kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a rule found: the tensors and values it covers, its suspects, and the evidence in numbers.
+    """The result of a rule: the tensors and values that it covers, the suspects, and the evidence.
 
-    cause, fix: in place of the rule's own, where the evidence says more than that. agree: sets of ranks among which the
-    rule explains no difference; None for a single set, of the ranks that are no suspects.
+    evidence: the first statement says what happened, numbers follow. cause, fix: replace CAUSE and FIX of the rule.
+    agree: sets of ranks; the rule explains no difference within a set. None stands for one set, all ranks that are not
+    suspects.
     """
 
     tensors: tuple[TensorDiff, ...]
@@ -119,9 +118,9 @@ class Match:
 
 
 class Rule(Protocol):
-    """A module of this package. Its docstring is what `syncheck explain` prints.
+    """A module of this package. `syncheck explain` prints its docstring.
 
-    CAUSE and FIX are one or two sentences each, put into every finding.
+    CAUSE and FIX are one or two sentences each, and part of every finding.
     """
 
     CODE: str
@@ -132,83 +131,104 @@ class Rule(Protocol):
     __doc__: str | None
 
     def apply(self, case: Case) -> Match | None:
-        """Return what the rule covers, or None where it does not fit."""
+        """Return the differences that the rule explains, or None if its signature does not match."""
 
 
 def owner(case: Case, name: str) -> str:
-    """Return the parameter that an optimizer's tensor is of, without the number of one of several optimizers."""
+    """Return the parameter of an optimizer tensor, without the index of the optimizer if there are several."""
     parameter = parameter_of(name)
     head, _, rest = parameter.partition(".")
     return rest if head.isdigit() and rest in case.group.evidence.names else parameter
 
 
 def is_weight(name: str) -> bool:
-    """Whether a tensor is called weight or bias, which buffers are not, except those that balance experts."""
+    """Whether a tensor is named weight or bias. Buffers are not, except the biases that balance experts."""
     return name.endswith(("weight", "bias")) and not name.endswith(("expert_bias", "correction_bias"))
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter that an optimizer's tensor belongs to: optimizer.fc.weight.exp_avg gives fc.weight."""
+    """Return the parameter of an optimizer tensor: 'fc.weight' for 'optimizer.fc.weight.exp_avg'."""
     return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
-def gap_text(tensors: Iterable[TensorDiff]) -> str:
-    """Name the largest gap of any of these: 'largest gap 0.092 in bn1.running_mean[17]'."""
+class Common(Sentence):
+    """Statements of evidence that several rules make."""
+
+    PARAMETERS = "{count} of {total:count parameter} {count:verb differs|differ}, {size}"
+    LARGEST = "largest difference {difference:number 3} in {element}"
+    SIZE_UNKNOWN = "by an unknown amount"
+    NOT_FINITE = "no finite difference"
+    AGREE = "{ranks:ranks} agree"
+    DIFFERS = "{ranks:ranks} {ranks:verb differs|differ} from all other ranks"
+    NO_MAJORITY = "there is no majority"
+    NO_TWO_AGREE = "no two of {ranks:ranks} agree, so there is no majority"
+    WITHIN_GROUPS = "compared within the replica groups of {groups:sets}; suspected: {ranks:ranks}"
+
+
+def largest_difference(tensors: Iterable[TensorDiff]) -> Message:
+    """State the largest difference and its element, if the differences were measured."""
     tensors = tuple(tensors)
     if any(diff.mismatched is None for diff in tensors):
-        return "by how much is not known"
+        return Common.SIZE_UNKNOWN()
     measured = [(diff.max_abs, diff) for diff in tensors if diff.max_abs is not None]
     if not measured:
-        return "no finite gap"
-    gap, diff = max(measured, key=lambda found: found[0])
-    return f"largest gap {number_text(gap, 3)} in {place_text(diff)}"
+        return Common.NOT_FINITE()
+    difference, diff = max(measured, key=lambda item: item[0])
+    return Common.LARGEST(difference=difference, element=element_name(diff))
 
 
-def number_text(number: float, digits: int = 6) -> str:
-    """Return a whole number with all of its digits, any other one with so many: '1000001', '0.0925'."""
-    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
-    return str(int(number)) if whole else f"{number:.{digits}g}"
-
-
-def place_text(diff: TensorDiff) -> str:
-    """Name the element of a tensor that is most apart: 'fc.weight[3, 1]'; a tensor of one number by its name."""
+def element_name(diff: TensorDiff) -> str:
+    """Return the element with the largest difference: 'fc.weight[3, 1]', or the name of a tensor of one element."""
     return f"{diff.name}[{', '.join(map(str, diff.index))}]" if diff.index else diff.name
 
 
-def parameters_text(case: Case, apart: Sequence[TensorDiff]) -> str:
-    """Say how many parameters differ, and by how much; '' where none does."""
-    if not apart:
-        return ""
-    return f"{len(apart)} of {case.compared('parameter')} parameters differ, {gap_text(apart)}"
+def parameter_facts(case: Case, differing: Sequence[TensorDiff]) -> tuple[Message, ...]:
+    """State how many parameters differ and by how much; empty if there are none."""
+    if not differing:
+        return ()
+    total, size = case.compared("parameter"), largest_difference(differing)
+    return (Common.PARAMETERS(count=len(differing), total=total, size=size),)
+
+
+def agreement_facts(tensors: Sequence[TensorDiff], group: Comparison) -> tuple[Message, ...]:
+    """State which ranks agree and which differ, or that there is no majority. Empty for two replicas."""
+    if len(group.replicas) < 3:
+        return ()
+    partitioned = [diff for diff in tensors if len(diff.replica_groups) > 1]
+    odd = tuple(sorted({rank for diff in partitioned for rank in suspects([diff], group)}))
+    if odd:
+        groups = tuple(ranks for ranks in partitioned[0].replica_groups if len(ranks) > 1)
+        return (Common.WITHIN_GROUPS(groups=groups, ranks=odd),)
+    # A tensor that some ranks lack may have only one set of ranks.
+    counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
+    if not counts and tensors:
+        return ()
+    common = counts.most_common(1)[0][0] if counts else ()
+    agreeing = [ranks for ranks in common if len(ranks) > 1]
+    alone = tuple(sorted(rank for ranks in common for rank in ranks if len(ranks) == 1))
+    if not agreeing:
+        return (Common.NO_TWO_AGREE(ranks=group.ranks),)
+    facts = [Common.AGREE(ranks=ranks) for ranks in agreeing]
+    if alone:
+        facts.append(Common.DIFFERS(ranks=alone))
+    if len(common[0]) == len(common[1]):
+        facts.append(Common.NO_MAJORITY())
+    return tuple(facts)
+
+
+def gap_text(tensors: Iterable[TensorDiff]) -> str:
+    """Return `largest_difference` as text."""
+    return str(largest_difference(tensors))
+
+
+def parameters_text(case: Case, differing: Sequence[TensorDiff]) -> str:
+    """Return `parameter_facts` as text."""
+    return "; ".join(map(str, parameter_facts(case, differing)))
 
 
 def agreement_text(tensors: Sequence[TensorDiff], group: Comparison) -> str:
-    """Say who agrees with whom: '; ranks 0, 2, 3 agree; rank 1 apart', or that there is no majority.
-
-    Empty for two replicas: that they differ has been said.
-    """
-    if len(group.replicas) < 3:
-        return ""
-    divided = [diff for diff in tensors if len(diff.replica_groups) > 1]
-    odd = sorted({rank for diff in divided for rank in suspects([diff], group)})
-    if odd:
-        sets = [found for found in divided[0].replica_groups if len(found) > 1]
-        compared = " and of ".join(map(ranks_text, sets[:_MOST_SETS]))
-        more = f" and of {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
-        return f"; compared within the replica groups of {compared}{more}, suspect {ranks_text(odd)}"
-    # Of what some ranks lack altogether only one set may be told.
-    counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
-    if not counts and tensors:
-        return ""
-    common, times = counts.most_common(1)[0] if counts else ((), 0)
-    together = [found for found in common if len(found) > 1]
-    apart = sorted(rank for found in common for rank in found if len(found) == 1)
-    if not times or not together:
-        return f"; no two of {ranks_text(group.ranks)} agree, so there is no majority"
-    text = "; " + "; ".join(f"{ranks_text(found)} agree" for found in together)
-    if apart:
-        text += f"; {ranks_text(apart)} apart"
-    return text if len(common[0]) > len(common[1]) else f"{text}; there is no majority"
+    """Return `agreement_facts` as text after a semicolon."""
+    return "".join(f"; {fact}" for fact in agreement_facts(tensors, group))
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -217,24 +237,37 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def differ(number: int) -> str:
-    """'differs' of one, 'differ' of several."""
+    """Return the verb for so many subjects: 'differs' for 1, else 'differ'."""
     return "differs" if number == 1 else "differ"
 
 
 def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return the ranks that hold each value, in the order in which the values first come."""
-    found: dict[_Value, list[int]] = {}
+    """Return the ranks that hold each value, in the order in which the values first occur."""
+    ranks: dict[_Value, list[int]] = {}
     for rank, value in by_rank.items():
-        found.setdefault(value, []).append(rank)
-    return found
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def by_value_text(by_rank: Mapping[int, object]) -> str:
-    """'65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3'; four values at most."""
-    sets = ranks_by({rank: "missing" if value is None else brief(value) for rank, value in by_rank.items()})
-    return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in list(sets.items())[:4])
+    """Return values by rank as text: '65536 on ranks 0, 1, 2 and 32768 on rank 3'."""
+    return by_rank_text(by_rank)
 
 
 def fewer(some: set[int], others: set[int]) -> set[int]:
-    """Return the smaller set of ranks, which is the suspect one; of two equally large ones both."""
+    """Return the smaller set of ranks, which is suspect, or both sets if they are equally large."""
     return some | others if len(some) == len(others) else min(some, others, key=len)
+
+
+def agrees_within(diff: TensorDiff, locations: Mapping[int, Hashable]) -> bool:
+    """Whether ranks of one location hold the same bytes of a differing tensor, within each replica group.
+
+    locations: by rank, a host or a mesh coordinate.
+    """
+    groups = sets_within(diff)
+    for sets in groups:
+        set_of: dict[Hashable, int] = {}
+        for i, ranks in enumerate(sets):
+            if any(set_of.setdefault(locations[rank], i) != i for rank in ranks):
+                return False
+    return bool(groups)

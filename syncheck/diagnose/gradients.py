@@ -1,4 +1,4 @@
-"""What the rules on gradients and on the start have in common: who differs, in which direction, since when."""
+"""Parameters, first moments and trends of differences, for the rules on gradients and on initialization."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, differ, is_weight, owner
+from syncheck.diagnose.case import is_weight, owner
 from syncheck.evidence.history import gap_ratios, trend_of
 from syncheck.kinds import BN_STATISTICS
+from syncheck.messages import Message, Sentence
 from syncheck.records import FIRST_MOMENTS
 
 if TYPE_CHECKING:
@@ -17,19 +18,31 @@ if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff, Trend
 
-# A momentum of SGD holds the weight decay of unequal parameters: wd / (1 - momentum) times their gap, less at first,
-# and a little more later, since the gap shrinks. Measured: 0.27 to 1.04 times that, the same in all tensors.
+# SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
+# the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.
 DECAY_ROOM = 1.25
-# What follows from parameters that differ, and needs no cause of its own.
+# Kinds that differ because parameters differ, and need no cause of their own.
 _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
-# Share of elements. Gradients of unequal batches touch every element of what they train; damage touches few.
+# Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
 TOUCHED = 0.1
 
 
-def in_step(case: Case) -> bool:
-    """Whether the ranks made equally many updates, as far as the files tell; local SGD differs by design.
+class Course(Sentence):
+    """How a difference developed over the steps, and which other tensors differ because of it."""
 
-    Loss scales that differ found other overflows, and left out other steps.
+    UNCHANGED = "the difference has not changed since step {step}"
+    GREW = "the difference grew {ratio:.1f} times since step {step}"
+    CHANGED = "the difference is {ratio:.3g} times as large as at step {step}"
+    STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too"
+    BUFFERS_TOO = "{count:count buffer} {count:verb differs|differ} too"
+    AVERAGES_TOO = "{count:count tensor} of the averaged copy {count:verb differs|differ} too"
+    OPTIMIZER_TOO = "{count:count optimizer tensor} {count:verb differs|differ} too"
+
+
+def in_step(case: Case) -> bool:
+    """Whether the ranks took the same number of steps, as far as known. False for local SGD, which differs by design.
+
+    Also False if loss scales differ, because ranks with different scales skip different steps.
     """
     metadata = case.group.evidence.metadata
     if case.group.evidence.stale or (metadata is not None and metadata.averaging) or not case.agrees("optimizer_step"):
@@ -38,66 +51,66 @@ def in_step(case: Case) -> bool:
 
 
 def counts_steps(case: Case) -> bool:
-    """Whether the optimizer counts its steps, as Adam does, so that `in_step` is known and not only assumed."""
+    """Whether the optimizer counts its steps, as Adam does, so that `in_step` is a fact and not an assumption."""
     adam = any(name.endswith(".exp_avg") for name in _compared(case, "optimizer"))
     return adam or case.compared("optimizer_step") > 0
 
 
 def just_began(case: Case) -> bool:
-    """Whether the parameters agreed at all earlier steps that were compared, so that no trend shows yet.
+    """Whether the parameters agreed at all earlier steps, so that there is no trend yet.
 
-    A single event, such as a step that was left out, looks like the start of a lasting fault then.
+    A single event, such as a skipped step, then looks like the start of a permanent fault.
     """
     earlier = steps_of(case)[:-1]
     return bool(earlier) and not any(diff.kind == "parameter" for group in earlier for diff in group.tensors)
 
 
 def agreed_before(case: Case) -> bool:
-    """Whether the parameters agreed at some step that was compared: then the cause came later than the start."""
+    """Whether the parameters agreed at some earlier step, so that the run started in sync."""
     return any(all(diff.kind != "parameter" for diff in group.tensors) for group in steps_of(case)[:-1])
 
 
 def steps_of(case: Case) -> tuple[Comparison, ...]:
-    """Return the groups of the run up to this one, by step; files that tell no step have no place among them."""
+    """Return the groups of the run up to this group, by step, without files of unknown step."""
     if case.group.step is None:
         return (case.group,)
     return tuple(group for group in case.series if group.step is not None and group.step <= case.group.step)
 
 
 def with_moment(case: Case) -> frozenset[str]:
-    """The parameters, or the optimizer's ids where names are not known, whose first moments were compared."""
+    """Return the parameters whose first moments were compared, or the optimizer's ids if names are unknown."""
     moments = (name for name in _compared(case, "optimizer") if _is_first_moment(case, name))
     return frozenset(owner(case, name) for name in moments)
 
 
 def _is_first_moment(case: Case, name: str) -> bool:
-    """Whether an optimizer's tensor averages gradients.
+    """Whether an optimizer tensor is a running average of gradients.
 
-    RMSprop's momentum averages gradients over their own size, which says nothing of their length: clipped ones came out
-    longer (measured: 1.4 times, with cosines of 0.91 to 0.97).
+    RMSprop's momentum is not: it averages gradients divided by their own size. The momentum of clipped gradients was
+    1.4 times longer in measurements, with cosines of 0.91 to 0.97.
     """
-    of, _, state = name.rpartition(".")
-    return state in FIRST_MOMENTS and not (
-        state == "momentum_buffer" and f"{of}.square_avg" in case.group.evidence.names
-    )
+    parameter, _, state = name.rpartition(".")
+    is_rmsprop = state == "momentum_buffer" and f"{parameter}.square_avg" in case.group.evidence.names
+    return state in FIRST_MOMENTS and not is_rmsprop
 
 
-def trained(case: Case) -> frozenset[str]:
-    """The parameters that are trained, as far as known: those with a first moment, else all that may be.
+def trained_parameters(case: Case) -> frozenset[str]:
+    """Return the parameters with a first moment, or without optimizer state all parameters that may be trained.
 
-    Where nothing tells, tensors that agree count only if they are called weight or bias, provided that most are.
+    If the optimizer's parameters are unknown and most tensors are named weight or bias, a tensor with another name
+    counts only if it differs.
     """
     parameters = frozenset(_compared(case, "parameter"))
-    if found := with_moment(case) & parameters:
-        return found
-    others = parameters - case.untrained
-    usual = frozenset(name for name in others if is_weight(name))
-    known = case.optimized is not None or 2 * len(usual) <= len(others)
-    return others if known else usual | (others & parameters_apart(case).keys())
+    if optimized := with_moment(case) & parameters:
+        return optimized
+    candidates = parameters - case.untrained
+    weights = frozenset(name for name in candidates if is_weight(name))
+    known = case.optimized is not None or 2 * len(weights) <= len(candidates)
+    return candidates if known else weights | (candidates & differing_parameters(case).keys())
 
 
-def parameters_apart(case: Case) -> dict[str, TensorDiff]:
-    """Return the differing parameters that are not explained yet, by name, without those that are not trained."""
+def differing_parameters(case: Case) -> dict[str, TensorDiff]:
+    """Return the trained parameters that differ and are not explained yet, by name."""
     untrained = case.untrained
     return {
         diff.name: diff
@@ -106,8 +119,8 @@ def parameters_apart(case: Case) -> dict[str, TensorDiff]:
     }
 
 
-def moments_apart(case: Case) -> dict[str, TensorDiff]:
-    """Return the differing first moments that are not explained yet, by the parameter that they are of."""
+def differing_moments(case: Case) -> dict[str, TensorDiff]:
+    """Return the first moments that differ and are not explained yet, by parameter."""
     return {
         owner(case, diff.name): diff
         for diff in case.of_kind("optimizer")
@@ -115,85 +128,100 @@ def moments_apart(case: Case) -> dict[str, TensorDiff]:
     }
 
 
-def touched(diffs: Iterable[TensorDiff]) -> float | None:
-    """Return the median share of elements that differ; None where only digests were compared."""
+def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
+    """Return the median share of elements that differ, or None if only digests were compared."""
     shares = [diff.mismatched / diff.numel for diff in diffs if diff.mismatched is not None and diff.numel]
     return median(shares) if shares else None
 
 
-def touched_less(diffs: Iterable[TensorDiff], least: float) -> bool:
-    """Whether it is known that a smaller share of the elements than `least` differs."""
-    share = touched(diffs)
+def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
+    """Whether a smaller share of the elements than `least` differs. False if the share is unknown."""
+    share = differing_share(diffs)
     return share is not None and share < least
 
 
 def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
-    """Return the cosines between replicas, where they were taken; a single number has no direction."""
-    found = (diff.evidence.cosine for diff in diffs if diff.evidence is not None and diff.numel > 1)
-    return [cosine for cosine in found if cosine is not None]
+    """Return the cosines that were measured between replicas, without tensors of one element."""
+    measured = (diff.evidence.cosine for diff in diffs if diff.evidence is not None and diff.numel > 1)
+    return [cosine for cosine in measured if cosine is not None]
 
 
 def decay_share(case: Case) -> float:
-    """Return the most that SGD's momentum differs for each unit of the parameters' gap, by weight decay alone."""
+    """Return the largest ratio of momentum difference to parameter difference that SGD's weight decay explains."""
     settings = case.group.evidence.hyperparameters
     momentum = settings.get("momentum", 1.0)
     return settings.get("weight_decay", 0.0) / (1 - momentum) if 0 <= momentum < 1 else 0.0
 
 
 def only_decay(case: Case) -> bool:
-    """Whether all that is apart of the optimizer is SGD's momentum, and weight decay alone explains it.
+    """Whether only SGD's momentum differs in the optimizer, by no more than weight decay explains.
 
-    Then the gradients were equal, and all differences come from parameters that were unequal before.
+    The gradients were equal then, and all differences come from parameters that differed before.
     """
-    apart = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "optimizer"]
-    gaps = {name: float(diff.max_abs) for name, diff in parameters_apart(case).items() if diff.max_abs is not None}
+    differing = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "optimizer"]
+    differences = {
+        name: float(diff.max_abs) for name, diff in differing_parameters(case).items() if diff.max_abs is not None
+    }
     share = decay_share(case)
-    if not apart or not gaps or not share:
+    if not differing or not differences or not share:
         return False
-    widest = max(gaps.values())
+    largest = max(differences.values())
     return all(
         diff.name.endswith(".momentum_buffer")
         and diff.max_abs is not None
-        and float(diff.max_abs) <= DECAY_ROOM * share * gaps.get(owner(case, diff.name), widest)
-        for diff in apart
+        and float(diff.max_abs) <= DECAY_ROOM * share * differences.get(owner(case, diff.name), largest)
+        for diff in differing
     )
 
 
-def course(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[Trend | None, str]:
-    """Say what the gaps of these kinds or names did over the series, since they are there; '' if it does not show."""
+def trend_facts(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[Trend | None, tuple[Message, ...]]:
+    """Return and state how the difference of tensors developed since the first step at which they differed.
+
+    kinds, names: which tensors. Returns (None, ()) without a series.
+    """
     groups = steps_of(case)
     steps = [[d for d in g.tensors if d.out_of_sync and (d.kind in kinds or d.name in names)] for g in groups]
-    first = next((i for i, apart in enumerate(steps) if apart), len(steps))
+    first = next((i for i, differing in enumerate(steps) if differing), len(steps))
     trend = trend_of(steps[first:])
     if trend is None:
-        return None, ""
-    ratio = median(gap_ratios(steps[first], steps[-1]))
-    text = {"constant": "has not changed since", "growing": f"grew {ratio:.1f} times since"}
-    since = text.get(trend, f"is {ratio:.3g} times that of")
-    return trend, f"; the gap {since} step {groups[first].step}"
+        return None, ()
+    step, ratio = groups[first].step, median(gap_ratios(steps[first], steps[-1]))
+    if trend == "constant":
+        return trend, (Course.UNCHANGED(step=step),)
+    sentence = Course.GREW if trend == "growing" else Course.CHANGED
+    return trend, (sentence(step=step, ratio=ratio),)
 
 
-def with_followers(case: Case, named: Iterable[TensorDiff]) -> tuple[TensorDiff, ...]:
-    """Return these and what follows from them: optimizer state, running statistics, buffers, an averaged copy."""
-    names = {diff.name for diff in named}
-    names |= case.untrained
+def course(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[Trend | None, str]:
+    """Return `trend_facts` as text after a semicolon."""
+    trend, facts = trend_facts(case, *kinds, names=names)
+    return trend, "".join(f"; {fact}" for fact in facts)
+
+
+def with_followers(case: Case, differing: Iterable[TensorDiff]) -> tuple[TensorDiff, ...]:
+    """Return these differences and those that follow: optimizer state, running statistics, buffers, averaged copies."""
+    names = {diff.name for diff in differing} | case.untrained
     return tuple(diff for diff in case.tensors if diff.name in names or diff.kind in _FOLLOWERS)
 
 
-def followers_text(covered: Iterable[TensorDiff], *told: str) -> str:
-    """Name what is covered besides the kinds that the evidence has told of: '; 14 running statistics differ too'."""
-    words = {
-        "bn_mean": "running statistic",
-        "bn_var": "running statistic",
-        "buffer": "buffer",
-        "ema": "tensor of the averaged copy|tensors of the averaged copy",
-        "optimizer": "tensor of the optimizer|tensors of the optimizer",
+def follower_facts(covered: Iterable[TensorDiff], *reported: str) -> tuple[Message, ...]:
+    """State how many other tensors a finding covers. reported: kinds that the evidence already mentions."""
+    sentences = {
+        "bn_mean": Course.STATISTICS_TOO,
+        "bn_var": Course.STATISTICS_TOO,
+        "buffer": Course.BUFFERS_TOO,
+        "ema": Course.AVERAGES_TOO,
+        "optimizer": Course.OPTIMIZER_TOO,
     }
-    numbers = Counter(words[diff.kind] for diff in covered if diff.kind in words and diff.kind not in told)
-    listed = [counted(number, *word.split("|")) for word, number in numbers.items()]
-    return f"; {', '.join(listed)} {differ(numbers.total())} too" if listed else ""
+    counts = Counter(sentences[diff.kind] for diff in covered if diff.kind in sentences and diff.kind not in reported)
+    return tuple(sentence(count=count) for sentence, count in counts.items())
+
+
+def followers_text(covered: Iterable[TensorDiff], *reported: str) -> str:
+    """Return `follower_facts` as text after a semicolon."""
+    return "".join(f"; {fact}" for fact in follower_facts(covered, *reported))
 
 
 def _compared(case: Case, kind: str) -> list[str]:
-    unseen = {diff.name for diff in case.group.tensors if diff.status == "not_compared"}
-    return [name for name, of in case.group.evidence.names.items() if of == kind and name not in unseen]
+    skipped = {diff.name for diff in case.group.tensors if diff.status == "not_compared"}
+    return [name for name, own_kind in case.group.evidence.names.items() if own_kind == kind and name not in skipped]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_text, by_value_text, parameters_text, ranks_by
 from syncheck.diagnose.counters import minority_of
-from syncheck.diagnose.gradients import cosines, course, followers_text, moments_apart, only_decay, with_moment
+from syncheck.diagnose.gradients import cosines, course, differing_moments, followers_text, only_decay, with_moment
 from syncheck.messages import names_text
 from syncheck.value_kinds import SETTINGS
 
@@ -92,7 +92,7 @@ def _text(diff: ValueDiff) -> str:
 
 def _explained(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
     """Return the trained tensors that differ, none of them between ranks of equal settings."""
-    moments = cosines(moments_apart(case).values())
+    moments = cosines(differing_moments(case).values())
     turned = only_decay(case) or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
     if moments and median(moments) < ALIKE and not turned:
         return ()
