@@ -11,6 +11,7 @@ from checkpoints import changed, network, save_pth, save_safetensors
 
 from syncheck import readers
 from syncheck.api import Options, compare
+from syncheck.diagnose.case import Common
 from syncheck.fingerprint import fingerprint, write
 from syncheck.messages import Detail, Note
 from syncheck.report import html, json_document, markdown, plain, text
@@ -87,7 +88,7 @@ def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
     assert diff.detail.parameters["least"] == pytest.approx(0.5)
     assert f"max {state['fc.weight'].max():.4g} | {state['fc.weight'].max() + 0.5:.4g}" in str(diff.detail)
     assert Note.FINGERPRINT() in report.groups[0].notes
-    assert "by how much is not known" in report.groups[0].findings[0].evidence
+    assert str(Common.SIZE_UNKNOWN()) in report.groups[0].findings[0].evidence
 
 
 def test_moments_that_agree_are_said_to(tmp_path: Path) -> None:

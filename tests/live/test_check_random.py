@@ -133,7 +133,7 @@ def case(seed: int, rank: int) -> State:
 # What files lack and a job has, and what to do about it, is said in other words.
 ADVICE = re.compile(
     r"save at three or more early steps, close together,|give DDP's wrapper, not the module inside it,"
-    r"|(; )?the files do not say that they are of one step"
+    r"|(; )?the files do not store their step, so they may be of different steps"
 )
 
 
