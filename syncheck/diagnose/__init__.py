@@ -1,4 +1,4 @@
-"""Diagnose why replicas differ. Each rule is a module; the first rule that matches covers its tensors."""
+"""Diagnose why replicas differ. Each rule is a module; the first matching rule covers its tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def left_of(tensors: Sequence[TensorDiff], covered: Sequence[TensorDiff], agree: Blocks) -> tuple[TensorDiff, ...]:
-    """Return the differences that a finding leaves unexplained. covered: its tensors. agree: see `Match`."""
+    """Return the differences left unexplained by a finding. covered: its tensors. agree: see `Match`."""
     names = {(diff.name, diff.reason) for diff in covered}
     left = (_remainder(diff, agree) if (diff.name, diff.reason) in names else diff for diff in tensors)
     return tuple(diff for diff in left if diff is not None)
@@ -62,7 +62,7 @@ def left_of(tensors: Sequence[TensorDiff], covered: Sequence[TensorDiff], agree:
 def names_left(
     values: Sequence[str], covered: Sequence[str], by_rank: Mapping[str, Mapping[int, Any]], agree: Blocks
 ) -> tuple[str, ...]:
-    """Return the Python values that a finding leaves unexplained. covered: its values. agree: see `Match`."""
+    """Return the Python values left unexplained by a finding. covered: its values. agree: see `Match`."""
     names = frozenset(covered)
     return tuple(
         name
@@ -101,7 +101,7 @@ def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
 
 
 def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tuple[int, ...]]:
-    """Return the ranks of each set that are in the block, largest set first."""
+    """Return the ranks of each set in the block, largest set first."""
     kept = (tuple(rank for rank in ranks if rank in block) for ranks in sets)
     return sorted((ranks for ranks in kept if ranks), key=lambda ranks: (-len(ranks), ranks[0]))
 
@@ -150,18 +150,18 @@ RULES: tuple[Rule, ...] = cast(
 def diagnose(
     group: Comparison, series: tuple[Comparison, ...] = (), allow: frozenset[str] = frozenset()
 ) -> tuple[Finding, ...]:
-    """Return findings that cover every difference of a group. SYN299 covers all that other rules do not explain.
+    """Return findings for every difference of a group. SYN299 covers all unexplained differences.
 
-    A finding covers only differences that its evidence explains. Later rules see the rest of the same tensor: how other
+    A finding covers only differences explained by its evidence. Later rules see the rest of the same tensor: how other
     ranks differ in it, or its values if some ranks lack it.
 
-    series: the groups of the same run by step, for rules about growth. allow: codes that do not fail the run.
+    series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
     """
     tensors = tuple(fact for diff in group.tensors if diff.out_of_sync for fact in diff.facts or (diff,))
     by_rank = {diff.name: diff.by_rank for diff in group.values}
     values = tuple(diff.name for diff in group.values if diff.counts)
     findings: list[Finding] = []
-    # Running statistics may be local beside another cause, so SYN201 runs again after all rules that cover parameters.
+    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
     rules = list(RULES)
     rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
     for rule in rules:

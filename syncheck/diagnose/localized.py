@@ -1,4 +1,4 @@
-"""Differences that are localized: a few elements of a few tensors, while the rest of the model agrees."""
+"""Localized differences: a few elements of a few tensors, while the rest of the model agrees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST = 4
 class Localized(Sentence):
     """Statements about damaged elements, and about the rest of the model."""
 
-    ONE_ELEMENT = "One element of {element} differs, of {numel:count element}"
+    ONE_ELEMENT = "A single element of {numel} differs: {element}"
     FOLLOWERS = "{tensors:list} {tensors:verb differs|differ} in the same elements"
     REST_AGREES = "all other elements of {parameters:count parameter} and {states:count optimizer tensor} agree"
     PARAMETERS_AGREE = "all other elements of {parameters:count parameter} agree"
@@ -35,10 +35,10 @@ class Localized(Sentence):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Elements of one tensor of the model that differ, and the tensors that follow from them.
+    """Differing elements of one tensor of the model, and the tensors affected by them.
 
     hit: the tensor with the most differing elements; if equal, the parameter and not its optimizer state. followers:
-    optimizer state and averaged copies of `hit` that differ within the same elements.
+    optimizer state and averaged copies of `hit`, differing within the same elements.
     """
 
     hit: TensorDiff
@@ -53,7 +53,7 @@ class Damage:
 def localized_damage(case: Case) -> tuple[Damage, ...]:
     """Group the differences by damaged tensor. Empty if any difference is not confined to a small part of a tensor.
 
-    Tensors that an earlier rule covers are ignored, and so are running statistics, unless a single bit of them
+    Tensors covered by an earlier rule are ignored. Running statistics are ignored too, unless a single bit of them
     differs, because different batches may change few of many channels.
     """
     differing = [diff for diff in case.tensors if diff.kind not in _OF_BATCHES]

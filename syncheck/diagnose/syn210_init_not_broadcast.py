@@ -1,26 +1,25 @@
 """The ranks started from different parameters, which have differed by a constant amount since.
 
 Signature: parameters differ in nearly every element and point in different directions (median cosine under 0.9), while
-the optimizer state, which consists of averaged gradients, agrees. Parameters that start as constants, such as norm
-weights and zero biases, agree too. Over several steps the difference stays constant, or shrinks by
-(1 - lr x weight decay) per step. If a single tensor differs, the series of steps must show this, because the tensor may
-have been overwritten.
+the optimizer state, which consists of averaged gradients, agrees. Parameters that start as constants (norm weights,
+zero biases) agree too. Over several steps the difference stays constant, or shrinks by (1 - lr x weight decay) per
+step. If a single tensor differs, the series of steps must show this, because the tensor may have been overwritten.
 
 SGD's momentum contains the weight decay of the parameters, so it differs too: by at most wd / (1 - momentum) times the
-difference of the parameters (measured: 0.27 to 1.04 times, over 3 to 200 steps; at least 6 times with gradients that
-were not averaged). The cosine rises over the run because all ranks take the same steps: from 0.02 at the start to 0.95
-after 600 steps of SGD at lr 0.1, and to 0.39 with AdamW. One skipped step leaves a cosine of 0.999.
+difference of the parameters (measured: 0.27 to 1.04 times, over 3 to 200 steps; at least 6 times if gradients were not
+averaged). The cosine rises over the run because all ranks take the same steps: from 0.02 at the start to 0.95 after 600
+steps of SGD at lr 0.1, and to 0.39 with AdamW. One skipped step leaves a cosine of 0.999.
 
 Without saved optimizer state, the cosine must be under 0.5 if some parameters agree, or under 0.2 otherwise, or the
-series must show that the difference does not grow.
+series must show a difference that does not grow.
 
 Cause: the ranks used different seeds and nothing broadcast the parameters of rank 0 (`DDP(init_sync=False)`, HSDP
 without `sync_module_states`), or only rank 0 loaded weights after the model was wrapped. Averaged gradients then move
 all ranks alike, each from its own start, although the gradients belong to different models.
 
-Fix: load weights before wrapping, keep `init_sync` on, or broadcast the parameters after loading. FSDP1 broadcasts
-them with `sync_module_states=True`. `fully_shard` broadcasts nothing: use the same seed on all ranks, or load the
-weights on every rank.
+Fix: load weights before wrapping, keep `init_sync` on, or broadcast the parameters after loading. FSDP1 broadcasts them
+with `sync_module_states=True`. `fully_shard` broadcasts nothing: use the same seed on all ranks, or load the weights on
+every rank.
 
 Incidents: mosaicml/llm-foundry#830, pytorch/pytorch#75870, pytorch/pytorch#140183, pytorch/torchtitan#1777,
 pytorch/xla#3216.
@@ -70,10 +69,10 @@ class Text(Sentence):
     )
     DIFFERENT_STARTS = "The ranks started from different parameters"
     OTHER_START = "{ranks:Ranks} started from other parameters than the other ranks"
-    CONSISTENT = "Consistent with ranks that started from different parameters: no optimizer state was compared"
-    CONSISTENT_DIGESTS = "Consistent with ranks that started from different parameters: only digests were compared"
+    CONSISTENT = "Consistent with different initial parameters: no optimizer state was compared"
+    CONSISTENT_DIGESTS = "Consistent with different initial parameters: only digests were compared"
     SHARE = "{share:.0%} of their elements differ"
-    COSINE = "median cosine {cosine:.2f}"
+    COSINE = "their median cosine between ranks is {cosine:.2f}"
     AGREEING = "{count:count parameter} {count:verb agrees|agree} ({names:names})"
     OPTIMIZER_AGREES = "all {tensors:count optimizer tensor} agree"
     ONLY_DECAY = (
@@ -92,7 +91,7 @@ UNLIKE, UNLIKE_BUT_DECAY, UNLIKE_WITHOUT_STATE, UNLIKE_ALONE = 0.9, 0.97, 0.5, 0
 
 
 def apply(case: Case) -> Match | None:
-    """Match parameters that have differed since the start, while the averaged gradients agree."""
+    """Match parameters that differ since the start, while the averaged gradients agree."""
     differing = list(differing_parameters(case).values())
     # A different learning rate or weight decay also moves parameters apart, and leaves Adam's moments equal.
     if not differing or not in_step(case):

@@ -9,17 +9,16 @@ as Adam does. With SGD, which counts no steps, it must be under 0.9, or under 0.
 0.7 (at least 0.81 after a skipped step or a lost momentum).
 
 Without first moments the evidence is weaker, and the finding says "consistent with". All trained parameters must
-differ, and one of these must hold:
+differ, and at least one condition must hold:
 
 - The difference between two ranks grows from the first step compared.
 - No two of three or more ranks agree.
-- A tensor points in another direction (cosine under 0.5) although most do not (0.5 or more). An example is a zero bias
-  that each rank has moved in its own direction.
+- A tensor points in another direction (cosine under 0.5) although most do not (0.5 or more). An example is a zero bias,
+  which each rank has moved in its own direction.
 
 Cause: the forward pass bypasses the wrapper (`model.module(x)`), so DDP does not average gradients; `no_sync()` covers
 every micro-batch, or is off by one at the end of the accumulation; the wrapped model was moved or lost its hooks; or
-one rank steps with its local gradients. The loss looks healthy, but the checkpoint that is kept has seen 1/N of the
-data.
+one rank steps with its local gradients. The loss looks healthy, but the remaining checkpoint has seen 1/N of the data.
 
 Fix: call the wrapper, `loss = criterion(ddp_model(x), y)`, and leave `no_sync()` before the forward pass of the last
 micro-batch.
@@ -80,11 +79,10 @@ class Text(Sentence):
         "median cosine of {cosine:.2f}"
     )
     CONSISTENT = (
-        "Consistent with gradients that are not averaged: first moments of different ranks have a median cosine of "
-        "{cosine:.2f}"
+        "Consistent with unreduced gradients: first moments of different ranks have a median cosine of {cosine:.2f}"
     )
-    CONSISTENT_DIGESTS = "Consistent with gradients that are not averaged: only digests were compared"
-    CONSISTENT_WITHOUT_MOMENTS = "Consistent with gradients that are not averaged: no first moments were compared"
+    CONSISTENT_DIGESTS = "Consistent with unreduced gradients: only digests were compared"
+    CONSISTENT_WITHOUT_MOMENTS = "Consistent with unreduced gradients: no first moments were compared"
     MOMENTS = "{count} of {total:count first moment} {count:verb differs|differ}"
     UNCOUNTED = (
         "the optimizer does not count steps, so a step skipped or a momentum lost shortly before would look the same"
@@ -95,7 +93,7 @@ class Text(Sentence):
 
 CAUSE, FIX = Text.CAUSE, Text.FIX
 
-# Share of the trained parameters that must differ, because an unused parameter may agree.
+# Least share of differing trained parameters. An unused parameter may agree.
 MOST = 0.9
 # Median cosines of first moments from which gradients count as averaged, without and with equal step counts.
 ALIKE, ALIKE_COUNTED = 0.9, 0.99
@@ -106,7 +104,7 @@ ELSEWHERE = 0.5
 
 
 def apply(case: Case) -> Match | None:
-    """Match a model that differs as a whole because each rank used its own gradients."""
+    """Match a model whose trained parameters all differ because each rank used its own gradients."""
     parameters, moments = differing_parameters(case), differing_moments(case)
     model, states = trained_parameters(case), with_moment(case)
     # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
@@ -143,7 +141,7 @@ def _facts_of_moments(case: Case, parameters: list[TensorDiff], moments: list[Te
         return []
     number = Text.MOMENTS(count=len(moments), total=len(with_moment(case)))
     if not measured:
-        # Of three or more ranks, a single rank that differs may have clipped its gradients.
+        # If a single rank of three or more differs, it may have clipped its gradients.
         certain = counting and (len(case.group.replicas) == 2 or _no_two_agree(case, parameters))
         return [Text.CONSISTENT_DIGESTS(), number] if certain else []
     cosine, least = median(measured), min(cosines(parameters), default=1.0)
@@ -180,7 +178,7 @@ def _facts_without_moments(case: Case, differing: list[TensorDiff], trend: str |
 
 
 def _no_two_agree(case: Case, differing: list[TensorDiff]) -> bool:
-    """Whether each replica group has three or more ranks, and no two of them agree on a tensor that differs."""
+    """Whether each replica group has three or more ranks, and no two of them agree on a differing tensor."""
     ranks = case.group.ranks
     return all(
         len(diff.clusters) == len(ranks) and min(map(len, diff.replica_groups or (ranks,))) > 2 for diff in differing

@@ -1,17 +1,17 @@
 """Only a part of the model differs, together with its optimizer state, because it is outside the parallel wrapper.
 
-Signature: all parameters that differ are in one or a few modules, or share a name component such as lora_A, and each
+Signature: all differing parameters are in a few modules, or share a name component (for example lora_A), and each
 differs together with its optimizer state. All other trained parameters agree: their gradients are averaged, and the
 gradients of the differing part are not. Without saved first moments, the difference must grow over the steps, or the
-part must be an adapter by its name, because a part that only started unequal looks the same at a single step.
+part must be an adapter by its name, because different initial values look the same at a single step.
 
-With SGD, the momentum of a part that started unequal (SYN210) also differs, because of weight decay: by at most
-wd / (1 - momentum) times the difference of the parameters. Gradients that are not averaged cause much larger
-differences: at least 45 times as large in measurements.
+With SGD, different initial values (SYN210) also change the momentum through weight decay: by at most wd / (1 -
+momentum) times the difference of the parameters. Unreduced gradients cause much larger differences: at least 45 times
+as large in measurements.
 
-Cause: DDP averages the gradients of the parameters that exist when it is constructed. The part is trained on each
-rank's own data if it was added or unfrozen later, if the forward pass of a LoRA layer replaces the wrapped one, or if a
-submodule is called outside the wrapper. The checkpoint of rank 0 is then one of N different models.
+Cause: DDP averages only the gradients of parameters that exist when it is constructed. The part is trained on each
+rank's own data if it was added or unfrozen later, if the forward pass of a LoRA layer replaces the wrapped layer, or if
+a submodule is called outside the wrapper. The checkpoint of rank 0 is then one of N different models.
 
 Fix: change the model first, wrap it last, and create the optimizer from the wrapped model. Or average the gradients of
 the part before `optimizer.step()`: `dist.all_reduce(p.grad.div_(dist.get_world_size()))` for each parameter.
@@ -63,14 +63,11 @@ class Text(Sentence):
     CAUSE = "The gradients of one part of the model are not averaged over the ranks, because it is not wrapped."
     FIX = (
         "Add layers and adapters, and unfreeze parameters, before wrapping: model.head = ...; "
-        "model = DistributedDataParallel(model). Or average the gradients of that part before optimizer.step(): "
+        "model = DistributedDataParallel(model). Or average the gradients of the part before optimizer.step(): "
         "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))."
     )
     NOT_AVERAGED = "The gradients of {modules:names 4} are not averaged over the ranks"
-    CONSISTENT = (
-        "Consistent with gradients of {modules:names 4} that are not averaged over the ranks: no first moments were "
-        "compared"
-    )
+    CONSISTENT = "Consistent with unreduced gradients of {modules:names 4}: no first moments were compared"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"
     WITH_STATE = "{count:verb its|their} optimizer state differs too"
     REST_AGREES = "the other {count:count trained parameter} {count:verb agrees|agree}"
@@ -79,7 +76,7 @@ class Text(Sentence):
 
 CAUSE, FIX = Text.CAUSE, Text.FIX
 
-# Largest number of modules or name components that count as one part of the model.
+# Largest number of modules or name components in one part of the model.
 FEW = 4
 # With equal gradients, momenta differ only by the weight decay of an unequal start: cosines of at least 0.97, measured.
 ALIKE = 0.97
@@ -87,7 +84,7 @@ _ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 
 
 def apply(case: Case) -> Match | None:
-    """Match a part of the model that differs with its moments, while the rest agrees with its moments."""
+    """Match a part of the model whose parameters and moments differ, while the rest agrees."""
     parameters, moments = differing_parameters(case), differing_moments(case)
     model = trained_parameters(case)
     named = set(moments) <= set(case.group.evidence.names)
@@ -129,7 +126,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _find_modules(case: Case, differing: set[str]) -> list[str]:
-    """Return the few modules or name components that contain all differing names and no agreeing name, or []."""
+    """Return a few modules or name components with all differing names and no agreeing name, or []."""
     others = {name for name, kind in case.group.evidence.names.items() if kind == "parameter"} - differing - case.loose
     if not others:
         return []
@@ -138,19 +135,19 @@ def _find_modules(case: Case, differing: set[str]) -> list[str]:
 
 
 def _modules(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return the fewest modules that contain all names and no other name; a name itself if no module does."""
+    """Return the fewest modules with all names and no other name; a name itself if there is no module."""
     used = {"", *(module for other in others for module in _prefixes(other))}
     return sorted({next((module for module in _prefixes(name) if module not in used), name) for name in names})
 
 
 def _prefixes(name: str) -> list[str]:
-    """Return the modules that contain a parameter, and its name: layer1, layer1.0, layer1.0.weight."""
+    """Return the enclosing modules of a parameter, and its name: layer1, layer1.0, layer1.0.weight."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _common_parts(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return name components, such as lora_A and lora_B, so that each name has one of them and no other name has any.
+    """Return name components (lora_A, lora_B): each name has at least one, and no other name has any.
 
     The most frequent component comes first. Empty if there are none, or more than FEW.
     """
@@ -174,7 +171,7 @@ def _is_adapter(modules: list[str]) -> bool:
 
 
 def _has_own_gradients(case: Case, moments: list[TensorDiff], parameters: int) -> bool:
-    """Whether the first moments show gradients that are not averaged."""
+    """Whether the first moments show unreduced gradients."""
     if len(moments) < parameters or only_decay(case):
         return False
     if counts_steps(case):

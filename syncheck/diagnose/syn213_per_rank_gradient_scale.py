@@ -2,7 +2,7 @@
 
 Signature: the optimizer's first moments (Adam's exp_avg, SGD's momentum_buffer) differ but have the same direction, and
 in nearly all tensors the same rank has the shorter moments, by about the same factor. Measured with averaged gradients
-that one rank clips, on 2 to 8 ranks after 3 to 600 steps: the same rank is shorter in every tensor, the factor is
+clipped on one rank, on 2 to 8 ranks after 3 to 600 steps: the same rank is shorter in every tensor, the factor is
 within 1.3 times its median in at least 85 % of the tensors, and the median cosine is 0.94 to 0.999. Late in training,
 when the factor changes from step to step, these bounds are 2 times and 0.85. If gradients are not averaged (SYN211),
 the factors scatter around 1, with cosines of -0.4 to 0.88.
@@ -11,7 +11,7 @@ SGD's momentum contains the weight decay too, which is not clipped. A tensor is 
 less than four times wd / (1 - momentum) times the norm of the parameter (16 of the 23 tensors of resnet8). If no tensor
 remains, a rank whose momentum is 12 times shorter in nearly all tensors contains little but weight decay.
 
-Cause: a gradient clip or loss scale that depends on the rank: the norm of a local shard, a clip under `if rank == 0`,
+Cause: a gradient clip or loss scale depends on the rank: the norm of a local shard, a clip under `if rank == 0`,
 different configurations, or a loss divided by the local batch size. It acts after gradients are averaged, so the ranks
 diverge. Adam hides this well, because its steps do not depend on the length of the gradient.
 
@@ -72,30 +72,30 @@ class Text(Sentence):
         "{ratio:.3g} times as long as on {others:ranks}, in the same direction"
     )
     CLIPPED_UNEQUALLY = (
-        "{ranks:Ranks} clipped or scaled their gradients: their first moments have the direction of those on "
-        "{others:ranks}, but these multiples of their length: {ratios:by_rank}"
+        "{ranks:Ranks} clipped or scaled their gradients: compared with {others:ranks}, their first "
+        "moments have the same direction, but these multiples of the length: {ratios:by_rank}"
     )
     CONSISTENT = (
-        "Consistent with gradients that {ranks:ranks} clipped or scaled: {ranks:verb its|their} first moments are "
+        "Consistent with clipped or scaled gradients on {ranks:ranks}: {ranks:verb its|their} first moments are "
         "{ratio:.3g} times as long as on {others:ranks}, in the same direction"
     )
     CONSISTENT_UNEQUALLY = (
-        "Consistent with gradients that {ranks:ranks} clipped or scaled: their first moments have the direction of "
-        "those on {others:ranks}, but these multiples of their length: {ratios:by_rank}"
+        "Consistent with clipped or scaled gradients on {ranks:ranks}: compared with {others:ranks}, "
+        "their first moments have the same direction, but these multiples of the length: {ratios:by_rank}"
     )
     COSINE = "the median cosine over {count:count parameter} is {cosine:.3f}"
-    MOSTLY_DECAY = "{count:count parameter} ignored, with a momentum that is mostly weight decay"
+    MOSTLY_DECAY = "{count:count parameter} ignored, because momentum is mostly weight decay"
     UNCOUNTED = "the optimizer does not count steps, so a skipped step or a lost momentum would look the same"
 
 
 CAUSE, FIX = Text.CAUSE, Text.FIX
 
-# Shares of tensors that must differ; in which the same rank is shorter; whose factor is near the median.
+# Least shares of tensors: differing; with the same shorter rank; with a factor near the median.
 MOST, ONE_SIDE, NEAR = 0.9, 0.95, 0.85
 # A tensor shows nothing about the gradients unless its momentum is this many times its weight decay.
 ABOVE_DECAY = 4.0
-# (least factor, least median cosine, largest factor from the median). The last bound is for a clip that changes at each
-# step; no gradients of different batches had a cosine over 0.5 and one rank shorter by that much in measurements.
+# (least factor, least median cosine, largest factor from the median). The last bound is for a clip with a different
+# factor at each step. In measurements, no gradients of different batches had a cosine over 0.5 and this factor.
 SURE = ((1.1, 0.97, 1.3), (1.3, 0.93, 1.3), (3.0, 0.5, 2.0))
 # The same without step counts: a momentum lost k steps ago is 1 / (1 - 0.9**k) times shorter, at most 10 times, with
 # cosines under 0.9 if the factor is over 1.3.
@@ -105,7 +105,7 @@ DECAY_ALONE = ((12.0, 0.3, 20.0),)
 
 
 def apply(case: Case) -> Match | None:
-    """Match first moments with the same direction that are shorter or longer on some ranks in nearly all tensors."""
+    """Match first moments with the same direction, but another length on some ranks in nearly all tensors."""
     moments = differing_moments(case)
     total = len(with_moment(case))
     if not moments or len(moments) < MOST * total or not in_step(case):
@@ -145,7 +145,7 @@ def _summary(case: Case, moments: list[TensorDiff], sides: dict[int, int]) -> Me
 
 
 def _moments_above_decay(case: Case, moments: dict[str, TensorDiff], times: float = ABOVE_DECAY) -> list[TensorDiff]:
-    """Return the moments with norms, except momenta of SGD that are mostly weight decay on some rank."""
+    """Return the moments with norms, except SGD's momenta if they are mostly weight decay on some rank."""
     share, parameters = decay_share(case), differing_parameters(case)
     used = []
     for name, diff in moments.items():

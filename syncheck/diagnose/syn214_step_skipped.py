@@ -1,4 +1,4 @@
-"""Some ranks skipped an optimizer step that the other ranks took.
+"""Some ranks skipped an optimizer step.
 
 Signature: the optimizer's step counters differ by one or two steps, or by less than 5 % of the larger count, and
 parameters or optimizer state differ too. The steps stored in the checkpoints are equal, or there are none. BatchNorm's
@@ -7,11 +7,11 @@ steps. A skipped step is then recognizable only if this step and the previous st
 optimizer state of the rank are bitwise equal to the other ranks' values at the previous step, and BatchNorm's counts
 agree.
 
-Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a loss or gradient that was not finite
-on this rank only, or gradients that were None there. In a run of a few steps, optimizer state that was lost at the
-start looks the same; the evidence then says so.
+Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a NaN or infinite loss or gradient on
+this rank only, or missing gradients (None). In a run of a few steps, optimizer state lost at the start looks the same;
+the evidence then mentions it.
 
-Fix: decide on all ranks together. All-reduce the flag (MAX) before the step, so that all ranks step or none does. Then
+Fix: decide on all ranks together. All-reduce the flag (MAX) before the step, so either all ranks step or none. Then
 restart from a checkpoint in which the ranks agree, or broadcast the parameters and optimizer state of one rank.
 
 Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank `continue`, different micro-step counts), ecmwf/WeatherGenerator#2718
@@ -56,7 +56,7 @@ _DECIDE_TOGETHER = (
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "A rank skipped an optimizer step that the other ranks took: it decided on its own to skip a batch."
+    CAUSE = "A rank skipped an optimizer step that the other ranks took, because it decided on its own to skip a batch."
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
     IN_A_JOB = (
         f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks, with "
@@ -65,11 +65,11 @@ class Text(Sentence):
     SKIPPED = "{ranks:Ranks} skipped {lag:count optimizer step} that {others:ranks} took"
     SKIPPED_UP_TO = "{ranks:Ranks} skipped up to {lag:count optimizer step} that {others:ranks} took"
     SKIPPED_AFTER_FORWARD = "{ranks:Ranks} ran the forward pass but skipped the optimizer step"
-    BATCHES_COUNTED = "BatchNorm counted the batches of that step on all ranks"
+    BATCHES_COUNTED = "BatchNorm counted the same batches on all ranks"
     FORWARD_MISSING = "num_batches_tracked lags too, so the forward pass was also skipped or undone"
     FORWARD_RAN = "num_batches_tracked agrees"
     REPEATED = "at step {step} the lag was {lag:count step}, so steps were skipped more than once"
-    LOST_STATE = "optimizer state that was lost after {lag:count step} would look the same"
+    LOST_STATE = "optimizer state lost after {lag:count step} would look the same"
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
 
@@ -77,7 +77,7 @@ CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match step counters with a small lag, or a rank that is stale after its forward pass."""
+    """Match step counters with a small lag, or a rank with stale values after its forward pass."""
     counters = fitting(case, far=False)
     first = stale_at_first(case)
     if first is not None and (not only_skipped(first) or scales_of(case.group)):
@@ -128,7 +128,7 @@ def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Messag
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
-    """State other causes that would look the same."""
+    """State other causes with the same evidence."""
     doubts, lag = [], int(counter.lag)
     if lag > FEW or max(counter.by_rank.values()) <= SHORT:
         doubts.append(Text.LOST_STATE(lag=lag))

@@ -65,7 +65,7 @@ CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match step counters that are far apart, and optimizers without state beside optimizers with state."""
+    """Match step counters with a large lag, and optimizers without state beside optimizers with state."""
     empty, lacking = without_state(case), tuple(diff for diff in case.tensors if _is_lost(diff))
     if empty and lacking:
         return _match_empty_state(case, empty, lacking)

@@ -6,8 +6,8 @@ only the count differs, the finding covers nothing else.
 
 Cause: a rank found an overflow in its own gradients or shards, skipped the step and halved its scale. From then on,
 gradients with different scales are averaged, and each rank divides them by its own scale. Plain DDP averages before the
-scaler checks for overflow, so its scalers stay equal. They diverge with gradients that are not averaged, sharded
-optimizers, `join` with uneven inputs, different values of `init_scale`, or a scaler that only some ranks restored.
+scaler checks for overflow, so its scalers stay equal. They diverge with unreduced gradients, sharded optimizers, `join`
+with uneven inputs, different values of `init_scale`, or a scaler restored on some ranks only.
 
 Fix: reduce the scaler's `found_inf` over the ranks, as ShardedGradScaler does; use the same scale on all ranks; or use
 bfloat16, which needs no scaler.
@@ -67,7 +67,7 @@ _MOST = 3  # listed values
 
 
 def apply(case: Case) -> Match | None:
-    """Match a loss scaler whose state differs; if the scale differs, cover all that is trained with it."""
+    """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
     # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
     values, own = trackers(case), tuple(diff for diff in case.of_kind("scaler") if diff.numel == 1)
     if not values and not own:
@@ -115,7 +115,7 @@ def _suspects(
     by_name: Mapping[str, Mapping[int, object]],
     own: tuple[TensorDiff, ...],
 ) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without a majority the ranks that reduced their scale, if known."""
+    """Return the ranks outside the majority; without a majority the ranks with a reduced scale, if known."""
     for by_rank in (scales, *by_name.values()):
         if odd := minority_of(by_rank):
             return odd

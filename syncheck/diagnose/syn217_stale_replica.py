@@ -1,12 +1,12 @@
-"""Some ranks hold the values that the other ranks held at an earlier step.
+"""Some ranks hold the values of an earlier step of the other ranks.
 
 Signature: a rank's parameters and optimizer state differ from the other ranks' values, and are bitwise equal to the
-values of the other ranks at an earlier step that was saved too. BatchNorm's statistics and counts differ with them.
+values of the other ranks at an earlier saved step. BatchNorm's statistics and counts differ with them.
 
-Cause: the last save of the rank did not happen and an older file remained in the folder, a parameter gather that
-overlaps the forward pass returned values from before the step, or the rank was set back. If BatchNorm's counts agree
-and the optimizer state is old too, the rank ran the forward pass and skipped the step: that is SYN214, or SYN216 if its
-loss scale shows an overflow. Without BatchNorm, a skipped last step looks the same.
+Cause: the last save of the rank did not happen and an older file remained in the folder, a parameter gather overlapping
+the forward pass returned values from before the step, or the rank was set back. If BatchNorm's counts agree and the
+optimizer state is old too, the rank ran the forward pass and skipped the step. This is SYN214, or SYN216 if its loss
+scale shows an overflow. Without BatchNorm, a skipped last step looks the same.
 
 Fix: compare the step in each file with the time of its last change, and let no rank continue before all ranks have
 written their files (`dist.barrier()`). Wait for the gather (the handle's `wait()`) before saving.
@@ -41,14 +41,18 @@ class Text(Sentence):
 
     CAUSE = "A rank holds the state of an earlier step: an old file, an early parameter gather, or a rank set back."
     FIX = (
-        "Write each checkpoint to a new path and call dist.barrier() after saving, so that no older file remains in "
-        "place. Wait for an overlapped parameter gather (handle.wait()) before state_dict()."
+        "Write each checkpoint to a new path and call dist.barrier() after saving, so no older file remains in place. "
+        "Wait for an overlapped parameter gather (handle.wait()) before state_dict()."
     )
     STALE = "Rank {rank} holds the values of step {earlier} in a checkpoint of step {step}"
     STALE_STEP_UNKNOWN = "Rank {rank} holds the values of step {earlier}"
-    BITWISE_EQUAL = "{tensors:list} {count:verb is|are} bitwise equal to the values of other ranks at step {earlier}"
-    PARAMETERS = "{count:count parameter}"
-    STATES = "{count:count optimizer tensor}"
+    PARAMETERS_EQUAL = (
+        "{parameters:count parameter} {parameters:verb is|are} bitwise equal to other ranks at step {earlier}"
+    )
+    TENSORS_EQUAL = (
+        "{parameters:count parameter} and {states:count optimizer tensor} are bitwise equal to other ranks at step "
+        "{earlier}"
+    )
     MORE_RANKS = "{count:count more rank} {count:verb is|are} stale too"
     SET_BACK = "{ranks:Ranks} {ranks:verb was|were} set back to an earlier step and continued training from there"
     BATCHNORM_DIFFERS = "{count:count BatchNorm tensor} {count:verb differs|differ} too"
@@ -58,15 +62,15 @@ class Text(Sentence):
 
 CAUSE, FIX = Text.CAUSE, Text.FIX
 _STATE = ("parameter", "optimizer", "optimizer_step")
-_MOST = 4  # ranks that are described
+_MOST = 4  # described ranks
 
 
 def apply(case: Case) -> Match | None:
-    """Match ranks that are at an earlier step of the other ranks, and cover the differences that follow."""
+    """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
     group = case.group
     if group.evidence.stale:
         return None if _skipped_step(group) else _match_stale(case)
-    # A rank that was set back and continued training is not stale any more, but the series shows when it was.
+    # A rank is not stale any more if it was set back and continued training, but the series shows when it was.
     first = stale_at_first(case)
     if first is None or _skipped_step(first) or ran_forward(first) is True:
         return None
@@ -109,20 +113,19 @@ def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: i
     """State which step a stale rank is at, and how many tensors show it."""
     same = [diff for diff in covered if diff.kind in _STATE and any(rank in ranks for ranks in diff.clusters)]
     parameters = sum(diff.kind == "parameter" for diff in same)
-    tensors = [Text.PARAMETERS(count=parameters)]
-    if len(same) > parameters:
-        tensors.append(Text.STATES(count=len(same) - parameters))
-    step = case.group.step
+    states, step = len(same) - parameters, case.group.step
     return (
-        Text.STALE_STEP_UNKNOWN(rank=rank, earlier=earlier)
-        if step is None
-        else Text.STALE(rank=rank, earlier=earlier, step=step),
-        Text.BITWISE_EQUAL(tensors=tuple(tensors), count=len(same), earlier=earlier),
+        Text.STALE(rank=rank, earlier=earlier, step=step)
+        if step is not None
+        else Text.STALE_STEP_UNKNOWN(rank=rank, earlier=earlier),
+        Text.TENSORS_EQUAL(parameters=parameters, states=states, earlier=earlier)
+        if states
+        else Text.PARAMETERS_EQUAL(parameters=parameters, earlier=earlier),
     )
 
 
 def _is_explained(diff: TensorDiff, stale: Collection[int]) -> bool:
-    """Whether a tensor differs only on these ranks. Running statistics may differ on all ranks."""
+    """Whether a tensor differs only on stale ranks. Running statistics may differ on all ranks."""
     return diff.kind in BN_STATISTICS or sum(not set(ranks) <= set(stale) for ranks in diff.clusters) <= 1
 
 

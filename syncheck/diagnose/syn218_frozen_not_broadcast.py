@@ -1,20 +1,20 @@
 """Only frozen parameters or plain buffers differ: nothing synchronized them, and nothing updates them.
 
-Signature: all differing parameters are frozen, either by the metadata, or because an optimizer holds state of other
-parameters but not of these. Or no parameter differs, but plain buffers do. All trained parameters and the optimizer
-state agree. Over several steps the difference is constant. A buffer whose difference changes is updated from each
-rank's own data, and is not part of this finding.
+Signature: all differing parameters are frozen, either by the metadata, or because the optimizer holds state of other
+parameters only. Or no parameter differs, but plain buffers do. All trained parameters and the optimizer state agree.
+Over several steps the difference is constant. A buffer whose difference changes is updated from each rank's own data,
+and is not part of this finding.
 
 If the optimizer's ids have no names, as in a plain `torch.save` of a model with frozen parts, the differing parameters
 and the optimizer's states together may not outnumber all parameters.
 
 Cause: DDP broadcasts the parameters and buffers of rank 0 when it wraps a model. Tensors outside the wrapper (a module
-without trainable parameters is often left out), tensors that `to_empty` or a random initializer fills after wrapping,
+without trainable parameters is often left out), tensors filled by `to_empty` or a random initializer after wrapping,
 and buffers with `broadcast_buffers=False` keep each rank's own values. Gradients are then averaged through different
 layers.
 
-Fix: after building the model, broadcast the tensors that the wrapper does not: `torch.distributed.broadcast(tensor, 0)`
-for each frozen parameter and buffer. Or build the model with the same seed, or load it, on every rank.
+Fix: after building the model, broadcast the tensors outside the wrapper: `torch.distributed.broadcast(tensor, 0)` for
+each frozen parameter and buffer. Or build the model with the same seed, or load it, on every rank.
 
 Incidents: speechbrain/speechbrain#2814, pytorch/pytorch#111138 (buffers, because `broadcast_buffers=False` also skips
 the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitialized buffers on other nodes).
@@ -53,20 +53,20 @@ class Text(Sentence):
 
     CAUSE = "Frozen parameters or buffers had different initial values, and nothing broadcasts or updates them."
     FIX = (
-        "Broadcast the tensors that the wrapper does not, before training: "
+        "Broadcast the tensors outside the wrapper before training: "
         "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0). Or load them, or "
         "build them from the same seed, on every rank."
     )
-    FROZEN = "{count:count frozen parameter} {count:verb was|were} never synchronized: {names:names}, {size}"
-    UNTRAINED = "{count:count untrained tensor} {count:verb was|were} never synchronized: {names:names}, {size}"
-    BUFFERS = "{count:count plain buffer} {count:verb was|were} not synchronized: {names:names}, {size}"
+    FROZEN = "{count:count frozen parameter} {count:verb was|were} never synchronized ({names:names}), {size}"
+    UNTRAINED = "{count:count untrained tensor} {count:verb was|were} never synchronized ({names:names}), {size}"
+    BUFFERS = "{count:count plain buffer} {count:verb was|were} not synchronized ({names:names}), {size}"
     FROZEN_BY_METADATA = "the metadata lists {count:verb it|them} as frozen, and all other parameters agree"
     NO_STATE = (
         "the optimizer holds no state of {count:verb it|them}, and its {others:count other parameter} "
         "{others:verb agrees|agree}"
     )
     IDS_ONLY = (
-        "consistent with frozen parameters or buffers, or with trained parameters that were overwritten: the optimizer "
+        "consistent with frozen parameters or buffers, or with overwritten trained parameters: the optimizer "
         "holds state of {states} of {total:count parameter}, but their names are unknown"
     )
     PARAMETERS_AGREE = "all {count:count parameter} agree"
@@ -110,7 +110,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None:
-    """State why these parameters are not trained; None if they may be."""
+    """State why the differing parameters are not trained; None if they may be."""
     metadata, optimized, count = case.group.evidence.metadata, case.optimized, len(differing)
     if set(differing) <= case.frozen:
         return Text.FROZEN_BY_METADATA(count=count)

@@ -4,9 +4,9 @@ Signature: tensors of an averaged copy (`ema.*`, `swa_model.*`, `n_averaged`, ..
 optimizer state were compared and agree. Differences in only the BatchNorm buffers of the copy do not match, because
 they depend on each rank's batches.
 
-Cause: only some ranks update or restored the copy: `if rank == 0: ema.update()`, a resume that loads it on one rank, or
-an update from each rank's own batch. The difference is harmless until the copy is evaluated on another rank, or copied
-back into the model.
+Cause: only some ranks update or restored the copy: `if rank == 0: ema.update()`, loading it on one rank when resuming,
+or an update from each rank's own batch. The difference is harmless until the copy is evaluated on another rank, or
+copied back into the model.
 
 Fix: update the copy on every rank after `optimizer.step()`, and load it on every rank. Or keep it on rank 0 only, and
 save it on no other rank.
@@ -42,7 +42,7 @@ class Text(Sentence):
         "Update the copy on every rank after optimizer.step(), not under 'if rank == 0': "
         "ema.update_parameters(model) with torch's AveragedModel. Load it on every rank when resuming."
     )
-    COPY_DIFFERS = "Only the averaged copy of the weights differs, in {count:count tensor}: {names:names}, {size}"
+    COPY_DIFFERS = "Only the averaged copy of the weights differs, in {count:count tensor} ({names:names}), {size}"
     MODEL_AGREES = "all {count:count parameter} of the model agree"
     UPDATES = "{name} is {values:by_rank}"
 

@@ -3,19 +3,19 @@
 Signature: one element of one tensor of the model differs, and possibly the same element of its optimizer state. A
 difference in a single bit proves a bit flip, in this file or in the file of an earlier step. If more bits differ, the
 finding is consistent with a flip before a later update: averaged gradients move the element equally on all ranks, so
-the difference remains. SGD keeps it, and AdamW shrinks it by (1 - lr x weight decay) per step. Weight decay that is
-added to the gradients (SGD, Adam) carries it to the same element of the moments, and a flip in a first moment reaches
-the weight one step later.
+the difference remains. SGD keeps it, and AdamW shrinks it by (1 - lr x weight decay) per step. If weight decay is added
+to the gradients (SGD, Adam), it carries the difference to the same element of the moments, and a flip in a first moment
+reaches the weight at the next step.
 
-A tensor with a single element, such as a step counter or a temperature, does not match by that alone. Neither does a
-single element if other parameters or states differ too.
+A difference in a tensor of one element (a step counter, a temperature) is not sufficient, and the rule does not match
+if other parameters or states differ too.
 
 Cause: a bit of the rank's memory or of a register flipped (a failing memory cell or core, rarely a particle), or a
 single value was overwritten by mistake. A flip before gradients are averaged reaches all ranks equally, and is
 invisible here.
 
-Fix: copy the parameters and optimizer state of a rank that agrees with the others (load its file), and test the
-memory of the host. If the same rank fails again, exclude the host.
+Fix: copy the parameters and optimizer state of a rank in the majority (load its file), and test the memory of the host.
+If the same rank fails again, exclude the host.
 
 Incidents: silent data corruption interrupted Llama 3's training 6 times in 54 days; ByteRobust (arXiv 2509.16293)
 isolates the machines outside the dominant group of equal signatures; arXiv 2502.12340 studies 15 faulty nodes.
@@ -45,15 +45,16 @@ class Text(Sentence):
 
     CAUSE = (
         "A single value was corrupted on one rank: a bit flipped in memory or in a computation, or the element was "
-        "overwritten. Averaged gradients preserve such a difference."
+        "overwritten. Averaged gradients preserve the difference."
     )
     FIX = (
-        "Load the checkpoint of a rank that agrees with the others on the odd rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Test the memory of that host."
+        "Load the checkpoint of a rank in the majority on the odd rank: "
+        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Test the memory of the "
+        "odd host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank that agrees with the others: syncheck.live.resync(model, optimizer) on all ranks, "
-        "with source=RANK if there is no majority. Test the memory of that host."
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
+        "with source=RANK without a majority. Test the memory of the odd host."
     )
     FLIPPED = "A single bit of {element} flipped: {bit}"
     FLIPPED_EARLIER = "at step {step} a single bit of {element} differed: {bit}"
@@ -61,8 +62,8 @@ class Text(Sentence):
     INTEGER_BIT = "bit {bit}"
     UNKNOWN_BIT = "its position is unknown"
     ONE_ELEMENT = "One element differs: {element}"
-    ELEMENTS = "the only difference in {numel:count element}"
-    VALUES = "it is {values:by_rank}"
+    REST_OF_TENSOR = "the {others:count other element} of the tensor {others:verb agrees|agree}"
+    VALUES = "the value is {values:by_rank}"
     BITS = "the values differ in {bits:count bit}"
     CONSISTENT = "consistent with a bit flip before a later update"
 
@@ -103,7 +104,7 @@ def _facts(damage: Damage, case: Case) -> list[Message]:
     facts = [Text.ONE_ELEMENT(element=element) if proof is None else Text.FLIPPED(element=element, bit=_bit(proof))]
     if shown.evidence and shown.evidence.values:
         facts.append(Text.VALUES(values=dict(shown.evidence.values)))
-    facts.append(Text.ELEMENTS(numel=shown.numel))
+    facts.append(Text.REST_OF_TENSOR(others=shown.numel - 1))
     if proof is None and shown.evidence and shown.evidence.flipped_bits:
         facts.append(Text.BITS(bits=shown.evidence.flipped_bits))
     facts += follower_facts(damage)
@@ -125,7 +126,7 @@ def _earlier_flip(damage: Damage, case: Case) -> Message | None:
 
 
 def _bit(diff: TensorDiff) -> Message:
-    """State which bit differs, and the part of a floating-point number that it belongs to."""
+    """State which bit differs, and its part of a floating-point number."""
     bit = diff.evidence.bit if diff.evidence else None
     if bit is None:
         return Text.UNKNOWN_BIT()

@@ -2,16 +2,16 @@
 
 Signature: the differing elements are adjacent in memory, more than one and at most half of the tensor. No other tensor
 differs, except its optimizer state within the same elements. If more than half of a tensor differs, unequal initial
-values also explain it, such as an embedding whose padding row is zero on all ranks.
+values also explain it: the padding row of an embedding is zero on all ranks.
 
 Cause: a copy or a transfer delivered other bytes (to or from a GPU, between hosts, from a checkpoint), or something
-overwrote the memory. An all-reduce that delivers other bytes to one rank leaves such a run in the parameter and in its
-optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own, such as the embeddings
-of new tokens.
+overwrote the memory. If an all-reduce delivers other bytes to one rank, the run is in the parameter and in its
+optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own (the embeddings of new
+tokens).
 
-Fix: copy the parameters and optimizer state of a rank that agrees with the others. Compare right after loading and
-after the first steps, to see when the difference returns. Check the memory, links and local storage of that host.
-Broadcast new rows (`dist.broadcast(weight.data, 0)`).
+Fix: copy the parameters and optimizer state of a rank in the majority. Compare right after loading and after the first
+steps, to see when the difference returns. Check the memory, links and local storage of the odd host. Broadcast new rows
+(`dist.broadcast(weight.data, 0)`).
 
 Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no integrity check).
 """
@@ -44,18 +44,18 @@ class Text(Sentence):
         "something overwrote the memory."
     )
     FIX = (
-        "Load the checkpoint of a rank that agrees with the others on the odd rank: "
+        "Load the checkpoint of a rank in the majority on the odd rank: "
         "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Check the memory, links and "
-        "storage of that host."
+        "storage of the odd host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank that agrees with the others: syncheck.live.resync(model, optimizer) on all ranks, "
-        "with source=RANK if there is no majority. Check the memory, links and storage of that host."
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
+        "with source=RANK without a majority. Check the memory, links and storage of the odd host."
     )
-    RUN = "{length} adjacent elements of {name} differ, of {numel}"
+    RUN = "{length} adjacent elements of {name} differ ({numel} in total)"
     POSITION = "they are elements {first} to {last} in C order"
-    ONE_ROW = "exactly row {first}, so it is also consistent with a row that each rank filled on its own"
-    ROWS = "exactly rows {first} to {last}, so it is also consistent with rows that each rank filled on its own"
+    ONE_ROW = "exactly row {first}, so it is also consistent with a row filled by each rank on its own"
+    ROWS = "exactly rows {first} to {last}, so it is also consistent with rows filled by each rank on its own"
 
 
 CAUSE, FIX = Text.CAUSE, Text.FIX

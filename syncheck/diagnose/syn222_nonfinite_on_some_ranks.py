@@ -1,20 +1,20 @@
 """Some ranks hold NaN or infinity where other ranks hold finite numbers.
 
-Signature: the replicas of a differing tensor have different numbers of elements that are not finite. This rule comes
-before the rules on single elements (SYN220), sub-trees (SYN212) and scale (SYN213), whose measurements mean nothing
-with such values.
+Signature: the replicas of a differing tensor have different numbers of NaN or infinite elements. This rule precedes the
+rules on single elements (SYN220), sub-trees (SYN212) and scale (SYN213), whose measurements are meaningless with these
+values.
 
-Cause: an overflow, a bad batch, a corrupt load or a failing device on that rank alone. Averaged gradients spread NaN to
+Cause: an overflow, a bad batch, a corrupt load or a failing device on one rank alone. Averaged gradients spread NaN to
 all ranks at the next step; soon all ranks hold the same NaNs, which is in sync. If only a few elements are affected,
 the cause was therefore later than the last averaged step. If all parameters of a rank are affected, its gradients are
 not averaged. With a loss scaler the NaN can stay on one rank, because all ranks skip every later step.
 
-Fix: check together before the step, and skip or stop on all ranks:
-`ok = loss.detach().isfinite().float(); dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint in
-which the ranks agree. If it happens again, check the device.
+Fix: check together before the step, and skip or stop on all ranks: `ok = loss.detach().isfinite().float();
+dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint in which the ranks agree. If it happens again,
+check the device.
 
 Incidents: NVIDIA/Megatron-LM#5281 (NaN three steps after one rank loaded a corrupt checkpoint),
-hiyouga/LLaMA-Factory#10820 (buffers that were restored on rank 0 only).
+hiyouga/LLaMA-Factory#10820 (buffers restored on rank 0 only).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Text(Sentence):
         "One rank had an overflow, a bad batch, a corrupt load or a failing device, after the last step with averaged "
         "gradients, which would have spread NaN to all ranks."
     )
-    FIX = f"{_CHECK_TOGETHER} Resume from checkpoints that agree."
+    FIX = f"{_CHECK_TOGETHER} Resume from checkpoints in which the ranks agree."
     IN_A_JOB = (
         f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks, with "
         "source=RANK if there is no majority."
     )
     MORE_NONFINITE = (
-        "{ranks:Ranks} {ranks:verb holds|hold} NaN or infinity in {tensors:count tensor} that other ranks do not hold"
+        "{ranks:Ranks} {ranks:verb holds|hold} more NaN or infinite elements than the other ranks, in "
+        "{tensors:count tensor}"
     )
     ELEMENTS = (
-        "{name} has {most} of {numel:count element} that {most:verb is|are} not finite on {ranks:ranks}, and {least} "
-        "elsewhere"
+        "{most} of {numel:count element} of {name} {most:verb is|are} not finite on {ranks:ranks}, {least} elsewhere"
     )
     NOTHING_ELSE = (
         "{count:count parameter} {count:verb has|have} no finite element there, so gradients are not averaged"
@@ -65,7 +65,7 @@ CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match tensors of which some replicas have more elements that are not finite. These ranks are suspects."""
+    """Match tensors with more NaN or infinite elements on some ranks, which are the suspects."""
     affected = {diff.name: (diff, odd) for diff in case.tensors if (odd := _ranks_with_more(diff))}
     if not affected:
         return None
@@ -85,7 +85,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
-    """Return the ranks with more such elements than another rank of the same replica group."""
+    """Return the ranks with more NaN or infinite elements than another rank of the replica group."""
     ranks: set[int] = set()
     for group in diff.replica_groups or (tuple(diff.nonfinite),):
         counts = {rank: diff.nonfinite[rank] for rank in group if rank in diff.nonfinite}

@@ -1,18 +1,17 @@
-"""The bytes of a file are not the bytes that torch.save wrote.
+"""The bytes of a file changed after torch.save wrote them.
 
-Signature: the CRC-32 that torch.save stored for a tensor does not match the tensor's bytes in the file. syncheck checks
-it only for tensors that differ between the ranks, and only if it was stored (not in safetensors, nor if it was switched
-off when saving, which stores 0). torch.load does not check it, so the file loads without an error.
+Signature: the CRC-32 stored by torch.save does not match the bytes of a tensor in the file. syncheck checks it only for
+differing tensors, and only if it was stored (not in safetensors, and not if checksums were switched off when saving,
+which stores 0). torch.load does not check it, so the file loads without an error.
 
-Cause: the bytes changed after they were written: a failing disk, a truncated copy or download, a full file system, or
-a program that wrote into the file. The rank itself was in order when it saved.
+Cause: the bytes changed after they were written: a failing disk, a truncated copy or download, a full file system, or a
+program writing into the file. The rank itself was in order when it saved.
 
-Fix: replace the file by another copy, or by the file of a rank that agrees with the majority.
-`python -m zipfile -t FILE` reads all records and prints the first damaged record. Check the disk, and send a checksum
-(`sha256sum`) with every copy.
+Fix: replace the file by another copy, or by the file of a rank in the majority. `python -m zipfile -t FILE` reads all
+records and prints the first damaged record. Check the disk, and send a checksum (`sha256sum`) with every copy.
 
 Incidents: NVIDIA/Megatron-LM#5281: a corrupt local checkpoint, fetched from a replica, caused NaN three steps after
-loading; nothing checks the integrity of such files.
+loading; nothing checks the integrity of the files.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Text(Sentence):
         "The rank itself was in order when it saved."
     )
     FIX = (
-        "Replace the file: copy it again, or use the file of a rank that agrees with the others. "
+        "Replace the file: copy it again, or use the file of a rank in the majority. "
         "python -m zipfile -t FILE checks a file. Check the disk too."
     )
     CHANGED = "The {paths:verb file|files} {paths:names} changed after torch.save wrote {paths:verb it|them}"
@@ -50,7 +49,7 @@ CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Match tensors whose stored checksum does not match. The suspects are the ranks with such a file."""
+    """Match tensors whose stored checksum does not match. The suspects are the ranks of the damaged files."""
     damaged = tuple(diff for diff in case.tensors if diff.evidence and diff.evidence.damaged)
     if not damaged:
         return None

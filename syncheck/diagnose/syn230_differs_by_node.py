@@ -1,8 +1,8 @@
 """Ranks on the same node agree, and ranks on different nodes do not.
 
 Signature: in every differing tensor, the ranks of one host hold the same bytes, and at least two hosts with two or more
-ranks each hold different bytes. Hosts come from the metadata, or from folders such as node0. Running statistics may
-also differ between all ranks, as they do under plain DDP.
+ranks each hold different bytes. Hosts come from the metadata or from folder names (node0). Running statistics may also
+differ between all ranks, as they do under plain DDP.
 
 If a faulty rank is alone on its host, it looks the same, and this rule does not match. The same holds if the ranks of a
 host have no tensor in common, as with HSDP and one replica per host.
@@ -57,7 +57,7 @@ class Text(Sentence):
 
 
 CAUSE, FIX = Text.CAUSE, Text.FIX
-_MOST = 4  # hosts that are listed
+_MOST = 4  # listed hosts
 
 
 def apply(case: Case) -> Match | None:
@@ -79,7 +79,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:
-    """Whether two different sets include a host with at least two ranks, so that a faulty rank cannot explain it."""
+    """Whether two different sets include a host with at least two ranks, so a single faulty rank cannot explain it."""
     for sets in sets_within(diff):
         nodes = 0
         for ranks in sets:

@@ -1,19 +1,19 @@
-"""Tensor-parallel ranks differ in tensors that should be replicated between them.
+"""Tensor-parallel ranks differ in replicated tensors.
 
-Signature: a tensor that tensor parallelism does not partition (a norm, a router, the bias of a row-parallel layer, and
-its optimizer state) is equal on ranks with the same tensor-parallel coordinate, and differs between coordinates. The
-mesh in the metadata, or DTensors, contain the coordinates. Plain tensors are compared along this dimension only if name
-and shape leave no doubt that they are replicated; DTensors declare it.
+Signature: an unpartitioned tensor (a norm, a router, the bias of a row-parallel layer, and its optimizer state) is
+equal on ranks with the same tensor-parallel coordinate, and differs between coordinates. The mesh in the metadata, or
+DTensors, contain the coordinates. Plain tensors are compared along this dimension only if name and shape show clearly
+that they are replicated; DTensors declare it.
 
 Cause: each tensor-parallel rank computes the gradient of a replicated tensor, or a part of it, on its own, and
 something made the gradients unequal: clipping or scaling on some ranks, a missing reduction over the tensor-parallel
 group (norms under sequence parallelism, routers, norms of queries and keys), different dropout, or different initial
 values. The loss looks normal for weeks, but merging the shards has to choose one rank's values.
 
-Fix: reduce these gradients over the tensor-parallel group before the optimizer step, and clip by the same norm on all
-ranks of the group. Use the sum if each rank has a part of the gradient, as for norms under sequence parallelism, and
-the mean if each rank computes the whole gradient. Repair saved parameters, fp32 masters and optimizer state together,
-or the difference returns.
+Fix: reduce the gradients of replicated tensors over the tensor-parallel group before the optimizer step, and clip by
+the same norm on all ranks of the group. Use the sum if each rank has a part of the gradient, as for norms under
+sequence parallelism, and the mean if each rank computes the whole gradient. Repair saved parameters, fp32 masters and
+optimizer state together, or the difference returns.
 
 Incidents: deepspeedai/DeepSpeed#1801 (clipping on tensor-parallel rank 0 only, BLOOM-176B),
 bigscience-workshop/Megatron-DeepSpeed#271, NVIDIA/Megatron-LM#206, NVIDIA/Megatron-LM#1446, pytorch/torchtitan#2387,
@@ -42,17 +42,17 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "Tensor-parallel ranks updated replicated tensors differently: a gradient was not reduced over these ranks, or "
+        "Tensor-parallel ranks updated replicated tensors differently: a gradient was not reduced over the group, or "
         "some of them clipped or scaled it."
     )
     FIX = (
-        "Before optimizer.step(), for each parameter p that is not partitioned: "
+        "Before optimizer.step(), call for each unpartitioned parameter p: "
         "dist.all_reduce(p.grad, group=tp_group). If each rank computes the whole gradient, and not a part of it as "
         "under sequence parallelism, also p.grad.div_(tp_group.size()). Clip by the same norm on all ranks of the "
         "group. Repair parameters, fp32 masters and optimizer state."
     )
     RANKS_DIFFER = (
-        "Tensor-parallel ranks differ in {count:count tensor} that should be replicated: {names:names}, {size}"
+        "Tensor-parallel ranks differ in {count:count tensor} that should be replicated ({names:names}), {size}"
     )
     COORDINATES_AGREE = "ranks with the same tensor-parallel coordinate agree ({groups:sets 3})"
 
@@ -63,7 +63,7 @@ _KINDS = ("parameter", "optimizer", "buffer", "ema")
 
 
 def apply(case: Case) -> Match | None:
-    """Match tensors that are equal on ranks with the same tensor-parallel coordinate, and only on these."""
+    """Match tensors with equal values exactly on the ranks of the same tensor-parallel coordinate."""
     coordinates = _coordinates(case.group)
     if len(set(coordinates.values())) < 2:
         return None

@@ -3,13 +3,13 @@
 Signature: more than one element differs, and all differences have the size of rounding: at most 4 ULP (steps between
 adjacent floating-point numbers), or at most 32 machine epsilons of the tensor's root mean square. Differences of the
 optimizer state must be as small, and step counters and settings must agree. Larger differences of running statistics
-are left to the rules on BatchNorm. Averaged copies that differ alone do not match, because the update of one step
-changes a slow average by as little.
+are left to the rules on BatchNorm. If only averaged copies differ, the rule does not match, because the update of one
+step changes a slow average by as little.
 
 The second measure is needed because updates preserve a difference and change the value. If training moves an element
-from 0.1 to near zero, a difference in the last bit of 0.1 becomes thousands of ULP. In runs of 60 steps after such a
-step (resnet8, AdamW and SGD), differences reached 32,768 ULP, and stayed below 6 epsilons of the root mean square.
-float16 and bfloat16 allow at most one step, because 4 ULP of bfloat16 are 3 %. Shorter dtypes never match.
+from 0.1 to near zero, a difference in the last bit of 0.1 becomes thousands of ULP. In runs of 60 steps after one
+rounding difference (resnet8, AdamW and SGD), differences reached 32,768 ULP, and stayed below 6 epsilons of the root
+mean square. float16 and bfloat16 allow at most one step, because 4 ULP of bfloat16 are 3 %. Shorter dtypes never match.
 
 Cause: the ranks computed the same values in another order or with other kernels: non-deterministic atomics, different
 algorithms on each rank, different devices or library versions; in bfloat16 also stochastic rounding with a generator
@@ -17,7 +17,7 @@ per rank.
 
 Fix: `torch.use_deterministic_algorithms(True)`, and the same versions and devices on all ranks. For a comparison across
 hardware, accept the difference with `--ulp 4`. Replicas should receive equal bits from an all-reduce, so look for
-values that each rank computes on its own. Averaging or broadcasting the parameters regularly stops the growth.
+values computed by each rank on its own. Averaging or broadcasting the parameters regularly stops the growth.
 
 Incidents: pytorch/pytorch#160169 (parameters replicated over tensor-parallel ranks drift apart, by ULPs at first,
 because of non-deterministic operations), huggingface/nanotron#242, Nerogar/OneTrainer#804 (stochastic rounding).

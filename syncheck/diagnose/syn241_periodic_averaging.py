@@ -2,12 +2,12 @@
 
 Signature: the metadata contains a period of parameter averaging. Between two averages all trained parameters differ.
 Right after an average they agree, and only the optimizer state and BatchNorm's statistics differ, because these are not
-averaged. Parameters that differ right after an average, during the warm-up, or when an average is overdue are not part
-of this finding, nor are frozen parameters.
+averaged. Not part of this finding: differences of parameters right after an average, during the warm-up, or when an
+average is overdue, and frozen parameters.
 
 Cause: by design. The files are not replicas nevertheless: which model remains depends on the rank whose file is kept.
 
-Fix: save right after an averaging step, and evaluate and keep that checkpoint. Or average once more before the last
+Fix: save right after an averaging step, and evaluate and keep this checkpoint. Or average once more before the last
 save. (`averager.average_parameters()` averages only when its own count requires it, not at every call.) To let a check
 pass: `--allow SYN241`. The momentum may be averaged too, but most recipes do not.
 

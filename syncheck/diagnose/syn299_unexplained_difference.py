@@ -1,11 +1,10 @@
-"""Replicas differ in a way that no rule explains.
+"""Replicas differ, and no rule explains why.
 
-Signature: the differences that no other rule covers. The finding reports what the evidence shows nevertheless, for
-example that only optimizer state or buffers differ, that the gradients are equal now, or that only digests were
-compared.
+Signature: all differences not covered by another rule. The finding still reports the available evidence: only optimizer
+state or buffers differ, the gradients are equal now, or only digests were compared.
 
-Cause: unknown. The most common causes of differing parameters are gradients that were not reduced, an initial model
-that was not broadcast, and state that only some ranks loaded.
+Cause: unknown. The most common causes of differing parameters: gradients were not reduced, the initial model was not
+broadcast, or only some ranks loaded state.
 
 Fix: check which ranks agree and which tensors differ (`--format json` lists all), and save at two early steps. A
 constant difference comes from the start of the run, a growing difference from every step.
@@ -59,23 +58,23 @@ class Text(Sentence):
         "rate."
     )
     FIX_EVENT = (
-        "Check what the suspects did besides optimizer.step() since they last agreed, and whether all ranks have the "
-        "same learning rate."
+        "Look for code that changes parameters outside optimizer.step() on the suspects, and check that all ranks have "
+        "the same learning rate."
     )
     CAUSE_AVERAGED = (
         "The first moments are nearly equal, so gradients are averaged: a rank skipped a step or lost its momentum."
     )
     FIX_AVERAGED = (
-        "Look for skipped steps (a bad batch, an overflow) and for state that only some ranks loaded; AdamW's step "
+        "Look for skipped steps (a bad batch, an overflow) and for state loaded on some ranks only; AdamW's step "
         "counters would show them."
     )
     CAUSE_DIGESTS = (
-        "Digests show that bytes differ, but not by how much or in which direction, and no rule matches without that."
+        "Digests show differing bytes, but neither the size nor the direction of a difference, which the rules require."
     )
     FIX_DIGESTS = (
         "Compare the checkpoints instead of their fingerprints or stored checksums; in a job, use a larger budget=."
     )
-    TENSORS = "No rule explains {count:count differing tensor}: {kinds:list}, {size}"
+    TENSORS = "No rule explains why {count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
     KIND = "{count} {kind}"
     VALUES = "No rule explains {count:count differing value}: {values:list}"
     VALUE = "{name} is {values:by_rank}"
@@ -92,7 +91,7 @@ _MOST = 3  # listed values
 
 
 def apply(case: Case) -> Match | None:
-    """Match all differences that remain."""
+    """Match all remaining differences."""
     if not case.tensors and not case.values:
         return None
     facts: list[Message] = []
@@ -109,7 +108,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _diagnose_remainder(case: Case) -> tuple[Message | str, Message | str, tuple[Message, ...]]:
-    """Return cause, fix and evidence by the kinds of tensors that differ; "" for an unknown cause or fix."""
+    """Return cause, fix and evidence by the kinds of the differing tensors; "" for an unknown cause or fix."""
     kinds = {diff.kind for diff in case.tensors}
     moments = cosines(differing_moments(case).values())
     if not case.tensors:

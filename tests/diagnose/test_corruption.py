@@ -146,7 +146,7 @@ class TestBitFlip:
         assert fitted["SYN220"].facts == (
             syn220.Text.FLIPPED(element="fc.weight[2, 1]", bit=syn220.Text.BIT(bit=29, part="exponent")),
             syn220.Text.VALUES(values={0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}),
-            syn220.Text.ELEMENTS(numel=32),
+            syn220.Text.REST_OF_TENSOR(others=31),
             Localized.REST_AGREES(parameters=10, states=20),
             Common.AGREE(ranks=(0, 1, 2)),
             Common.DIFFERS(ranks=(3,)),
