@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncheck.messages import Fact, Message
+from syncheck.messages import Fact, Message, Sentence
 from syncheck.records import Finding, Group, GroupEvidence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _EVIDENCE = frozenset(field.name for field in fields(GroupEvidence))
 
@@ -28,3 +31,8 @@ def make_finding(code: str, slug: str, severity: Any, ranks: Any, tensors: Any, 
 def text(words: str) -> Message:
     """Return a message that is this text."""
     return Fact.TEXT(text=words)
+
+
+def facts_of(finding: Finding) -> dict[Sentence, Mapping[str, Any]]:
+    """Return the evidence of a finding: the parameters of each statement by its code."""
+    return {fact.code: fact.parameters for fact in finding.facts}

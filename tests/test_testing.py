@@ -13,6 +13,7 @@ from checkpoints import changed, network, save_pth
 from groups import make_finding
 from groups import text as message_of
 
+from syncheck.diagnose.case import Common
 from syncheck.errors import UsageError
 from syncheck.messages import Detail, Note, Refusal, Undecided
 from syncheck.records import Counts, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff
@@ -49,7 +50,9 @@ def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
     error = failing(f"{paths[0].parent}/*.pth")
     lines = str(error).splitlines()
     assert lines[0] == "replicas are out of sync: SYN299"
-    assert "ranks 0, 2 agree; rank 1 apart" in str(error)
+    facts = error.report.groups[0].findings[0].facts
+    assert Common.AGREE(ranks=(0, 2)) in facts
+    assert str(Common.DIFFERS(ranks=(1,))) in str(error)
     assert any(line.split()[:2] == ["fc.weight", "parameter"] and "40 of 40" in line for line in lines)
     assert lines[-2:] == ["OUT OF SYNC", "14 tensors: 13 identical, 0 close, 1 different, 0 not compared"]
     assert error.report.groups[0].findings[0].ranks == (1,)

@@ -1,4 +1,4 @@
-"""Why do the replicas differ? One file per rule; the first that fits covers its tensors."""
+"""Diagnose why replicas differ. Each rule is a module; the first matching rule covers its tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def left_of(tensors: Sequence[TensorDiff], covered: Sequence[TensorDiff], agree: Blocks) -> tuple[TensorDiff, ...]:
-    """Return the differences that stay open. covered: of these, by the finding; agree: as in `Match`."""
+    """Return the differences left unexplained by a finding. covered: its tensors. agree: see `Match`."""
     names = {(diff.name, diff.reason) for diff in covered}
     left = (_remainder(diff, agree) if (diff.name, diff.reason) in names else diff for diff in tensors)
     return tuple(diff for diff in left if diff is not None)
@@ -62,7 +62,7 @@ def left_of(tensors: Sequence[TensorDiff], covered: Sequence[TensorDiff], agree:
 def names_left(
     values: Sequence[str], covered: Sequence[str], by_rank: Mapping[str, Mapping[int, Any]], agree: Blocks
 ) -> tuple[str, ...]:
-    """Return the Python values that stay open, as `left_of` does."""
+    """Return the Python values left unexplained by a finding. covered: its values. agree: see `Match`."""
     names = frozenset(covered)
     return tuple(
         name
@@ -76,9 +76,9 @@ def _unequal(values: Sequence[Any]) -> bool:
 
 
 def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
-    """Return how a tensor differs within the blocks; None where it does not.
+    """Return the difference within the blocks of ranks, or None if the ranks of each block agree.
 
-    By how much is not known: the numbers of a difference are of all its ranks.
+    Its size is unknown, because a difference was measured over all ranks.
     """
     whole = sets_within(diff)
     inside = [_inside(sets, frozenset(block)) for sets in whole for block in agree]
@@ -88,27 +88,27 @@ def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
     if sum(map(len, inside)) == sum(map(len, whole)) and all(sets in whole for sets in inside):
         return diff
     clusters = sorted((ranks for sets in inside for ranks in sets), key=lambda ranks: (-len(ranks), ranks[0]))
-    there = {rank for ranks in clusters for rank in ranks}
+    remaining = {rank for ranks in clusters for rank in ranks}
     return replace(
         diff,
         replica_groups=tuple(tuple(sorted(rank for ranks in sets for rank in ranks)) for sets in inside),
         clusters=tuple(clusters),
         minority=tuple(sorted(rank for sets in inside if len(sets[0]) > len(sets[1]) for s in sets[1:] for rank in s)),
-        nonfinite={rank: count for rank, count in diff.nonfinite.items() if rank in there},
+        nonfinite={rank: count for rank, count in diff.nonfinite.items() if rank in remaining},
         mismatched=None, max_abs=None, max_rel=None, max_ulp=None, index=None, extent=None, evidence=None,
         histogram=None,
     )  # fmt: skip
 
 
 def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tuple[int, ...]]:
-    """Return the parts of the sets that lie in a block, largest first."""
+    """Return the ranks of each set in the block, largest set first."""
     kept = (tuple(rank for rank in ranks if rank in block) for ranks in sets)
     return sorted((ranks for ranks in kept if ranks), key=lambda ranks: (-len(ranks), ranks[0]))
 
 
-# What these explain sets any two ranks apart, suspects or not; all others explain what sets the suspects apart.
+# These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
 _EVERY_RANK = frozenset("SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299".split())
-# In the order of precedence. SYN103, SYN104 and SYN105 cover nothing, so their place does not matter.
+# In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
@@ -150,18 +150,18 @@ RULES: tuple[Rule, ...] = cast(
 def diagnose(
     group: Comparison, series: tuple[Comparison, ...] = (), allow: frozenset[str] = frozenset()
 ) -> tuple[Finding, ...]:
-    """Explain every difference of a group; SYN299 takes what no other rule does, so nothing stays unexplained.
+    """Return findings for every difference of a group. SYN299 covers all unexplained differences.
 
-    A finding covers what its evidence explains, and no more. The rest of a tensor is left to the next rules: how other
-    ranks differ in it, or its values where some ranks lack it.
+    A finding covers only differences explained by its evidence. Later rules see the rest of the same tensor: how other
+    ranks differ in it, or its values if some ranks lack it.
 
-    series: the same run's groups by step, for rules that look at growth. allow: codes that do not fail the run.
+    series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
     """
     tensors = tuple(fact for diff in group.tensors if diff.out_of_sync for fact in diff.facts or (diff,))
     by_rank = {diff.name: diff.by_rank for diff in group.values}
     values = tuple(diff.name for diff in group.values if diff.counts)
     findings: list[Finding] = []
-    # Local statistics stay beside another cause too, once that cause has taken the parameters.
+    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
     rules = list(RULES)
     rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
     for rule in rules:
@@ -181,9 +181,9 @@ def diagnose(
                 severity=rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
-                facts=_facts(match.evidence),
-                cause=_message(match.cause or rule.CAUSE),
-                fix=_message(match.fix or rule.FIX),
+                facts=_as_messages(match.evidence),
+                cause=_as_message(match.cause or rule.CAUSE),
+                fix=_as_message(match.fix or rule.FIX),
                 values=match.values,
                 allowed=rule.CODE in allow,
                 history=history_of({diff.name for diff in match.tensors}, series),
@@ -192,11 +192,11 @@ def diagnose(
     return tuple(findings)
 
 
-def _facts(evidence: str | tuple[Message, ...]) -> tuple[Message, ...]:
+def _as_messages(evidence: str | tuple[Message, ...]) -> tuple[Message, ...]:
     return (Fact.TEXT(text=evidence),) if isinstance(evidence, str) else evidence
 
 
-def _message(given: str | Sentence | Message) -> Message:
+def _as_message(given: str | Sentence | Message) -> Message:
     if isinstance(given, Sentence):
         return given()
     return Fact.TEXT(text=given) if isinstance(given, str) else given

@@ -1,4 +1,4 @@
-"""The input and output of a rule, and statements of evidence that rules share."""
+"""Input and output of a rule, and statements of evidence shared by several rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A group, its differences that no earlier rule covers, and the groups of the same run.
+    """A group, its differences not covered by an earlier rule, and the groups of the same run.
 
     series: the groups in the order of their steps, including this group; only this group without history.
     """
@@ -35,7 +35,7 @@ class Case:
     def in_memory(self) -> bool:
         """Whether the replicas are ranks of a running job, without files.
 
-        Objects that one process compares are in memory too, but have no host.
+        Objects compared by one process are in memory too, but have no host.
         """
         return all(replica.format == "memory" and replica.host is not None for replica in self.group.replicas)
 
@@ -44,16 +44,16 @@ class Case:
         return tuple(diff for diff in self.tensors if diff.kind in kinds)
 
     def of_values(self) -> tuple[ValueDiff, ...]:
-        """Return the uncovered Python values that differ."""
+        """Return the uncovered, differing Python values."""
         uncovered = frozenset(self.values)
         return tuple(diff for diff in self.group.values if diff.name in uncovered)
 
     def agrees(self, *kinds: str) -> bool:
-        """Whether all tensors of these kinds are in sync, including differences that an earlier rule covers."""
+        """Whether all tensors of these kinds are in sync. Differences covered by an earlier rule count too."""
         return not any(diff.out_of_sync and diff.kind in kinds for diff in self.group.tensors)
 
     def agreeing(self, *kinds: str) -> frozenset[str]:
-        """Return the names of the tensors of these kinds that are in sync or were not compared."""
+        """Return the names of tensors of these kinds if they are in sync or were not compared."""
         differing = {diff.name for diff in self.group.tensors if diff.out_of_sync}
         return frozenset(
             name for name, kind in self.group.evidence.names.items() if kind in kinds and name not in differing
@@ -61,12 +61,12 @@ class Case:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the metadata lists as frozen; empty without metadata."""
+        """The frozen parameters of the metadata; empty without metadata."""
         return frozenset(self.group.evidence.metadata.frozen if self.group.evidence.metadata is not None else ())
 
     @property
     def optimized(self) -> frozenset[str] | None:
-        """The names of the parameters that the optimizer updates; None if some state has no known parameter."""
+        """The names of the parameters of the optimizer; None if some state has no known parameter."""
         names, metadata = self.group.evidence.names, self.group.evidence.metadata
         if metadata is not None and metadata.optimizer_sharded:
             return None
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def untrained(self) -> frozenset[str]:
-        """The frozen parameters, and the buffers that were classified as parameters.
+        """The frozen parameters, and the buffers classified as parameters.
 
         Only the frozen parameters of the metadata if the optimizer's parameters are unknown.
         """
@@ -95,17 +95,17 @@ class Case:
         return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
 
     def compared(self, *kinds: str) -> int:
-        """Return the number of tensors of these kinds that were compared."""
+        """Return the number of compared tensors of these kinds."""
         return sum(counts.compared for kind, counts in self.group.kinds.items() if kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The result of a rule: the tensors and values that it covers, the suspects, and the evidence.
+    """The result of a rule: covered tensors and values, suspects, and evidence.
 
-    evidence: the first statement says what happened, numbers follow. cause, fix: replace CAUSE and FIX of the rule.
-    agree: sets of ranks; the rule explains no difference within a set. None stands for one set, all ranks that are not
-    suspects.
+    evidence: first the event, then the numbers. cause, fix: replace CAUSE and FIX of the rule.
+    agree: sets of ranks; the rule explains no difference within a set. None stands for one set, all ranks except
+    the suspects.
     """
 
     tensors: tuple[TensorDiff, ...]
@@ -131,7 +131,7 @@ class Rule(Protocol):
     __doc__: str | None
 
     def apply(self, case: Case) -> Match | None:
-        """Return the differences that the rule explains, or None if its signature does not match."""
+        """Return the explained differences, or None if the signature does not match."""
 
 
 def owner(case: Case, name: str) -> str:
@@ -142,7 +142,7 @@ def owner(case: Case, name: str) -> str:
 
 
 def is_weight(name: str) -> bool:
-    """Whether a tensor is named weight or bias. Buffers are not, except the biases that balance experts."""
+    """Whether a tensor is named weight or bias. Buffers are not, except biases for balancing experts."""
     return name.endswith(("weight", "bias")) and not name.endswith(("expert_bias", "correction_bias"))
 
 
@@ -152,7 +152,7 @@ def parameter_of(name: str) -> str:
 
 
 class Common(Sentence):
-    """Statements of evidence that several rules make."""
+    """Statements of evidence in several rules."""
 
     PARAMETERS = "{count} of {total:count parameter} {count:verb differs|differ}, {size}"
     LARGEST = "largest difference {difference:number 3} in {element}"
@@ -199,7 +199,7 @@ def agreement_facts(tensors: Sequence[TensorDiff], group: Comparison) -> tuple[M
     if odd:
         groups = tuple(ranks for ranks in partitioned[0].replica_groups if len(ranks) > 1)
         return (Common.WITHIN_GROUPS(groups=groups, ranks=odd),)
-    # A tensor that some ranks lack may have only one set of ranks.
+    # A tensor may have only one set of ranks, because other ranks lack it.
     counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
     if not counts and tensors:
         return ()
@@ -242,7 +242,7 @@ def differ(number: int) -> str:
 
 
 def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return the ranks that hold each value, in the order in which the values first occur."""
+    """Return the ranks of each value, in the order of the first occurrence of the values."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in by_rank.items():
         ranks.setdefault(value, []).append(rank)
@@ -271,7 +271,3 @@ def agrees_within(diff: TensorDiff, locations: Mapping[int, Hashable]) -> bool:
             if any(set_of.setdefault(locations[rank], i) != i for rank in ranks):
                 return False
     return bool(groups)
-
-
-# Former names, until all rules use the new ones.
-place_text = element_name

@@ -1,4 +1,4 @@
-"""Parameters, first moments and trends of differences, for the rules on gradients and on initialization."""
+"""Queries on parameters, first moments and trends of differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
 # the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.
 DECAY_ROOM = 1.25
-# Kinds that differ because parameters differ, and need no cause of their own.
+# Kinds of tensors affected by differing parameters, without a cause of their own.
 _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
 # Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
 TOUCHED = 0.1
@@ -51,13 +51,13 @@ def in_step(case: Case) -> bool:
 
 
 def counts_steps(case: Case) -> bool:
-    """Whether the optimizer counts its steps, as Adam does, so that `in_step` is a fact and not an assumption."""
+    """Whether the optimizer counts its steps, as Adam does, which makes `in_step` a fact instead of an assumption."""
     adam = any(name.endswith(".exp_avg") for name in _compared(case, "optimizer"))
     return adam or case.compared("optimizer_step") > 0
 
 
 def just_began(case: Case) -> bool:
-    """Whether the parameters agreed at all earlier steps, so that there is no trend yet.
+    """Whether the parameters agreed at all earlier steps, so there is no trend yet.
 
     A single event, such as a skipped step, then looks like the start of a permanent fault.
     """
@@ -66,7 +66,7 @@ def just_began(case: Case) -> bool:
 
 
 def agreed_before(case: Case) -> bool:
-    """Whether the parameters agreed at some earlier step, so that the run started in sync."""
+    """Whether the parameters agreed at some earlier step, so the run started in sync."""
     return any(all(diff.kind != "parameter" for diff in group.tensors) for group in steps_of(case)[:-1])
 
 
@@ -95,7 +95,7 @@ def _is_first_moment(case: Case, name: str) -> bool:
 
 
 def trained_parameters(case: Case) -> frozenset[str]:
-    """Return the parameters with a first moment, or without optimizer state all parameters that may be trained.
+    """Return the parameters with a first moment, or without optimizer state all possibly trained parameters.
 
     If the optimizer's parameters are unknown and most tensors are named weight or bias, a tensor with another name
     counts only if it differs.
@@ -110,7 +110,7 @@ def trained_parameters(case: Case) -> frozenset[str]:
 
 
 def differing_parameters(case: Case) -> dict[str, TensorDiff]:
-    """Return the trained parameters that differ and are not explained yet, by name."""
+    """Return the differing, unexplained trained parameters by name."""
     untrained = case.untrained
     return {
         diff.name: diff
@@ -120,7 +120,7 @@ def differing_parameters(case: Case) -> dict[str, TensorDiff]:
 
 
 def differing_moments(case: Case) -> dict[str, TensorDiff]:
-    """Return the first moments that differ and are not explained yet, by parameter."""
+    """Return the differing, unexplained first moments by parameter."""
     return {
         owner(case, diff.name): diff
         for diff in case.of_kind("optimizer")
@@ -129,7 +129,7 @@ def differing_moments(case: Case) -> dict[str, TensorDiff]:
 
 
 def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
-    """Return the median share of elements that differ, or None if only digests were compared."""
+    """Return the median share of differing elements, or None if only digests were compared."""
     shares = [diff.mismatched / diff.numel for diff in diffs if diff.mismatched is not None and diff.numel]
     return median(shares) if shares else None
 
@@ -141,13 +141,13 @@ def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
 
 
 def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
-    """Return the cosines that were measured between replicas, without tensors of one element."""
+    """Return the measured cosines between replicas, without tensors of one element."""
     measured = (diff.evidence.cosine for diff in diffs if diff.evidence is not None and diff.numel > 1)
     return [cosine for cosine in measured if cosine is not None]
 
 
 def decay_share(case: Case) -> float:
-    """Return the largest ratio of momentum difference to parameter difference that SGD's weight decay explains."""
+    """Return the ratio of momentum difference to parameter difference explained by SGD's weight decay."""
     settings = case.group.evidence.hyperparameters
     momentum = settings.get("momentum", 1.0)
     return settings.get("weight_decay", 0.0) / (1 - momentum) if 0 <= momentum < 1 else 0.0
@@ -156,7 +156,7 @@ def decay_share(case: Case) -> float:
 def only_decay(case: Case) -> bool:
     """Whether only SGD's momentum differs in the optimizer, by no more than weight decay explains.
 
-    The gradients were equal then, and all differences come from parameters that differed before.
+    The gradients were equal then, and all differences come from earlier differences of parameters.
     """
     differing = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "optimizer"]
     differences = {
@@ -199,13 +199,13 @@ def course(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[Trend 
 
 
 def with_followers(case: Case, differing: Iterable[TensorDiff]) -> tuple[TensorDiff, ...]:
-    """Return these differences and those that follow: optimizer state, running statistics, buffers, averaged copies."""
+    """Add the affected optimizer state, running statistics, buffers and averaged copies to the differences."""
     names = {diff.name for diff in differing} | case.untrained
     return tuple(diff for diff in case.tensors if diff.name in names or diff.kind in _FOLLOWERS)
 
 
 def follower_facts(covered: Iterable[TensorDiff], *reported: str) -> tuple[Message, ...]:
-    """State how many other tensors a finding covers. reported: kinds that the evidence already mentions."""
+    """State how many other tensors a finding covers. reported: kinds already in the evidence."""
     sentences = {
         "bn_mean": Course.STATISTICS_TOO,
         "bn_var": Course.STATISTICS_TOO,
@@ -225,13 +225,3 @@ def followers_text(covered: Iterable[TensorDiff], *reported: str) -> str:
 def _compared(case: Case, kind: str) -> list[str]:
     skipped = {diff.name for diff in case.group.tensors if diff.status == "not_compared"}
     return [name for name, own_kind in case.group.evidence.names.items() if own_kind == kind and name not in skipped]
-
-
-# Former names, until all rules use the new ones.
-parameters_apart, moments_apart, touched, touched_less, trained = (
-    differing_parameters,
-    differing_moments,
-    differing_share,
-    is_share_below,
-    trained_parameters,
-)

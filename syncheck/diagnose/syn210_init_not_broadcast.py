@@ -1,22 +1,25 @@
-"""The ranks did not start from the same model: parameters differ by a constant gap, the optimizer's state does not.
+"""The ranks started from different parameters, which have differed by a constant amount since.
 
-Signature: parameters differ in nearly every element, with tensors of unlike direction (median cosine under 0.9), while
-the optimizer's state, made of averaged gradients, agrees; what starts from constants (norm weights, zero biases) agrees
-too. Over several steps the gap stays, or shrinks by (1 - lr x weight decay) a step; of one tensor alone that must be
-seen, for it may as well have been overwritten.
+Signature: parameters differ in nearly every element and point in different directions (median cosine under 0.9), while
+the optimizer state, which consists of averaged gradients, agrees. Parameters that start as constants (norm weights,
+zero biases) agree too. Over several steps the difference stays constant, or shrinks by (1 - lr x weight decay) per
+step. If a single tensor differs, the series of steps must show this, because the tensor may have been overwritten.
 
-SGD's momentum holds the weight decay of unequal parameters, so it differs too: at most by wd / (1 - momentum) times
-their gap (measured: 0.27 to 1.04 times that, over 3 to 200 steps; with unreduced gradients 6 times that and more).
-The cosine of such parameters rises as both take the same steps: from 0.02 at the start to 0.95 after 600 steps of SGD
-at lr 0.1, 0.39 with AdamW; a step that one rank left out leaves 0.999. Where no optimizer state is saved it must be
-under 0.5, with parameters that agree beside it, or under 0.2, or the gap must be seen not to grow.
+SGD's momentum contains the weight decay of the parameters, so it differs too: by at most wd / (1 - momentum) times the
+difference of the parameters (measured: 0.27 to 1.04 times, over 3 to 200 steps; at least 6 times if gradients were not
+averaged). The cosine rises over the run because all ranks take the same steps: from 0.02 at the start to 0.95 after 600
+steps of SGD at lr 0.1, and to 0.39 with AdamW. One skipped step leaves a cosine of 0.999.
 
-Cause: unequal seeds with nothing that sends rank 0's parameters (`DDP(init_sync=False)`, HSDP without
-`sync_module_states`), or weights that are loaded after the wrap, on rank 0 only. Averaged gradients then move all
-ranks alike, each from its own start, by the gradients of models that they are not.
+Without saved optimizer state, the cosine must be under 0.5 if some parameters agree, or under 0.2 otherwise, or the
+series must show a difference that does not grow.
 
-Fix: load before wrapping, leave `init_sync` on, or send the parameters yourself after loading. FSDP1 sends them with
-`sync_module_states=True`; `fully_shard` sends nothing, so give all ranks one seed, or load on every rank.
+Cause: the ranks used different seeds and nothing broadcast the parameters of rank 0 (`DDP(init_sync=False)`, HSDP
+without `sync_module_states`), or only rank 0 loaded weights after the model was wrapped. Averaged gradients then move
+all ranks alike, each from its own start, although the gradients belong to different models.
+
+Fix: load weights before wrapping, keep `init_sync` on, or broadcast the parameters after loading. FSDP1 broadcasts them
+with `sync_module_states=True`. `fully_shard` broadcasts nothing: use the same seed on all ranks, or load the weights on
+every rank.
 
 Incidents: mosaicml/llm-foundry#830, pytorch/pytorch#75870, pytorch/pytorch#140183, pytorch/torchtitan#1777,
 pytorch/xla#3216.
@@ -27,21 +30,21 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, parameters_text
+from syncheck.diagnose.case import Match, agreement_facts, parameter_facts
 from syncheck.diagnose.gradients import (
     agreed_before,
     cosines,
-    course,
     decay_share,
-    followers_text,
+    differing_parameters,
+    differing_share,
+    follower_facts,
     in_step,
     only_decay,
-    parameters_apart,
-    touched,
+    trend_facts,
     with_followers,
 )
 from syncheck.evidence.suspects import suspects
-from syncheck.messages import names_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -50,71 +53,105 @@ if TYPE_CHECKING:
 CODE = "SYN210"
 SLUG = "init-not-broadcast"
 SEVERITY: Severity = "error"
-CAUSE = "The ranks did not start from the same parameters: nothing sent rank 0's, or some rank loaded others later."
-FIX = (
-    "Load weights before wrapping and leave DDP's init_sync on (FSDP1: sync_module_states=True; fully_shard sends "
-    "nothing: one seed on all ranks), or send them after loading: for t in model.state_dict().values(): "
-    "dist.broadcast(t, 0)."
-)
 
-# Unequal starts differ nearly everywhere.
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "The ranks started from different parameters: nothing broadcast the parameters of rank 0, or some ranks loaded "
+        "weights later."
+    )
+    FIX = (
+        "Load weights before wrapping, and keep init_sync of DDP on (FSDP1: sync_module_states=True; fully_shard "
+        "broadcasts nothing, so use the same seed on all ranks). Or broadcast after loading: "
+        "for t in model.state_dict().values(): dist.broadcast(t, 0)."
+    )
+    DIFFERENT_STARTS = "The ranks started from different parameters"
+    OTHER_START = "{ranks:Ranks} started from other parameters than the other ranks"
+    CONSISTENT = "Consistent with different initial parameters: no optimizer state was compared"
+    CONSISTENT_DIGESTS = "Consistent with different initial parameters: only digests were compared"
+    SHARE = "{share:.0%} of their elements differ"
+    COSINE = "their median cosine between ranks is {cosine:.2f}"
+    AGREEING = "{count:count parameter} {count:verb agrees|agree} ({names:names})"
+    OPTIMIZER_AGREES = "all {tensors:count optimizer tensor} agree"
+    ONLY_DECAY = (
+        "the momentum differs by no more than weight decay explains, wd / (1 - momentum) = {share:.3g} times the "
+        "difference of the parameters"
+    )
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
+
+# Share of elements. Different initial values differ nearly everywhere.
 WHOLE = 0.9
-# Cosines above which tensors are of one start: where the optimizer's state agrees; where it is apart by weight decay
-# alone; where none is saved, with parameters beside them that agree, and with none.
+# Median cosines under which parameters started differently: if the optimizer state agrees; if it differs by weight
+# decay alone; without saved state, if other parameters agree; without saved state, if all parameters differ.
 UNLIKE, UNLIKE_BUT_DECAY, UNLIKE_WITHOUT_STATE, UNLIKE_ALONE = 0.9, 0.97, 0.5, 0.2
 
 
 def apply(case: Case) -> Match | None:
-    """Fit parameters that differ from the start while what the gradients made agrees."""
-    apart = list(parameters_apart(case).values())
-    # Another learning rate or decay on a rank moves parameters apart as well, and leaves Adam's moments equal.
-    if not apart or not in_step(case):
+    """Match parameters that differ since the start, while the averaged gradients agree."""
+    differing = list(differing_parameters(case).values())
+    # A different learning rate or weight decay also moves parameters apart, and leaves Adam's moments equal.
+    if not differing or not in_step(case):
         return None
-    state = _state(case)
-    trend, since = course(case, "parameter")
-    if state is None or trend == "growing" or not _unequal_start(case, apart, bool(state), trend):
+    state = _state_facts(case)
+    trend, since = trend_facts(case, "parameter")
+    if state is None or trend == "growing" or not _started_differently(case, differing, bool(state), trend):
         return None
-    found, agreeing = cosines(apart), sorted(case.agreeing("parameter"))
-    text = parameters_text(case, apart)
-    share = touched(apart)
-    if share is not None:
-        text += f", in {share:.0%} of their elements"
-    if found:
-        text += f", median cosine {median(found):.2f}"
-    if agreeing:
-        text += f"; {len(agreeing)} agree ({names_text(agreeing)})"
-    text += f"; {state}" if state else "; no optimizer state was compared: consistent with unequal starts"
-    if share is None:
-        text += "; consistent with unequal starts, by digests alone"
-    covered = with_followers(case, apart)
-    text += since + followers_text(covered, "parameter", "optimizer")
-    return Match(covered, suspects(apart, case.group), text + agreement_text(apart, case.group))
+    covered = with_followers(case, differing)
+    odd = suspects(differing, case.group)
+    facts = [
+        _summary(case, differing, bool(state), odd),
+        *parameter_facts(case, differing),
+        *_direction_facts(case, differing),
+        *state,
+        *since,
+        *follower_facts(covered, "parameter", "optimizer"),
+        *agreement_facts(differing, case.group),
+    ]
+    return Match(covered, odd, tuple(facts))
 
 
-def _state(case: Case) -> str | None:
-    """Say how the optimizer's state agrees; '' where there is none to compare, None where it does not."""
+def _summary(case: Case, differing: list[TensorDiff], has_state: bool, odd: tuple[int, ...]) -> Message:
+    if not has_state:
+        return Text.CONSISTENT()
+    if differing_share(differing) is None:
+        return Text.CONSISTENT_DIGESTS()
+    return Text.DIFFERENT_STARTS() if set(odd) == set(case.group.ranks) else Text.OTHER_START(ranks=odd)
+
+
+def _direction_facts(case: Case, differing: list[TensorDiff]) -> list[Message]:
+    facts = []
+    if (share := differing_share(differing)) is not None:
+        facts.append(Text.SHARE(share=share))
+    if measured := cosines(differing):
+        facts.append(Text.COSINE(cosine=median(measured)))
+    if agreeing := sorted(case.agreeing("parameter")):
+        facts.append(Text.AGREEING(count=len(agreeing), names=tuple(agreeing)))
+    return facts
+
+
+def _state_facts(case: Case) -> tuple[Message, ...] | None:
+    """State how the optimizer state agrees; empty if none was compared, None if it does not agree."""
     if case.agrees("optimizer"):
         number = case.compared("optimizer")
-        return f"all {counted(number, 'tensor')} of the optimizer agree" if number else ""
-    if not only_decay(case):
-        return None
-    return (
-        "the momentum differs by no more than the weight decay of the parameters' gap explains "
-        f"(wd / (1 - momentum) = {decay_share(case):.3g} of it)"
-    )
+        return (Text.OPTIMIZER_AGREES(tensors=number),) if number else ()
+    return (Text.ONLY_DECAY(share=decay_share(case)),) if only_decay(case) else None
 
 
-def _unequal_start(case: Case, apart: list[TensorDiff], has_state: bool, trend: str | None) -> bool:
-    """Whether the parameters are of unequal starts: by their direction, or by a gap that stays."""
-    share, found = touched(apart), cosines(apart)
-    agreeing = bool(case.agreeing("parameter"))
+def _started_differently(case: Case, differing: list[TensorDiff], has_state: bool, trend: str | None) -> bool:
+    """Whether the ranks started from different parameters, judged by their directions or by a constant difference."""
+    share, measured = differing_share(differing), cosines(differing)
+    some_agree = bool(case.agreeing("parameter"))
     if share is None:
-        # Digests: many that differ beside some that do not, and nothing of the optimizer.
-        return has_state and agreeing and len(apart) > 1
+        # Only digests: several parameters differ, others agree, and so does the optimizer state.
+        return has_state and some_agree and len(differing) > 1
     if share < WHOLE:
         return False
     stays = trend in ("constant", "shrinking") and not agreed_before(case)
     decay = UNLIKE if case.agrees("optimizer") else UNLIKE_BUT_DECAY
-    unlike = decay if has_state else UNLIKE_WITHOUT_STATE if agreeing else UNLIKE_ALONE
-    # One tensor in another direction, at one step, may as well have been overwritten.
-    return stays or (len(apart) > 1 and bool(found) and median(found) < unlike)
+    unlike = decay if has_state else UNLIKE_WITHOUT_STATE if some_agree else UNLIKE_ALONE
+    # A single tensor at a single step may have been overwritten.
+    return stays or (len(differing) > 1 and bool(measured) and median(measured) < unlike)

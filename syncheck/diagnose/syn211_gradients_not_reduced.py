@@ -1,22 +1,27 @@
-"""Every rank trains a model of its own: gradients are not averaged.
+"""Gradients are not averaged over the ranks, so each rank trains its own model.
 
-Signature: all that is trained differs, together with its optimizer state (norm weights and zero biases too, which
-start equal), and grows over the steps; step counters agree. The first moments point in directions of their own: the
-median cosine between ranks was -0.4 to 0.88 on real runs (2 to 8 ranks, batches of 4 to 128 samples a rank, 3 to 200
-steps), where averaged gradients that met another fault came to 0.88 in the very step and to 0.95 or more soon after.
-So with SGD, which counts no steps, it must be under 0.9 here, or under 0.97 with a parameter that went another way
-(cosine under 0.7; 0.81 at the least where a step was left out or the momentum was lost); with Adam's counters equal,
-under 0.99.
+Signature: all trained parameters differ together with their optimizer state, including norm weights and zero biases,
+which start equal. The difference grows over the steps, and step counters agree. The first moments point in different
+directions: on real runs with 2 to 8 ranks, 4 to 128 samples per rank and 3 to 200 steps, the median cosine between
+ranks was -0.4 to 0.88. Averaged gradients with another fault had a cosine of 0.88 in the step of the fault and at least
+0.95 soon after. The median cosine must therefore be under 0.99 if the optimizer counts its steps equally on all ranks,
+as Adam does. With SGD, which counts no steps, it must be under 0.9, or under 0.97 if the cosine of a parameter is under
+0.7 (at least 0.81 after a skipped step or a lost momentum).
 
-Files without first moments tell less: then all trained parameters must differ, and the gap of two ranks grow from the
-first step compared, or no two of three or more ranks agree, or a tensor point elsewhere (cosine under 0.5) though most
-are alike (0.5 or more), as a zero bias does that each rank has moved its own way. It then says "consistent with".
+Without first moments the evidence is weaker, and the finding says "consistent with". All trained parameters must
+differ, and at least one condition must hold:
 
-Cause: the forward goes around the wrapper (`model.module(x)`), which then does not reduce; `no_sync()` around every
-micro-batch, or off by one at the accumulation's end; the wrapped model was moved, or its hooks lost; one rank steps
-with its local gradient. Losses look healthy, and the one file that is kept has seen 1/N of the data.
+- The difference between two ranks grows from the first step compared.
+- No two of three or more ranks agree.
+- A tensor points in another direction (cosine under 0.5) although most do not (0.5 or more). An example is a zero bias,
+  which each rank has moved in its own direction.
 
-Fix: call the wrapper, `loss = criterion(ddp_model(x), y)`, and leave `no_sync()` before the last micro-batch's forward.
+Cause: the forward pass bypasses the wrapper (`model.module(x)`), so DDP does not average gradients; `no_sync()` covers
+every micro-batch, or is off by one at the end of the accumulation; the wrapped model was moved or lost its hooks; or
+one rank steps with its local gradients. The loss looks healthy, but the remaining checkpoint has seen 1/N of the data.
+
+Fix: call the wrapper, `loss = criterion(ddp_model(x), y)`, and leave `no_sync()` before the forward pass of the last
+micro-batch.
 
 Incidents: jingyaogong/minimind#853, jingyaogong/minimind#854, kohya-ss/sd-scripts#924, kohya-ss/sd-scripts#604,
 pytorch/pytorch#104336 (moved after the wrap), modelscope/FunASR#3472 (`no_sync` off by one).
@@ -27,25 +32,26 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, parameters_text
+from syncheck.diagnose.case import Match, agreement_facts, parameter_facts
 from syncheck.diagnose.gradients import (
     TOUCHED,
     agreed_before,
     cosines,
     counts_steps,
-    course,
-    followers_text,
+    differing_moments,
+    differing_parameters,
+    follower_facts,
     in_step,
+    is_share_below,
     just_began,
-    moments_apart,
     only_decay,
-    parameters_apart,
-    touched_less,
-    trained,
+    trained_parameters,
+    trend_facts,
     with_followers,
     with_moment,
 )
 from syncheck.evidence.suspects import suspects
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -54,89 +60,126 @@ if TYPE_CHECKING:
 CODE = "SYN211"
 SLUG = "gradients-not-reduced"
 SEVERITY: Severity = "error"
-CAUSE = "Gradients are not averaged over the ranks: each trains a model of its own on its share of the data."
-FIX = (
-    "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x), and enter no_sync() only "
-    "for micro-batches before the last, forward and backward both."
-)
 
-# Share of what is trained that must differ: an unused parameter may agree.
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "Gradients are not averaged over the ranks: each rank trains its own model on its share of the data."
+    FIX = (
+        "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x). Use no_sync() only for "
+        "micro-batches before the last one, around forward and backward."
+    )
+    EACH_RANK = (
+        "Each rank stepped with its own gradients: first moments of different ranks have a median cosine of "
+        "{cosine:.2f}"
+    )
+    SOME_RANKS = (
+        "{ranks:Ranks} stepped with {ranks:verb its|their} own gradients: first moments of different ranks have a "
+        "median cosine of {cosine:.2f}"
+    )
+    CONSISTENT = (
+        "Consistent with unreduced gradients: first moments of different ranks have a median cosine of {cosine:.2f}"
+    )
+    CONSISTENT_DIGESTS = "Consistent with unreduced gradients: only digests were compared"
+    CONSISTENT_WITHOUT_MOMENTS = "Consistent with unreduced gradients: no first moments were compared"
+    MOMENTS = "{count} of {total:count first moment} {count:verb differs|differ}"
+    UNCOUNTED = (
+        "the optimizer does not count steps, so a step skipped or a momentum lost shortly before would look the same"
+    )
+    ALL_RANKS_DIFFER = "all ranks differ from each other"
+    COSINES = "the cosines of the parameters are {least:.2f} to {most:.2f}"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
+
+# Least share of differing trained parameters. An unused parameter may agree.
 MOST = 0.9
-# Median cosines of first moments above which gradients were averaged, without and with equal counts of steps.
+# Median cosines of first moments from which gradients count as averaged, without and with equal step counts.
 ALIKE, ALIKE_COUNTED = 0.9, 0.99
-# The first of these where a parameter went another way, by its cosine.
+# The first limit if a parameter has another direction, by its cosine.
 ALIKE_ASTRAY, ASTRAY = 0.97, 0.7
-# Without moments: a parameter that went another way, while most are still of one start.
+# Without moments: a parameter with another direction, while most parameters still have the direction of a common start.
 ELSEWHERE = 0.5
 
 
 def apply(case: Case) -> Match | None:
-    """Fit a whole model that is apart by gradients of each rank's own."""
-    parameters, moments = parameters_apart(case), moments_apart(case)
-    model, states = trained(case), with_moment(case)
-    # Where the optimizer's ids have no names, it still shows how many parameters are trained.
+    """Match a model whose trained parameters all differ because each rank used its own gradients."""
+    parameters, moments = differing_parameters(case), differing_moments(case)
+    model, states = trained_parameters(case), with_moment(case)
+    # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
     total = min(len(model), len(states)) if states and not states & model else len(model)
     if not parameters or len(model & set(parameters)) < MOST * total or not in_step(case):
         return None
-    if touched_less(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
+    if is_share_below(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
         return None
-    apart = list(parameters.values())
-    trend, since = course(case, "parameter")
-    why = _own_gradients(case, apart, list(moments.values())) if states else _without_moments(case, apart, trend)
-    if not why:
+    differing = list(parameters.values())
+    trend, since = trend_facts(case, "parameter")
+    if states:
+        reasons = _facts_of_moments(case, differing, list(moments.values()))
+    else:
+        reasons = _facts_without_moments(case, differing, trend)
+    if not reasons:
         return None
-    text = f"{parameters_text(case, apart)}; {why}"
-    covered = with_followers(case, apart)
-    text += since + followers_text(covered, "parameter", "optimizer")
-    return Match(covered, suspects(apart, case.group), text + agreement_text(apart, case.group))
+    summary, *details = reasons
+    covered = with_followers(case, differing)
+    facts = [
+        summary,
+        *parameter_facts(case, differing),
+        *details,
+        *since,
+        *follower_facts(covered, "parameter", "optimizer"),
+        *agreement_facts(differing, case.group),
+    ]
+    return Match(covered, suspects(differing, case.group), tuple(facts))
 
 
-def _own_gradients(case: Case, parameters: list[TensorDiff], moments: list[TensorDiff]) -> str:
-    """Say how the first moments tell of unequal gradients; '' where they do not."""
-    found, counting = cosines(moments), counts_steps(case)
+def _facts_of_moments(case: Case, parameters: list[TensorDiff], moments: list[TensorDiff]) -> list[Message]:
+    """State how the first moments show different gradients, a summary first; empty if they do not."""
+    measured, counting = cosines(moments), counts_steps(case)
     if only_decay(case):
-        return ""
-    every = f"so do all {len(moments)} first moments"
-    if len(moments) < len(with_moment(case)):
-        every = f"so do {len(moments)} of {len(with_moment(case))} first moments"
-    if not found:
-        # Of three ranks or more one that is apart may as well have clipped.
-        told = counting and (len(case.group.replicas) == 2 or _all_unlike(case, parameters))
-        return f"{every}, by digests alone: consistent with gradients that are not averaged" if told else ""
-    middle, least = median(found), min(cosines(parameters), default=1.0)
-    text = f"{every}, of median cosine {middle:.2f}: "
-    sure = f"{text}each rank steps with gradients of its own"
+        return []
+    number = Text.MOMENTS(count=len(moments), total=len(with_moment(case)))
+    if not measured:
+        # If a single rank of three or more differs, it may have clipped its gradients.
+        certain = counting and (len(case.group.replicas) == 2 or _no_two_agree(case, parameters))
+        return [Text.CONSISTENT_DIGESTS(), number] if certain else []
+    cosine, least = median(measured), min(cosines(parameters), default=1.0)
     if counting:
-        return sure if middle < ALIKE_COUNTED else ""
-    if middle >= (ALIKE_ASTRAY if least < ASTRAY else ALIKE) or just_began(case):
-        return ""
-    if least < ASTRAY or _all_unlike(case, parameters):
-        return sure
-    return (
-        f"{text}consistent with gradients that are not averaged (steps are not counted: one that was left out, or a "
-        "momentum that was lost, just before looks alike)"
-    )
+        return [_summary(case, parameters, cosine), number] if cosine < ALIKE_COUNTED else []
+    if cosine >= (ALIKE_ASTRAY if least < ASTRAY else ALIKE) or just_began(case):
+        return []
+    if least < ASTRAY or _no_two_agree(case, parameters):
+        return [_summary(case, parameters, cosine), number]
+    return [Text.CONSISTENT(cosine=cosine), number, Text.UNCOUNTED()]
 
 
-def _without_moments(case: Case, apart: list[TensorDiff], trend: str | None) -> str:
-    """Say why parameters alone look like unreduced gradients; '' where they may as well be something else."""
+def _summary(case: Case, parameters: list[TensorDiff], cosine: float) -> Message:
+    odd = suspects(parameters, case.group)
+    if set(odd) == set(case.group.ranks):
+        return Text.EACH_RANK(cosine=cosine)
+    return Text.SOME_RANKS(ranks=odd, cosine=cosine)
+
+
+def _facts_without_moments(case: Case, differing: list[TensorDiff], trend: str | None) -> list[Message]:
+    """State why the parameters alone are consistent with this finding; empty if another cause is as likely."""
     if not case.agrees("optimizer"):
-        return ""
-    found = cosines(apart)
-    told = "no first moments were compared: consistent with gradients that are not averaged"
+        return []
+    measured = cosines(differing)
+    summary = Text.CONSISTENT_WITHOUT_MOMENTS()
     if trend == "growing" and len(case.group.replicas) == 2 and not agreed_before(case):
-        return told
-    of_one_start = bool(found) and median(found) >= ELSEWHERE
-    if of_one_start and _all_unlike(case, apart):
-        return f"{told}; all ranks differ from each other"
-    if of_one_start and min(found) < ELSEWHERE:
-        return f"{told}; cosines of {min(found):.2f} to {max(found):.2f}"
-    return ""
+        return [summary]
+    common_start = bool(measured) and median(measured) >= ELSEWHERE
+    if common_start and _no_two_agree(case, differing):
+        return [summary, Text.ALL_RANKS_DIFFER()]
+    if common_start and min(measured) < ELSEWHERE:
+        return [summary, Text.COSINES(least=min(measured), most=max(measured))]
+    return []
 
 
-def _all_unlike(case: Case, apart: list[TensorDiff]) -> bool:
-    """Whether three ranks or more ought to hold the same, and no two agree on anything that differs."""
+def _no_two_agree(case: Case, differing: list[TensorDiff]) -> bool:
+    """Whether each replica group has three or more ranks, and no two of them agree on a differing tensor."""
     ranks = case.group.ranks
     return all(
-        len(diff.clusters) == len(ranks) and min(map(len, diff.replica_groups or (ranks,))) > 2 for diff in apart
+        len(diff.clusters) == len(ranks) and min(map(len, diff.replica_groups or (ranks,))) > 2 for diff in differing
     )

@@ -1,27 +1,28 @@
-"""A rank left out an optimizer step that the others took.
+"""Some ranks skipped an optimizer step.
 
 Signature: the optimizer's step counters differ by one or two steps, or by less than 5 % of the larger count, and
-parameters or optimizer state differ with them. The checkpoint's own step is equal, or none is stored. BatchNorm's
-counts usually agree, for the forward ran; where they lag too, the rank missed the whole step. SGD counts no steps:
-there a skipped step is told from other causes only where the step itself was saved and the one before: parameters and
-optimizer state of the rank are then, to the byte, the others' of the step before, and BatchNorm's counts agree.
+parameters or optimizer state differ too. The steps stored in the checkpoints are equal, or there are none. BatchNorm's
+counts usually agree, because the forward pass ran; if they lag too, the rank missed the whole step. SGD counts no
+steps. A skipped step is then recognizable only if this step and the previous step were saved: the parameters and the
+optimizer state of the rank are bitwise equal to the other ranks' values at the previous step, and BatchNorm's counts
+agree.
 
-Cause: a rank decided alone to pass over a batch: `continue` on a bad or short batch, a loss or a gradient that was not
-finite on this rank only, gradients that were None there. In a run of a few steps a state that was lost at the start
-looks the same; the evidence says so.
+Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a NaN or infinite loss or gradient on
+this rank only, or missing gradients (None). In a run of a few steps, optimizer state lost at the start looks the same;
+the evidence then mentions it.
 
-Fix: decide together. All-reduce the flag (MAX) before the step, and let all ranks step or none; then restart from a
-checkpoint in which the ranks agree, or broadcast parameters and optimizer state of one rank.
+Fix: decide on all ranks together. All-reduce the flag (MAX) before the step, so either all ranks step or none. Then
+restart from a checkpoint in which the ranks agree, or broadcast the parameters and optimizer state of one rank.
 
-Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank `continue`, micro-step counts apart), ecmwf/WeatherGenerator#2718 and
-#2724 (the same). Whether steps were left out again and again shows over several saved steps: the lag then grows.
+Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank `continue`, different micro-step counts), ecmwf/WeatherGenerator#2718
+and #2724 (the same). Checkpoints of several steps show whether a rank skips steps repeatedly: its lag then grows.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, parameters_text
+from syncheck.diagnose.case import Match, parameter_facts
 from syncheck.diagnose.counters import (
     FEW,
     SHORT,
@@ -30,14 +31,13 @@ from syncheck.diagnose.counters import (
     fitting,
     followers,
     forwards_lag,
-    lag_text,
     names_of_values,
     odd_ranks,
-    other_lag_text,
     scales_of,
     trackers,
 )
-from syncheck.diagnose.origin import only_skipped, stale_at_first, stale_text
+from syncheck.diagnose.origin import counter_facts, earlier_lag, only_skipped, stale_at_first, stale_facts
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -47,19 +47,37 @@ if TYPE_CHECKING:
 CODE = "SYN214"
 SLUG = "step-skipped"
 SEVERITY: Severity = "error"
-CAUSE = "A rank left out an optimizer step that the others took: it decided alone to pass over a batch."
-FIX = (
-    "Decide together: bad = torch.tensor(float(skip), device=device); dist.all_reduce(bad, op=dist.ReduceOp.MAX); "
-    "if bad: optimizer.zero_grad(); continue. Then restart from a checkpoint in which the ranks agree."
+_DECIDE_TOGETHER = (
+    "Decide on all ranks together: bad = torch.tensor(float(skip), device=device); "
+    "dist.all_reduce(bad, op=dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue."
 )
-IN_A_JOB = (
-    f"{FIX.partition(' Then ')[0]} To go on with this run: syncheck.live.resync(model, optimizer) on all ranks, with "
-    "source=RANK where there is no majority."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "A rank skipped an optimizer step that the other ranks took, because it decided on its own to skip a batch."
+    FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
+    IN_A_JOB = (
+        f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks, with "
+        "source=RANK if there is no majority."
+    )
+    SKIPPED = "{ranks:Ranks} skipped {lag:count optimizer step} that {others:ranks} took"
+    SKIPPED_UP_TO = "{ranks:Ranks} skipped up to {lag:count optimizer step} that {others:ranks} took"
+    SKIPPED_AFTER_FORWARD = "{ranks:Ranks} ran the forward pass but skipped the optimizer step"
+    BATCHES_COUNTED = "BatchNorm counted the same batches on all ranks"
+    FORWARD_MISSING = "num_batches_tracked lags too, so the forward pass was also skipped or undone"
+    FORWARD_RAN = "num_batches_tracked agrees"
+    REPEATED = "at step {step} the lag was {lag:count step}, so steps were skipped more than once"
+    LOST_STATE = "optimizer state lost after {lag:count step} would look the same"
+    STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit counters that are a few steps apart, or a step that was saved in the making; cover what follows from it."""
+    """Match step counters with a small lag, or a rank with stale values after its forward pass."""
     counters = fitting(case, far=False)
     first = stale_at_first(case)
     if first is not None and (not only_skipped(first) or scales_of(case.group)):
@@ -71,35 +89,49 @@ def apply(case: Case) -> Match | None:
     tensors = followers(case, counters)
     if not any(diff.kind in ("parameter", "optimizer") for diff in tensors) and not counters:
         return None
-    most = farthest(counters)
-    moved = [diff for diff in tensors if diff.kind == "parameter"]
-    then = "" if most is None else other_lag_text(most, case.series)
-    texts = [
-        lag_text(counters),
-        parameters_text(case, moved),
-        "" if first is None else f"{stale_text(first)}, and had counted that step's batches",
-        "" if first is not None else _forwards(case, counters),
-        f"{then}: it happened more than once" if then else "",
-        "" if most is None or first is not None else _doubt(case, most),
-    ]
     ranks = odd_ranks(counters) if first is None else tuple(first.evidence.stale)
-    evidence = "; ".join(filter(None, texts))
-    fix = IN_A_JOB if case.in_memory else ""
-    return Match(tensors, ranks, evidence, (*names_of_values(counters), *trackers(case, ranks)), fix=fix)
+    parameters = [diff for diff in tensors if diff.kind == "parameter"]
+    most = farthest(counters)
+    facts = [
+        Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if most is None else _summary(most),
+        *counter_facts(counters),
+        *parameter_facts(case, parameters),
+    ]
+    if first is not None:
+        facts += [*stale_facts(first), Text.BATCHES_COUNTED()]
+    else:
+        facts += _forward_facts(case, counters)
+    if most is not None:
+        if earlier := earlier_lag(most, case.series):
+            facts.append(Text.REPEATED(step=earlier[0], lag=earlier[1]))
+        if first is None:
+            facts += _doubts(case, most)
+    values = (*names_of_values(counters), *trackers(case, ranks))
+    return Match(tensors, ranks, tuple(facts), values, fix=Text.IN_A_JOB() if case.in_memory else "")
 
 
-def _forwards(case: Case, counters: tuple[StepCounter, ...]) -> str:
+def _summary(counter: StepCounter) -> Message:
+    """State which ranks took fewer steps than the ranks with the highest count."""
+    highest = max(counter.by_rank.values())
+    others = tuple(sorted(rank for rank, count in counter.by_rank.items() if count == highest))
+    lags = {highest - counter.by_rank[rank] for rank in counter.behind}
+    sentence = Text.SKIPPED if len(lags) == 1 else Text.SKIPPED_UP_TO
+    return sentence(ranks=counter.behind, lag=int(counter.lag), others=others)
+
+
+def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Message]:
     if forwards_lag(case, counters):
-        return "num_batches_tracked lags as well: the whole step was missed, its forward too, or undone"
+        return [Text.FORWARD_MISSING()]
     if case.compared("bn_count") and case.agrees("bn_count"):
-        return "num_batches_tracked agrees"
-    return ""
+        return [Text.FORWARD_RAN()]
+    return []
 
 
-def _doubt(case: Case, counter: StepCounter) -> str:
-    lag, texts = int(counter.lag), []
+def _doubts(case: Case, counter: StepCounter) -> list[Message]:
+    """State other causes with the same evidence."""
+    doubts, lag = [], int(counter.lag)
     if lag > FEW or max(counter.by_rank.values()) <= SHORT:
-        texts.append(f"an optimizer state that was lost after {counted(lag, 'step')} would look the same")
+        doubts.append(Text.LOST_STATE(lag=lag))
     if not case.group.evidence.stores_progress and not case.in_memory:
-        texts.append("the files do not say that they are of one step")
-    return ", and ".join(texts)
+        doubts.append(Text.STEP_UNKNOWN())
+    return doubts

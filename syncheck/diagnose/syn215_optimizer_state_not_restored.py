@@ -1,15 +1,15 @@
-"""The optimizer's state was loaded, or was lost, on some ranks only.
+"""The optimizer state was loaded or lost on some ranks only.
 
 Signature: the optimizer's step counters are far apart, by more than two steps and at least 5 % of the larger count; or
-the optimizer of some ranks holds no state at all while the others' does. At the moment of the resume the
-parameters still agree, for DDP broadcasts them; one step later all of them differ. SGD counts no steps: once it has
-stepped, only parameters and momentum that differ are left, and this cannot be told from other causes.
+the optimizer of some ranks holds no state at all. Right after the resume the parameters still agree, because DDP
+broadcasts them; one step later all of them differ. SGD counts no steps. After its first step only parameters and
+momentum differ, which other causes explain as well.
 
-Cause: a resume called `optimizer.load_state_dict()` on rank 0 only, a rank did not find its file and went on with an
-empty state, or the optimizer was made anew on some ranks. Nobody broadcasts the optimizer's state.
+Cause: only rank 0 called `optimizer.load_state_dict()` on resume, a rank did not find its file and continued with empty
+state, or some ranks created a new optimizer. Nothing broadcasts the optimizer state.
 
-Fix: load the optimizer's state on every rank, before the first step, and check it: all-gather one step counter and stop
-if they differ.
+Fix: load the optimizer state on every rank before the first step. To check it, all-gather one step counter and stop if
+the values differ.
 
 Incidents: vllm-project/speculators#926 (only rank 0 loaded), PaddlePaddle/PaddleNLP#7256 (the same).
 """
@@ -18,20 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, differ, parameters_text
-from syncheck.diagnose.counters import (
-    farthest,
-    fitting,
-    followers,
-    lag_text,
-    names_of_values,
-    odd_ranks,
-    other_lag_text,
-    trackers,
-)
+from syncheck.diagnose.case import Match, parameter_facts
+from syncheck.diagnose.counters import farthest, fitting, followers, names_of_values, odd_ranks, trackers
 from syncheck.diagnose.empty_state import without_state
+from syncheck.diagnose.origin import counter_facts, earlier_lag
 from syncheck.kinds import OPTIMIZER
-from syncheck.messages import ranks_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -40,66 +32,81 @@ if TYPE_CHECKING:
 CODE = "SYN215"
 SLUG = "optimizer-state-not-restored"
 SEVERITY: Severity = "error"
-CAUSE = "The optimizer's state was loaded, or lost, on some ranks only: their moments and step counts are others."
-FIX = (
-    "Load it on every rank before the first step: optimizer.load_state_dict(torch.load(path, map_location=device)"
-    "['optimizer']), outside any 'if rank == 0'; DDP broadcasts the model, never the optimizer."
+_LOAD_EVERYWHERE = (
+    "Load the optimizer state on every rank before the first step: optimizer.load_state_dict(torch.load(path, "
+    "map_location=device)['optimizer']), not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."
 )
-# The majority may be the ranks that lost their state.
-IN_A_JOB = (
-    f"{FIX} To go on with this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a rank "
-    "whose optimizer still has its state."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "The optimizer state was loaded or lost on some ranks only, so its moments and step counts differ."
+    FIX = _LOAD_EVERYWHERE
+    # The majority may have lost its state, so resync needs a source.
+    IN_A_JOB = (
+        f"{_LOAD_EVERYWHERE} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
+        "with a rank whose optimizer still has its state."
+    )
+    ON_SOME_RANKS = "Only {ranks:ranks} loaded or lost {ranks:verb its|their} optimizer state"
+    EMPTY = (
+        "The optimizer of {ranks:ranks} holds no state, but the optimizer of {others:ranks} holds "
+        "{tensors:count tensor}"
+    )
+    STATE_DIFFERS = "{count:count other optimizer tensor} {count:verb differs|differ}"
+    PARAMETERS_AGREE = "all parameters still agree"
+    NO_STEP_SINCE = "all parameters still agree, so no step was taken since"
+    SCALER_DIFFERS = "the state of the loss scaler differs too"
+    REPEATED = "at step {step} the lag was {lag:count step}, so this happened repeatedly, or steps were skipped"
+    STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit counters that are far apart, and optimizers without any state beside others with theirs."""
+    """Match step counters with a large lag, and optimizers without state beside optimizers with state."""
     empty, lacking = without_state(case), tuple(diff for diff in case.tensors if _is_lost(diff))
     if empty and lacking:
-        return _empty(case, empty, lacking)
+        return _match_empty_state(case, empty, lacking)
     counters = fitting(case, far=True)
     most = farthest(counters)
     if most is None:
         return None
-    tensors = followers(case, counters)
-    moved = [diff for diff in tensors if diff.kind == "parameter"]
-    state = sum(diff.kind == "optimizer" for diff in tensors)
-    ranks = odd_ranks(counters)
+    tensors, ranks = followers(case, counters), odd_ranks(counters)
     scaler = trackers(case, ranks)
-    then = other_lag_text(most, case.series)
-    texts = [
-        lag_text(counters),
-        f"{counted(state, 'other optimizer tensor')} {differ(state)} with it" if state else "",
-        parameters_text(case, moved) or _still_agree(case),
-        "the loss scaler's state differs with it" if scaler else "",
-        f"{then}: it happened, or steps were left out, repeatedly" if then else "",
-        ""
-        if case.group.evidence.stores_progress or case.in_memory
-        else "the files do not say that they are of one step",
-    ]
-    evidence = "; ".join(filter(None, texts))
-    fix = IN_A_JOB if case.in_memory else ""
-    return Match(tensors, ranks, evidence, (*names_of_values(counters), *scaler), fix=fix)
+    facts = [Text.ON_SOME_RANKS(ranks=ranks), *counter_facts(counters)]
+    if state := sum(diff.kind == "optimizer" for diff in tensors):
+        facts.append(Text.STATE_DIFFERS(count=state))
+    parameters = [diff for diff in tensors if diff.kind == "parameter"]
+    facts += parameter_facts(case, parameters)
+    if not parameters and _parameters_agree(case):
+        facts.append(Text.NO_STEP_SINCE())
+    if scaler:
+        facts.append(Text.SCALER_DIFFERS())
+    if earlier := earlier_lag(most, case.series):
+        facts.append(Text.REPEATED(step=earlier[0], lag=earlier[1]))
+    if not case.group.evidence.stores_progress and not case.in_memory:
+        facts.append(Text.STEP_UNKNOWN())
+    return Match(tensors, ranks, tuple(facts), (*names_of_values(counters), *scaler), fix=_fix(case))
 
 
-def _still_agree(case: Case) -> str:
-    if case.compared("parameter") and case.agrees("parameter"):
-        return "all parameters still agree: no step has been taken since"
-    return ""
+def _fix(case: Case) -> Message:
+    return Text.IN_A_JOB() if case.in_memory else Text.FIX()
+
+
+def _parameters_agree(case: Case) -> bool:
+    return bool(case.compared("parameter")) and case.agrees("parameter")
 
 
 def _is_lost(diff: TensorDiff) -> bool:
     return diff.reason == "missing" and diff.kind in OPTIMIZER
 
 
-def _empty(case: Case, ranks: tuple[int, ...], lacking: tuple[TensorDiff, ...]) -> Match:
-    """Say whose optimizer has no state; without a majority these are the suspects, else the fewer."""
-    having = tuple(rank for rank in case.group.ranks if rank not in ranks)
-    agree = case.compared("parameter") and case.agrees("parameter")
-    return Match(
-        lacking,
-        having if len(having) < len(ranks) else ranks,
-        f"the optimizer of {ranks_text(ranks)} holds no state at all, that of {ranks_text(having)} has "
-        f"{counted(len(lacking), 'tensor')}" + ("; all parameters still agree" if agree else ""),
-        fix=IN_A_JOB if case.in_memory else "",
-    )
+def _match_empty_state(case: Case, ranks: tuple[int, ...], lacking: tuple[TensorDiff, ...]) -> Match:
+    """Return the match for ranks without optimizer state. The smaller set is suspect, of two equal sets the empty."""
+    others = tuple(rank for rank in case.group.ranks if rank not in ranks)
+    facts = [Text.EMPTY(ranks=ranks, others=others, tensors=len(lacking))]
+    if _parameters_agree(case):
+        facts.append(Text.PARAMETERS_AGREE())
+    return Match(lacking, others if len(others) < len(ranks) else ranks, tuple(facts), fix=_fix(case))

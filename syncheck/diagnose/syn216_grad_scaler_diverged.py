@@ -1,19 +1,19 @@
-"""The loss scalers of the ranks are not in the same state.
+"""The loss scalers of the ranks are in different states.
 
-Signature: the scale of the gradient scaler, or its count of steps without an overflow, is not equal on all ranks. With
-the scale, parameters and optimizer state differ; the optimizer's step counters may lag by the steps that were left out.
-Where the scale is equal and only the count of good steps differs, nothing else is laid to the scaler.
+Signature: the scale of the gradient scaler, or its count of steps without overflow, is not equal on all ranks. If the
+scale differs, so do parameters and optimizer state, and the optimizer's step counters may lag by the skipped steps. If
+only the count differs, the finding covers nothing else.
 
-Cause: a rank found an overflow in its own gradients or shards that the others did not see, left out the step and
-halved its scale. From then on gradients of unlike scale are averaged, and each rank divides them by its own. Plain DDP
-averages before the scaler looks, so that its scalers stay equal. They do not with gradients that are not averaged,
-sharded optimizers, `join` with uneven inputs, unequal `init_scale`, or a scaler that was restored on some ranks only.
+Cause: a rank found an overflow in its own gradients or shards, skipped the step and halved its scale. From then on,
+gradients with different scales are averaged, and each rank divides them by its own scale. Plain DDP averages before the
+scaler checks for overflow, so its scalers stay equal. They diverge with unreduced gradients, sharded optimizers, `join`
+with uneven inputs, different values of `init_scale`, or a scaler restored on some ranks only.
 
-Fix: reduce the scaler's `found_inf` over the ranks (ShardedGradScaler does), give all ranks one scale, or use bfloat16,
-which needs no scaler.
+Fix: reduce the scaler's `found_inf` over the ranks, as ShardedGradScaler does; use the same scale on all ranks; or use
+bfloat16, which needs no scaler.
 
 Incidents: pytorch/pytorch#136009, pytorch/pytorch#90057 (join, uneven inputs), NVIDIA-NeMo/Megatron-Bridge#5591 (scales
-4 and 8); facebookresearch/fairscale#181 (`found_inf` has to be reduced where the optimizer is sharded).
+4 and 8); facebookresearch/fairscale#181 (`found_inf` has to be reduced if the optimizer is sharded).
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, by_value_text, number_text, parameters_text
-from syncheck.diagnose.counters import (
-    counted_text,
-    counters_of,
-    farthest,
-    minority_of,
-    names_of_values,
-    scales_of,
-    trackers,
-)
+from syncheck.diagnose.case import Match, parameter_facts
+from syncheck.diagnose.counters import counters_of, farthest, minority_of, names_of_values, scales_of, trackers
+from syncheck.diagnose.origin import steps_by_rank
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,46 +37,70 @@ if TYPE_CHECKING:
 CODE = "SYN216"
 SLUG = "grad-scaler-diverged"
 SEVERITY: Severity = "error"
-CAUSE = "The ranks' loss scalers are not in one state: a rank found an overflow, or was given a scale, of its own."
-FIX = (
-    "Before scaler.step(optimizer), after scaler.unscale_(optimizer), let all ranks see an overflow: "
-    "for found_inf in scaler._found_inf_per_device(optimizer).values(): "
-    "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX). "
-    "Or take torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which does this; or train in bfloat16 "
-    "without a scaler."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "The loss scalers of the ranks are in different states: a rank found an overflow of its own, or was given "
+        "another scale."
+    )
+    FIX = (
+        "Before scaler.step(optimizer) and after scaler.unscale_(optimizer), share overflows with all ranks: "
+        "for found_inf in scaler._found_inf_per_device(optimizer).values(): "
+        "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX). "
+        "Or use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which does this, or train in bfloat16 "
+        "without a scaler."
+    )
+    SCALES_DIFFER = "The loss scales differ by a factor of {ratio:number}"
+    ZERO_SCALE = "The loss scales differ, and some are 0"
+    STATES_DIFFER = "The states of the loss scalers differ, but no difference of the scale is known"
+    VALUE = "{name} is {values:by_rank}"
+    VALUE_UNKNOWN = "{name} differs"
+    MORE = "and {count} more"
+    OVERFLOW = "the optimizer counted different steps, because an overflow skips a step: {steps:by_rank}"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
+_MOST = 3  # listed values
 
 
 def apply(case: Case) -> Match | None:
-    """Fit a scaler whose state differs, and cover what is trained with it where the scale does."""
-    # A module may be called scaler too; the state of a loss scaler is single numbers.
+    """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
+    # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
     values, own = trackers(case), tuple(diff for diff in case.of_kind("scaler") if diff.numel == 1)
     if not values and not own:
         return None
     scales = scales_of(case.group)
-    moved = _moved(case) if scales else ()
+    moved = _trained_tensors(case) if scales else ()
     by_name = {value.name: value.by_rank for value in case.group.values if value.name in values}
-    texts = [f"{name} is {by_value_text(by_rank)}" for name, by_rank in sorted(by_name.items(), key=_scale_first)]
-    texts += [f"{diff.name} differs" + (f": {by_value_text(v)}" if (v := _read(diff)) else "") for diff in own]
-    texts = texts[:3] + ([f"and {len(texts) - 3} more"] if len(texts) > 3 else [])
-    if not scales:
-        texts.append("the scale is not known to differ")
-    elif min(scales.values()) > 0:
-        texts.append(f"the scales are apart by a factor of {number_text(max(scales.values()) / min(scales.values()))}")
+    facts = [_summary(scales), *_value_facts(by_name, own)]
     counters = counters_of(case) if moved else ()
     if most := farthest(counters):
-        texts.append(f"the optimizer counted {counted_text(most)}: an overflow leaves its step out")
-    texts.append(parameters_text(case, [diff for diff in moved if diff.kind == "parameter"]))
-    return Match(
-        (*own, *moved),
-        _suspects(case, scales, by_name, own),
-        "; ".join(filter(None, texts)),
-        (*values, *names_of_values(counters)),
-    )
+        facts.append(Text.OVERFLOW(steps=steps_by_rank(most)))
+    facts += parameter_facts(case, [diff for diff in moved if diff.kind == "parameter"])
+    ranks = _suspects(case, scales, by_name, own)
+    return Match((*own, *moved), ranks, tuple(facts), (*values, *names_of_values(counters)))
 
 
-def _moved(case: Case) -> tuple[TensorDiff, ...]:
-    """Return what unlike scales pull apart: everything that is trained. A few parameters are another matter."""
+def _summary(scales: Mapping[int, float]) -> Message:
+    if not scales:
+        return Text.STATES_DIFFER()
+    least, most = min(scales.values()), max(scales.values())
+    return Text.SCALES_DIFFER(ratio=most / least) if least > 0 else Text.ZERO_SCALE()
+
+
+def _value_facts(by_name: Mapping[str, Mapping[int, object]], own: tuple[TensorDiff, ...]) -> list[Message]:
+    facts = [Text.VALUE(name=name, values=dict(by_rank)) for name, by_rank in sorted(by_name.items(), key=_scale_first)]
+    for diff in own:
+        values = dict(_values_of(diff))
+        facts.append(Text.VALUE(name=diff.name, values=values) if values else Text.VALUE_UNKNOWN(name=diff.name))
+    return facts if len(facts) <= _MOST else [*facts[:_MOST], Text.MORE(count=len(facts) - _MOST)]
+
+
+def _trained_tensors(case: Case) -> tuple[TensorDiff, ...]:
+    """Return all trained tensors, which different scales affect; empty if only a few parameters differ."""
     frozen = case.frozen
     parameters = [diff for diff in case.of_kind("parameter") if diff.name not in frozen]
     if 2 * len(parameters) < case.compared("parameter") - len(frozen):
@@ -97,14 +115,14 @@ def _suspects(
     by_name: Mapping[str, Mapping[int, object]],
     own: tuple[TensorDiff, ...],
 ) -> tuple[int, ...]:
-    """Return the ranks outside the majority; of two equal halves the one that backed off, if that shows."""
+    """Return the ranks outside the majority; without a majority the ranks with a reduced scale, if known."""
     for by_rank in (scales, *by_name.values()):
         if odd := minority_of(by_rank):
             return odd
     lowest = {rank for rank, scale in scales.items() if scale < max(scales.values())}
     behind = {rank for counter in counters_of(case) for rank in counter.behind}
-    goods = [v for name, v in by_name.items() if name.endswith("_growth_tracker") and None not in v.values()]
-    recent = {rank for v in goods for rank, good in v.items() if _number(good) < max(map(_number, v.values()))}
+    trackers_by_rank = [v for name, v in by_name.items() if name.endswith("_growth_tracker") and None not in v.values()]
+    recent = {rank for v in trackers_by_rank for rank, n in v.items() if _number(n) < max(map(_number, v.values()))}
     if lowest and lowest in (behind, recent):
         return tuple(sorted(lowest))
     return suspects(own, case.group)
@@ -114,7 +132,7 @@ def _scale_first(item: tuple[str, object]) -> tuple[bool, str]:
     return not item[0].endswith("scale"), item[0]
 
 
-def _read(diff: TensorDiff) -> Mapping[int, object]:
+def _values_of(diff: TensorDiff) -> Mapping[int, object]:
     return {} if diff.evidence is None else diff.evidence.values
 
 

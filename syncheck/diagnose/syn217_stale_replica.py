@@ -1,17 +1,17 @@
-"""A rank holds what the others held at an earlier step.
+"""Some ranks hold the values of an earlier step of the other ranks.
 
-Signature: of a rank's parameters and optimizer state all that differ from the others' are, to the byte, the others' of
-an earlier step that was saved too. BatchNorm's statistics and counts follow.
+Signature: a rank's parameters and optimizer state differ from the other ranks' values, and are bitwise equal to the
+values of the other ranks at an earlier saved step. BatchNorm's statistics and counts differ with them.
 
-Cause: the rank's last save did not happen and an older file stayed in the folder, a gather of parameters that overlaps
-the forward returned the values from before the step, or the rank was set back. Where BatchNorm's counts agree and the
-optimizer's state is old too, the rank ran the forward and left out the step: that is SYN214, or SYN216 where its loss
-scale shows the overflow. Without BatchNorm a step that was left out last looks the same.
+Cause: the last save of the rank did not happen and an older file remained in the folder, a parameter gather overlapping
+the forward pass returned values from before the step, or the rank was set back. If BatchNorm's counts agree and the
+optimizer state is old too, the rank ran the forward pass and skipped the step. This is SYN214, or SYN216 if its loss
+scale shows an overflow. Without BatchNorm, a skipped last step looks the same.
 
-Fix: compare the step that each file names with the time it was written, and let no rank go on until all have written;
-wait for the gather (`dist.barrier()`, the handle's `wait()`) before saving.
+Fix: compare the step in each file with the time of its last change, and let no rank continue before all ranks have
+written their files (`dist.barrier()`). Wait for the gather (the handle's `wait()`) before saving.
 
-Incidents: NVIDIA/Megatron-LM#663, #950, #7131, #4609 and #3693 (parameters of the step before, from an overlapped
+Incidents: NVIDIA/Megatron-LM#663, #950, #7131, #4609 and #3693 (parameters of the previous step, from an overlapped
 gather).
 """
 
@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, differ
+from syncheck.diagnose.case import Match
 from syncheck.diagnose.counters import fitting, scales_of
-from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_text
+from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_facts
 from syncheck.kinds import BN_STATISTICS
-from syncheck.messages import ranks_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, Severity, TensorDiff, ValueDiff
@@ -34,68 +34,100 @@ if TYPE_CHECKING:
 CODE = "SYN217"
 SLUG = "stale-replica"
 SEVERITY: Severity = "error"
-CAUSE = "A rank holds the state of an earlier step: an old file, a gather that came too early, or a rank set back."
-FIX = (
-    "Let every rank write to a new path and call dist.barrier() after saving, so that no older file can stand in; wait "
-    "for an overlapped parameter gather (handle.wait()) before state_dict()."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "A rank holds the state of an earlier step: an old file, an early parameter gather, or a rank set back."
+    FIX = (
+        "Write each checkpoint to a new path and call dist.barrier() after saving, so no older file remains in place. "
+        "Wait for an overlapped parameter gather (handle.wait()) before state_dict()."
+    )
+    STALE = "Rank {rank} holds the values of step {earlier} in a checkpoint of step {step}"
+    STALE_STEP_UNKNOWN = "Rank {rank} holds the values of step {earlier}"
+    PARAMETERS_EQUAL = (
+        "{parameters:count parameter} {parameters:verb is|are} bitwise equal to other ranks at step {earlier}"
+    )
+    TENSORS_EQUAL = (
+        "{parameters:count parameter} and {states:count optimizer tensor} are bitwise equal to other ranks at step "
+        "{earlier}"
+    )
+    MORE_RANKS = "{count:count more rank} {count:verb is|are} stale too"
+    SET_BACK = "{ranks:Ranks} {ranks:verb was|were} set back to an earlier step and continued training from there"
+    BATCHNORM_DIFFERS = "{count:count BatchNorm tensor} {count:verb differs|differ} too"
+    BATCHNORM_SET_BACK = "BatchNorm's counts were set back too"
+    STORED_STEP_DIFFERS = "the step stored in the {ranks:verb file|files} of {ranks:ranks} differs too"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
 _STATE = ("parameter", "optimizer", "optimizer_step")
+_MOST = 4  # described ranks
 
 
 def apply(case: Case) -> Match | None:
-    """Fit ranks that are where the others were, and cover what differs because of them."""
+    """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
     group = case.group
     if group.evidence.stale:
-        return None if _step_left_out(group) else _stale_now(case)
-    # A rank that was set back and trained on is not where the others were any more; the series shows that it was.
+        return None if _skipped_step(group) else _match_stale(case)
+    # A rank is not stale any more if it was set back and continued training, but the series shows when it was.
     first = stale_at_first(case)
-    if first is None or _step_left_out(first) or ran_forward(first) is True:
+    if first is None or _skipped_step(first) or ran_forward(first) is True:
         return None
-    if ran_forward(first) is None and fitting(case, far=False):  # the optimizer's counters then tell of a step
+    if ran_forward(first) is None and fitting(case, far=False):  # the optimizer's counters show a skipped step
         return None
     stale = tuple(first.evidence.stale)
-    covered = tuple(diff for diff in case.tensors if _explained(diff, stale) and set(diff.minority) <= set(stale))
-    with_counts = ", with BatchNorm's counts" if ran_forward(first) is False else ""
-    text = f"{stale_text(first)}{with_counts}, and trained on from there"
-    return Match(covered, stale, text) if any(diff.kind == "parameter" for diff in covered) else None
+    covered = tuple(diff for diff in case.tensors if _is_explained(diff, stale) and set(diff.minority) <= set(stale))
+    if not any(diff.kind == "parameter" for diff in covered):
+        return None
+    facts = [Text.SET_BACK(ranks=tuple(sorted(stale))), *stale_facts(first)]
+    if ran_forward(first) is False:
+        facts.append(Text.BATCHNORM_SET_BACK())
+    return Match(covered, stale, tuple(facts))
 
 
-def _step_left_out(group: Comparison) -> bool:
-    """Whether the ranks ran the step's forward, or found an overflow, and left out the optimizer's part."""
+def _skipped_step(group: Comparison) -> bool:
+    """Whether the stale ranks ran the forward pass, or found an overflow, and skipped the optimizer step."""
     return only_skipped(group) or (bool(scales_of(group)) and ran_forward(group) is not False)
 
 
-def _stale_now(case: Case) -> Match | None:
+def _match_stale(case: Case) -> Match | None:
     stale = case.group.evidence.stale
-    covered = tuple(diff for diff in case.tensors if _explained(diff, tuple(stale)))
+    covered = tuple(diff for diff in case.tensors if _is_explained(diff, tuple(stale)))
     if not any(diff.kind == "parameter" for diff in covered):
         return None
-    texts = []
-    for rank, step in sorted(stale.items()):
-        same = [diff for diff in covered if diff.kind in _STATE and any(rank in ranks for ranks in diff.clusters)]
-        parameters = sum(diff.kind == "parameter" for diff in same)
-        others = len(same) - parameters
-        now = "" if case.group.step is None else f", this is step {case.group.step}"
-        texts.append(
-            f"rank {rank} is at step {step}{now}: {counted(parameters, 'parameter')}"
-            + (f" and {counted(others, 'optimizer tensor')}" if others else "")
-            + (" are" if len(same) > 1 else " is")
-            + f" to the byte what other ranks held at step {step}"
-        )
-    texts = texts[:4] + ([f"{len(texts) - 4} more ranks alike"] if len(texts) > 4 else [])
-    statistics = sum(diff.kind in (*BN_STATISTICS, "bn_count") for diff in covered)
-    if statistics:
-        texts.append(f"{counted(statistics, 'tensor')} of BatchNorm {differ(statistics)} with it")
-    values = [value for value in case.of_values() if _of_stale(value, stale)]
+    facts = []
+    for rank, earlier in sorted(stale.items())[:_MOST]:
+        facts += _rank_facts(case, covered, rank, earlier)
+    if len(stale) > _MOST:
+        facts.append(Text.MORE_RANKS(count=len(stale) - _MOST))
+    if statistics := sum(diff.kind in (*BN_STATISTICS, "bn_count") for diff in covered):
+        facts.append(Text.BATCHNORM_DIFFERS(count=statistics))
+    values = [value for value in case.of_values() if _is_value_explained(value, stale)]
     if any(value.kind == "progress" for value in values):
-        texts.append(f"the file of {ranks_text(sorted(stale))} names another step as well")
-    return Match(covered, tuple(stale), "; ".join(texts), tuple(value.name for value in values))
+        facts.append(Text.STORED_STEP_DIFFERS(ranks=tuple(sorted(stale))))
+    return Match(covered, tuple(stale), tuple(facts), tuple(value.name for value in values))
 
 
-def _explained(diff: TensorDiff, stale: Collection[int]) -> bool:
-    """Whether a tensor differs only because of these ranks. Running statistics differ between ranks anyway."""
+def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: int) -> tuple[Message, Message]:
+    """State which step a stale rank is at, and how many tensors show it."""
+    same = [diff for diff in covered if diff.kind in _STATE and any(rank in ranks for ranks in diff.clusters)]
+    parameters = sum(diff.kind == "parameter" for diff in same)
+    states, step = len(same) - parameters, case.group.step
+    return (
+        Text.STALE(rank=rank, earlier=earlier, step=step)
+        if step is not None
+        else Text.STALE_STEP_UNKNOWN(rank=rank, earlier=earlier),
+        Text.TENSORS_EQUAL(parameters=parameters, states=states, earlier=earlier)
+        if states
+        else Text.PARAMETERS_EQUAL(parameters=parameters, earlier=earlier),
+    )
+
+
+def _is_explained(diff: TensorDiff, stale: Collection[int]) -> bool:
+    """Whether a tensor differs only on stale ranks. Running statistics may differ on all ranks."""
     return diff.kind in BN_STATISTICS or sum(not set(ranks) <= set(stale) for ranks in diff.clusters) <= 1
 
 
-def _of_stale(value: ValueDiff, stale: Collection[int]) -> bool:
-    return len({str(found) for rank, found in value.by_rank.items() if rank not in stale}) <= 1
+def _is_value_explained(value: ValueDiff, stale: Collection[int]) -> bool:
+    return len({str(own) for rank, own in value.by_rank.items() if rank not in stale}) <= 1

@@ -1,40 +1,41 @@
-"""Only frozen parameters or plain buffers differ: nothing sent them, and nothing updates them.
+"""Only frozen parameters or plain buffers differ: nothing synchronized them, and nothing updates them.
 
-Signature: all parameters that differ are frozen: recorded so in the metadata, or without state in an optimizer that
-holds state of others; or no parameter differs and plain buffers do. All that is trained agrees, and so does the
-optimizer. Over several steps the gap stays as it is; one that changes is of a buffer that each rank updates from its
-own data, and is not this.
+Signature: all differing parameters are frozen, either by the metadata, or because the optimizer holds state of other
+parameters only. Or no parameter differs, but plain buffers do. All trained parameters and the optimizer state agree.
+Over several steps the difference is constant. A buffer whose difference changes is updated from each rank's own data,
+and is not part of this finding.
 
-Where an optimizer's ids cannot be resolved to names, as in a plain `torch.save` of a model with frozen parts, there
-must be room: the parameters that differ and the states together may be no more than all parameters.
+If the optimizer's ids have no names, as in a plain `torch.save` of a model with frozen parts, the differing parameters
+and the optimizer's states together may not outnumber all parameters.
 
-Cause: DDP sends rank 0's parameters and buffers when it wraps a model. What is not under a wrapper (a module without
-trainable parameters is often left out), what `to_empty` or a random initializer fills after the wrap, and buffers
-under `broadcast_buffers=False` keep each rank's own numbers for ever. Gradients are averaged through unequal layers.
+Cause: DDP broadcasts the parameters and buffers of rank 0 when it wraps a model. Tensors outside the wrapper (a module
+without trainable parameters is often left out), tensors filled by `to_empty` or a random initializer after wrapping,
+and buffers with `broadcast_buffers=False` keep each rank's own values. Gradients are then averaged through different
+layers.
 
-Fix: after building the model, send what the wrapper does not: `torch.distributed.broadcast(tensor, 0)` for each
-frozen parameter and buffer, or build it from one seed, or load it on every rank.
+Fix: after building the model, broadcast the tensors outside the wrapper: `torch.distributed.broadcast(tensor, 0)` for
+each frozen parameter and buffer. Or build the model with the same seed, or load it, on every rank.
 
-Incidents: speechbrain/speechbrain#2814, pytorch/pytorch#111138 (buffers since `broadcast_buffers=False` stops their
-first broadcast too), pytorch/pytorch#178569, pytorch/pytorch#108331 (buffers left as garbage on other nodes).
+Incidents: speechbrain/speechbrain#2814, pytorch/pytorch#111138 (buffers, because `broadcast_buffers=False` also skips
+the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitialized buffers on other nodes).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
+from syncheck.diagnose.case import Match, agreement_facts, largest_difference
 from syncheck.diagnose.gradients import (
-    course,
-    followers_text,
+    differing_moments,
+    follower_facts,
     in_step,
-    moments_apart,
-    touched_less,
+    is_share_below,
+    trend_facts,
     with_moment,
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.messages import names_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -45,56 +46,80 @@ if TYPE_CHECKING:
 CODE = "SYN218"
 SLUG = "frozen-not-broadcast"
 SEVERITY: Severity = "error"
-CAUSE = "Frozen parameters or buffers started unequal, and nothing sends or updates them."
-FIX = (
-    "Send what the wrapper does not, before training: for t in [*model.parameters(), *model.buffers()]: "
-    "torch.distributed.broadcast(t.data, 0). Or load it on every rank, or build it from one seed."
-)
 
-# One damaged place is not a tensor with other numbers in it.
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "Frozen parameters or buffers had different initial values, and nothing broadcasts or updates them."
+    FIX = (
+        "Broadcast the tensors outside the wrapper before training: "
+        "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0). Or load them, or "
+        "build them from the same seed, on every rank."
+    )
+    FROZEN = "{count:count frozen parameter} {count:verb was|were} never synchronized ({names:names}), {size}"
+    UNTRAINED = "{count:count untrained tensor} {count:verb was|were} never synchronized ({names:names}), {size}"
+    BUFFERS = "{count:count plain buffer} {count:verb was|were} not synchronized ({names:names}), {size}"
+    FROZEN_BY_METADATA = "the metadata lists {count:verb it|them} as frozen, and all other parameters agree"
+    NO_STATE = (
+        "the optimizer holds no state of {count:verb it|them}, and its {others:count other parameter} "
+        "{others:verb agrees|agree}"
+    )
+    IDS_ONLY = (
+        "consistent with frozen parameters or buffers, or with overwritten trained parameters: the optimizer "
+        "holds state of {states} of {total:count parameter}, but their names are unknown"
+    )
+    PARAMETERS_AGREE = "all {count:count parameter} agree"
+    ONE_STEP = "a single step does not show whether they started unequal or depend on each rank's data"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
+
+# Share of elements. A damaged element or run is no unsynchronized tensor.
 WHOLE = 0.5
 
 
 def apply(case: Case) -> Match | None:
-    """Fit frozen parameters that differ alone, or, where all parameters agree, plain buffers."""
+    """Match frozen parameters if nothing else is unexplained, or plain buffers if all parameters agree."""
     frozen = {diff.name: diff for diff in case.of_kind("parameter") if diff.status == "different"}
     buffers = tuple(diff for diff in case.of_kind("buffer") if diff.status == "different")
     kinds = ("parameter",) if frozen else ("buffer",)
-    apart = tuple(frozen.values()) or buffers
-    if not apart or not in_step(case) or not case.agrees("optimizer") or moments_apart(case):
+    differing = tuple(frozen.values()) or buffers
+    if not differing or not in_step(case) or not case.agrees("optimizer") or differing_moments(case):
         return None
-    trend, since = course(case, *kinds)
-    if touched_less(apart, WHOLE) or trend not in (None, "constant"):
+    trend, since = trend_facts(case, *kinds)
+    if is_share_below(differing, WHOLE) or trend not in (None, "constant"):
         return None
-    why = _why_frozen(case, frozen) if frozen else f"all {case.compared('parameter')} parameters agree"
-    if not why or not (frozen or case.agrees("parameter")):
+    reason = _reason_for_frozen(case, frozen) if frozen else Text.PARAMETERS_AGREE(count=case.compared("parameter"))
+    if reason is None or not (frozen or case.agrees("parameter")):
         return None
-    of_frozen = "untrained tensor" if case.loose & frozen.keys() else "frozen parameter"
-    what = counted(len(apart), of_frozen if frozen else "plain buffer")
-    text = f"{what} {differ(len(apart))} ({names_text([diff.name for diff in apart])}), {gap_text(apart)}; {why}{since}"
-    if not frozen and trend is None:
-        text += "; files of one step do not tell whether they were unequal from the start or follow each rank's data"
-    # Running statistics behind an unequal layer differ, as they do for want of a synchronized BatchNorm.
-    covered = (*apart, *(case.of_kind(*BN_STATISTICS, "buffer") if frozen else ()))
-    text += followers_text(covered, *kinds)
-    return Match(covered, suspects(apart, case.group), text + agreement_text(apart, case.group))
+    sentence = Text.UNTRAINED if case.loose & frozen.keys() else Text.FROZEN
+    # Running statistics behind a layer with different weights differ, as they do without SyncBatchNorm.
+    covered = (*differing, *(case.of_kind(*BN_STATISTICS, "buffer") if frozen else ()))
+    facts = [
+        (sentence if frozen else Text.BUFFERS)(
+            count=len(differing), names=tuple(diff.name for diff in differing), size=largest_difference(differing)
+        ),
+        reason,
+        *since,
+        *((Text.ONE_STEP(),) if not frozen and trend is None else ()),
+        *follower_facts(covered, *kinds),
+        *agreement_facts(differing, case.group),
+    ]
+    return Match(covered, suspects(differing, case.group), tuple(facts))
 
 
-def _why_frozen(case: Case, apart: Collection[str]) -> str:
-    """Say from what it follows that these parameters are not trained; '' where it does not follow."""
-    metadata, optimized = case.group.evidence.metadata, case.optimized
-    if set(apart) <= case.frozen:
-        return "frozen by the metadata; all others agree"
+def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None:
+    """State why the differing parameters are not trained; None if they may be."""
+    metadata, optimized, count = case.group.evidence.metadata, case.optimized, len(differing)
+    if set(differing) <= case.frozen:
+        return Text.FROZEN_BY_METADATA(count=count)
     if metadata is not None and metadata.optimizer_sharded:
-        return ""
+        return None
     if optimized is not None:
-        told = f"the optimizer holds no state of them, and state of {len(optimized)} others, which agree"
-        return told if set(apart) <= case.untrained else ""
+        return Text.NO_STATE(count=count, others=len(optimized)) if set(differing) <= case.untrained else None
     states = with_moment(case)
     everything = frozenset(name for name, kind in case.group.evidence.names.items() if kind == "parameter")
-    if states and all(name.isdigit() for name in states) and len(states) + len(apart) <= len(everything):
-        return (
-            f"consistent with frozen ones or buffers, and with trained ones that were overwritten: the optimizer holds "
-            f"state of {len(states)} of {len(everything)} parameters, not known which"
-        )
-    return ""
+    if states and all(name.isdigit() for name in states) and len(states) + count <= len(everything):
+        return Text.IDS_ONLY(states=len(states), total=len(everything))
+    return None

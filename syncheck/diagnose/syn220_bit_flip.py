@@ -1,54 +1,75 @@
-"""A single element differs, and all else agrees.
+"""A single element differs, and all other elements agree.
 
-Signature: one element of one tensor of the model, and perhaps the same element of its optimizer's state. One bit
-between the replicas' elements proves it, in this file or in that of an earlier step. With more bits it is
-consistent with a flip before a later update: averaged gradients move the element on all ranks alike, so the gap stays
-where it is. SGD keeps it, AdamW shrinks it by (1 - lr x weight decay) a step; a weight decay that goes into the
-gradients (SGD, Adam) takes it to the same element of the moments, and a flip in a first moment reaches the weight one
-step later. A tensor of one element (a step counter, a temperature) that differs is no bit flip by that alone, and no
-single element is one where other parameters or states differ too.
+Signature: one element of one tensor of the model differs, and possibly the same element of its optimizer state. A
+difference in a single bit proves a bit flip, in this file or in the file of an earlier step. If more bits differ, the
+finding is consistent with a flip before a later update: averaged gradients move the element equally on all ranks, so
+the difference remains. SGD keeps it, and AdamW shrinks it by (1 - lr x weight decay) per step. If weight decay is added
+to the gradients (SGD, Adam), it carries the difference to the same element of the moments, and a flip in a first moment
+reaches the weight at the next step.
 
-Cause: a bit of that rank's memory or of a register flipped (a failing memory cell or core, rarely a particle), or one
-value was written by mistake. What a flip does before the gradients are averaged reaches all ranks alike and cannot be
-seen here.
+A difference in a tensor of one element (a step counter, a temperature) is not sufficient, and the rule does not match
+if other parameters or states differ too.
 
-Fix: take the parameters and the optimizer's state of a rank that agrees with the others (load its file on that rank)
-and test the host's memory. If the same rank shows up again, leave the host out.
+Cause: a bit of the rank's memory or of a register flipped (a failing memory cell or core, rarely a particle), or a
+single value was overwritten by mistake. A flip before gradients are averaged reaches all ranks equally, and is
+invisible here.
+
+Fix: copy the parameters and optimizer state of a rank in the majority (load its file), and test the memory of the host.
+If the same rank fails again, exclude the host.
 
 Incidents: silent data corruption interrupted Llama 3's training 6 times in 54 days; ByteRobust (arXiv 2509.16293)
-isolates the machines outside the dominant group of equal signatures; 15 bad nodes are studied in arXiv 2502.12340.
+isolates the machines outside the dominant group of equal signatures; arXiv 2502.12340 studies 15 faulty nodes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, number_text, place_text, ranks_by
-from syncheck.diagnose.spots import agreeing_text, also_there_text, one_bit, spots
+from syncheck.diagnose.case import Match, agreement_facts, element_name
+from syncheck.diagnose.localized import follower_facts, is_one_bit, localized_damage, rest_facts
 from syncheck.evidence.suspects import suspects
-from syncheck.messages import ranks_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.diagnose.spots import Spot
+    from syncheck.diagnose.localized import Damage
     from syncheck.records import Severity, TensorDiff
 
 CODE = "SYN220"
 SLUG = "bit-flip"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "One value went wrong on one rank: a bit flipped in its memory or in a computation, or one element was "
-    "overwritten. Averaged gradients keep such a gap where it is."
-)
-FIX = (
-    "Load the file of a rank that agrees with the others on the odd one: "
-    "model.load_state_dict(torch.load(FILE)['model']), its optimizer too. Test that host's memory."
-)
-IN_A_JOB = (
-    "Copy from a rank that agrees with the others: syncheck.live.resync(model, optimizer) on all ranks, with "
-    "source=RANK where there is no majority. Test that host's memory."
-)
-# dtype: (bits of the mantissa, bits of the exponent), from the lowest; the sign, if any, is above.
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "A single value was corrupted on one rank: a bit flipped in memory or in a computation, or the element was "
+        "overwritten. Averaged gradients preserve the difference."
+    )
+    FIX = (
+        "Load the checkpoint of a rank in the majority on the odd rank: "
+        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Test the memory of the "
+        "odd host."
+    )
+    IN_A_JOB = (
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
+        "with source=RANK without a majority. Test the memory of the odd host."
+    )
+    FLIPPED = "A single bit of {element} flipped: {bit}"
+    FLIPPED_EARLIER = "at step {step} a single bit of {element} differed: {bit}"
+    BIT = "bit {bit} ({part})"
+    INTEGER_BIT = "bit {bit}"
+    UNKNOWN_BIT = "its position is unknown"
+    ONE_ELEMENT = "One element differs: {element}"
+    REST_OF_TENSOR = "the {others:count other element} of the tensor {others:verb agrees|agree}"
+    VALUES = "the value is {values:by_rank}"
+    BITS = "the values differ in {bits:count bit}"
+    CONSISTENT = "consistent with a bit flip before a later update"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
+# dtype: (mantissa bits, exponent bits), lowest bits first. The sign bit, if any, is the highest.
 _FORMATS = {
     "float64": (52, 11),
     "float32": (23, 8),
@@ -63,57 +84,54 @@ _FORMATS = {
 
 
 def apply(case: Case) -> Match | None:
-    """Fit single elements that differ alone."""
-    found = spots(case)
-    if not found or any(spot.hit.extent != "one" for spot in found):
+    """Match single elements if nothing else differs."""
+    damages = localized_damage(case)
+    if not damages or any(damage.hit.extent != "one" for damage in damages):
         return None
-    tensors = tuple(diff for spot in found for diff in spot.tensors)
-    text = "; ".join(_text(spot, case) for spot in found)
-    return Match(
-        tensors,
-        suspects(tensors, case.group),
-        f"{text}{agreeing_text(case)}{agreement_text(tensors, case.group)}",
-        fix=IN_A_JOB if case.in_memory else "",
-    )
+    tensors = tuple(diff for damage in damages for diff in damage.tensors)
+    facts = [fact for damage in damages for fact in _facts(damage, case)]
+    facts += rest_facts(case)
+    facts += agreement_facts(tensors, case.group)
+    fix = Text.IN_A_JOB() if case.in_memory else ""
+    return Match(tensors, suspects(tensors, case.group), tuple(facts), fix=fix)
 
 
-def _text(spot: Spot, case: Case) -> str:
-    proof = next((diff for diff in spot.tensors if one_bit(diff)), None)
-    shown = proof or spot.hit
-    text = f"one element of {shown.numel} differs in {place_text(shown)}{_values(shown)}"
-    if proof is not None:
-        return f"{text}: in one bit, {_bit_text(proof)}{also_there_text(spot)}"
-    bits = shown.evidence.flipped_bits if shown.evidence else None
-    text += f"{f': in {bits} bits' if bits else ''}{also_there_text(spot)}"
+def _facts(damage: Damage, case: Case) -> list[Message]:
+    """State which element differs, its values, and the proof of a flipped bit if there is one."""
+    proof = next((diff for diff in damage.tensors if is_one_bit(diff)), None)
+    shown = proof or damage.hit
+    element = element_name(shown)
+    facts = [Text.ONE_ELEMENT(element=element) if proof is None else Text.FLIPPED(element=element, bit=_bit(proof))]
+    if shown.evidence and shown.evidence.values:
+        facts.append(Text.VALUES(values=dict(shown.evidence.values)))
+    facts.append(Text.REST_OF_TENSOR(others=shown.numel - 1))
+    if proof is None and shown.evidence and shown.evidence.flipped_bits:
+        facts.append(Text.BITS(bits=shown.evidence.flipped_bits))
+    facts += follower_facts(damage)
+    if proof is None:
+        facts.append(_earlier_flip(damage, case) or Text.CONSISTENT())
+    return facts
+
+
+def _earlier_flip(damage: Damage, case: Case) -> Message | None:
+    """State at which earlier step a single bit of this element, or of its optimizer state, differed."""
     for earlier in case.series:
-        names = {diff.name for diff in spot.tensors} | {
-            name for name in earlier.evidence.names if name.startswith(f"optimizer.{spot.hit.name}.")
+        names = {diff.name for diff in damage.tensors} | {
+            name for name in earlier.evidence.names if name.startswith(f"optimizer.{damage.hit.name}.")
         }
         for diff in earlier.tensors:
-            if diff.name in names and diff.index == spot.hit.index and one_bit(diff):
-                return f"{text}; at step {earlier.step} {place_text(diff)} differed in one bit, {_bit_text(diff)}"
-    return f"{text}, which is consistent with a flip before a later update"
+            if diff.name in names and diff.index == damage.hit.index and is_one_bit(diff):
+                return Text.FLIPPED_EARLIER(step=earlier.step, element=element_name(diff), bit=_bit(diff))
+    return None
 
 
-def _bit_text(diff: TensorDiff) -> str:
-    """Name the bit that was flipped: 'bit 29 (exponent)'."""
+def _bit(diff: TensorDiff) -> Message:
+    """State which bit differs, and its part of a floating-point number."""
     bit = diff.evidence.bit if diff.evidence else None
     if bit is None:
-        return "of unknown place"
+        return Text.UNKNOWN_BIT()
     if diff.dtype not in _FORMATS:
-        return f"bit {bit}"
+        return Text.INTEGER_BIT(bit=bit)
     mantissa, exponent = _FORMATS[diff.dtype]
     part = "mantissa" if bit < mantissa else "exponent" if bit < mantissa + exponent else "sign"
-    return f"bit {bit} ({part})"
-
-
-def _values(diff: TensorDiff) -> str:
-    """Say what each rank holds: ', 0.08 on ranks 0, 1, 2 and 1e-22 on rank 3'."""
-    sets = ranks_by(diff.evidence.values if diff.evidence else {})
-    # As few digits as tell them apart.
-    digits = next((n for n in (6, 9) if len({f"{v:.{n}g}" for v in sets if isinstance(v, float)}) == len(sets)), 17)
-    texts = [
-        f"{number_text(value, digits) if isinstance(value, float) else value} on {ranks_text(ranks)}"
-        for value, ranks in sorted(sets.items(), key=lambda found: -len(found[1]))
-    ]
-    return f", {' and '.join(texts)}" if texts else ""
+    return Text.BIT(bit=bit, part=part)

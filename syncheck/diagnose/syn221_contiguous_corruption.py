@@ -1,19 +1,19 @@
-"""A run of adjacent elements of a tensor differs, and all else agrees.
+"""A run of adjacent elements of a tensor differs, and all other elements agree.
 
-Signature: the elements that differ lie next to each other in memory, more than one and at most half of the tensor, and
-no other tensor differs but its optimizer's state, within the same elements. (Where more than half of a tensor differs,
-another start of the run explains it as well: an embedding whose padding row is zero everywhere.)
+Signature: the differing elements are adjacent in memory, more than one and at most half of the tensor. No other tensor
+differs, except its optimizer state within the same elements. If more than half of a tensor differs, unequal initial
+values also explain it: the padding row of an embedding is zero on all ranks.
 
-Cause: a copy or a transfer brought other bytes: to or from a GPU, between hosts, from a checkpoint; or something wrote
-over the memory. An all-reduce that delivers other bytes to one rank leaves such a run in the parameter and in all of
-its optimizer's state. Whole rows of a matrix are seen too where rows were added, or filled, on each rank by itself: new
-tokens of an embedding.
+Cause: a copy or a transfer delivered other bytes (to or from a GPU, between hosts, from a checkpoint), or something
+overwrote the memory. If an all-reduce delivers other bytes to one rank, the run is in the parameter and in its
+optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own (the embeddings of new
+tokens).
 
-Fix: take the parameters and the optimizer's state of a rank that agrees with the others, and compare right after
-loading and after the first steps to see when it comes back. Suspect that host's memory, its links and its local
-storage. New rows: broadcast them (`dist.broadcast(weight.data, 0)`).
+Fix: copy the parameters and optimizer state of a rank in the majority. Compare right after loading and after the first
+steps, to see when the difference returns. Check the memory, links and local storage of the odd host. Broadcast new rows
+(`dist.broadcast(weight.data, 0)`).
 
-Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no check of its integrity).
+Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no integrity check).
 """
 
 from __future__ import annotations
@@ -21,63 +21,78 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import running_statistics
-from syncheck.diagnose.case import Match, agreement_text, gap_text, place_text
-from syncheck.diagnose.spots import agreeing_text, also_there_text, spots
+from syncheck.diagnose.case import Match, agreement_facts, largest_difference
+from syncheck.diagnose.localized import element_fact, follower_facts, localized_damage, rest_facts
 from syncheck.evidence.suspects import suspects
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
-    from syncheck.diagnose.spots import Spot
+    from syncheck.diagnose.localized import Damage
     from syncheck.records import Severity
 
 CODE = "SYN221"
 SLUG = "contiguous-corruption"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "Adjacent elements went wrong on one rank at once: a copy or a transfer brought other bytes, or something wrote "
-    "over the memory."
-)
-FIX = (
-    "Load the file of a rank that agrees with the others on the odd one: "
-    "model.load_state_dict(torch.load(FILE)['model']), its optimizer too. Check that host's memory, links and storage."
-)
-IN_A_JOB = (
-    "Copy from a rank that agrees with the others: syncheck.live.resync(model, optimizer) on all ranks, with "
-    "source=RANK where there is no majority. Check that host's memory, links and storage."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "Adjacent elements were corrupted on one rank at once: a copy or a transfer delivered other bytes, or "
+        "something overwrote the memory."
+    )
+    FIX = (
+        "Load the checkpoint of a rank in the majority on the odd rank: "
+        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Check the memory, links and "
+        "storage of the odd host."
+    )
+    IN_A_JOB = (
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
+        "with source=RANK without a majority. Check the memory, links and storage of the odd host."
+    )
+    RUN = "{length} adjacent elements of {name} differ ({numel} in total)"
+    POSITION = "they are elements {first} to {last} in C order"
+    ONE_ROW = "exactly row {first}, so it is also consistent with a row filled by each rank on its own"
+    ROWS = "exactly rows {first} to {last}, so it is also consistent with rows filled by each rank on its own"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit runs of adjacent elements that differ alone."""
-    found = spots(case)
-    extents = {spot.hit.extent for spot in found}
+    """Match runs of adjacent elements if nothing else differs."""
+    damages = localized_damage(case)
+    extents = {damage.hit.extent for damage in damages}
     if "contiguous" not in extents or not extents <= {"one", "contiguous"}:
         return None
-    hits = [spot.hit for spot in found if spot.hit.name in case.loose or spot.hit.kind == "buffer"]
-    if len(hits) == len(found) == len(running_statistics(case, hits)) and not any(hit.minority for hit in hits):
-        return None  # rows of codebooks and queues, which each rank fills
-    tensors = tuple(diff for spot in found for diff in spot.tensors)
-    text = "; ".join(map(_text, found))
-    return Match(
-        tensors,
-        suspects(tensors, case.group),
-        f"{text}; {gap_text(tensors)}{agreeing_text(case)}{agreement_text(tensors, case.group)}",
-        fix=IN_A_JOB if case.in_memory else "",
-    )
+    buffers = [d.hit for d in damages if d.hit.name in case.loose or d.hit.kind == "buffer"]
+    # Each rank fills its own rows of codebooks and queues.
+    only_buffers = len(buffers) == len(damages) == len(running_statistics(case, buffers))
+    if only_buffers and not any(diff.minority for diff in buffers):
+        return None
+    tensors = tuple(diff for damage in damages for diff in damage.tensors)
+    facts = [fact for damage in damages for fact in _facts(damage)]
+    facts.append(largest_difference(tensors))
+    facts += rest_facts(case)
+    facts += agreement_facts(tensors, case.group)
+    fix = Text.IN_A_JOB() if case.in_memory else ""
+    return Match(tensors, suspects(tensors, case.group), tuple(facts), fix=fix)
 
 
-def _text(spot: Spot) -> str:
-    hit = spot.hit
-    first, length = hit.evidence.first if hit.evidence else None, hit.mismatched or 0
+def _facts(damage: Damage) -> list[Message]:
+    """State which elements differ, and whether they are whole rows."""
+    hit = damage.hit
     if hit.extent == "one":
-        return f"one element of {hit.numel} differs in {place_text(hit)}{also_there_text(spot)}"
-    text = f"{length} adjacent elements of {hit.numel} differ in {hit.name}"
-    if first is None:
-        return text + also_there_text(spot)
-    text += f", from {first} to {first + length - 1} in C order{also_there_text(spot)}"
+        return [element_fact(damage), *follower_facts(damage)]
+    first, length = hit.evidence.first if hit.evidence else None, hit.mismatched or 0
+    facts = [Text.RUN(length=length, name=hit.name, numel=hit.numel)]
+    if first is not None:
+        facts.append(Text.POSITION(first=first, last=first + length - 1))
+    facts += follower_facts(damage)
     row = hit.numel // hit.shape[0] if len(hit.shape) > 1 else 0
-    if row > 1 and first % row == length % row == 0:
+    if first is not None and row > 1 and first % row == length % row == 0:
         low, high = first // row, (first + length) // row - 1
-        rows = f"row {low}" if low == high else f"rows {low} to {high}"
-        text += f" (exactly {rows}, so it is also consistent with rows that each rank filled by itself)"
-    return text
+        facts.append(Text.ONE_ROW(first=low) if low == high else Text.ROWS(first=low, last=high))
+    return facts

@@ -1,27 +1,28 @@
-"""Some ranks hold NaN or infinity where others hold numbers.
+"""Some ranks hold NaN or infinity where other ranks hold finite numbers.
 
-Signature: the replicas of a tensor that differs hold unlike numbers of elements that are not finite. This comes before
-the rules of single elements (SYN220), sub-trees (SYN212) and scale (SYN213), whose numbers mean nothing then.
+Signature: the replicas of a differing tensor have different numbers of NaN or infinite elements. This rule precedes the
+rules on single elements (SYN220), sub-trees (SYN212) and scale (SYN213), whose measurements are meaningless with these
+values.
 
-Cause: an overflow, a bad batch, a corrupt load or a failing device on that rank alone. Averaged gradients carry a NaN
-to every rank at the next step, and soon all hold the same NaNs, which is in sync. So where few elements are concerned,
-it happened after the last averaged step; where all of a rank's parameters are, its gradients are not averaged. With a
-loss scaler it can stay where it is: every later step is left out on all ranks.
+Cause: an overflow, a bad batch, a corrupt load or a failing device on one rank alone. Averaged gradients spread NaN to
+all ranks at the next step; soon all ranks hold the same NaNs, which is in sync. If only a few elements are affected,
+the cause was therefore later than the last averaged step. If all parameters of a rank are affected, its gradients are
+not averaged. With a loss scaler the NaN can stay on one rank, because all ranks skip every later step.
 
-Fix: check before the step, together, and skip or stop on all ranks alike:
-`ok = loss.detach().isfinite().float(); dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint
-whose ranks agree; look after the device if it happens again.
+Fix: check together before the step, and skip or stop on all ranks: `ok = loss.detach().isfinite().float();
+dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint in which the ranks agree. If it happens again,
+check the device.
 
 Incidents: NVIDIA/Megatron-LM#5281 (NaN three steps after one rank loaded a corrupt checkpoint),
-hiyouga/LLaMA-Factory#10820 (buffers that were never restored on the ranks other than 0).
+hiyouga/LLaMA-Factory#10820 (buffers restored on rank 0 only).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_text, counted
-from syncheck.messages import ranks_text
+from syncheck.diagnose.case import Match, agreement_facts
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -30,50 +31,67 @@ if TYPE_CHECKING:
 CODE = "SYN222"
 SLUG = "nonfinite-on-some-ranks"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "One rank alone met an overflow, a bad batch, a corrupt load or a failing device, after the last step whose "
-    "gradients were averaged: such a step takes NaNs to all ranks."
+_CHECK_TOGETHER = (
+    "Check on all ranks together before each step: ok = loss.detach().isfinite().float(); "
+    "dist.all_reduce(ok, dist.ReduceOp.MIN). If ok is 0, skip the step or stop on all ranks."
 )
-FIX = (
-    "Check together before each step: ok = loss.detach().isfinite().float(); "
-    "dist.all_reduce(ok, dist.ReduceOp.MIN); where ok is 0, skip or stop on all ranks. Resume from files that agree."
-)
-IN_A_JOB = (
-    f"{FIX.partition(' Resume ')[0]} To go on with this run: syncheck.live.resync(model, optimizer) on all ranks, with "
-    "source=RANK where there is no majority."
-)
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "One rank had an overflow, a bad batch, a corrupt load or a failing device, after the last step with averaged "
+        "gradients, which would have spread NaN to all ranks."
+    )
+    FIX = f"{_CHECK_TOGETHER} Resume from checkpoints in which the ranks agree."
+    IN_A_JOB = (
+        f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks, with "
+        "source=RANK if there is no majority."
+    )
+    MORE_NONFINITE = (
+        "{ranks:Ranks} {ranks:verb holds|hold} more NaN or infinite elements than the other ranks, in "
+        "{tensors:count tensor}"
+    )
+    ELEMENTS = (
+        "{most} of {numel:count element} of {name} {most:verb is|are} not finite on {ranks:ranks}, {least} elsewhere"
+    )
+    NOTHING_ELSE = (
+        "{count:count parameter} {count:verb has|have} no finite element there, so gradients are not averaged"
+    )
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit tensors of which some replicas hold more infinities and NaNs; these are the suspects."""
-    fitted = {diff.name: (diff, odd) for diff in case.tensors if (odd := _more(diff))}
-    if not fitted:
+    """Match tensors with more NaN or infinite elements on some ranks, which are the suspects."""
+    affected = {diff.name: (diff, odd) for diff in case.tensors if (odd := _ranks_with_more(diff))}
+    if not affected:
         return None
-    ranks = tuple(sorted({rank for _, odd in fitted.values() for rank in odd}))
-    first, odd = next(iter(fitted.values()))
-    worst = max(first.nonfinite[rank] for rank in odd)
-    verb = "holds" if len(fitted) == 1 else "hold"
-    text = (
-        f"{counted(len(fitted), 'tensor')} {verb} more NaNs and infinities on {ranks_text(ranks)}: "
-        f"{worst} of {counted(first.numel, 'element')} of {first.name} on {ranks_text(odd)}, "
-        f"{min(first.nonfinite.values()) or 'none'} elsewhere"
-    )
-    whole = [diff for diff, _ in fitted.values() if diff.kind == "parameter" and _everywhere(diff)]
+    ranks = tuple(sorted({rank for _, odd in affected.values() for rank in odd}))
+    tensors = tuple(diff for diff, _ in affected.values())
+    first, odd = next(iter(affected.values()))
+    most, least = max(first.nonfinite[rank] for rank in odd), min(first.nonfinite.values())
+    facts = [
+        Text.MORE_NONFINITE(tensors=len(affected), ranks=ranks),
+        Text.ELEMENTS(name=first.name, most=most, numel=first.numel, ranks=odd, least=least),
+    ]
+    whole = [diff for diff in tensors if diff.kind == "parameter" and _has_no_finite_element(diff)]
     if 2 * len(whole) > case.compared("parameter"):
-        text += f"; {len(whole)} parameters hold nothing else there, so gradients have not been averaged since"
-    tensors = tuple(diff for diff, _ in fitted.values())
-    fix = IN_A_JOB if case.in_memory else ""
-    return Match(tensors, ranks, text + agreement_text(tensors, case.group), fix=fix)
+        facts.append(Text.NOTHING_ELSE(count=len(whole)))
+    facts += agreement_facts(tensors, case.group)
+    return Match(tensors, ranks, tuple(facts), fix=Text.IN_A_JOB() if case.in_memory else "")
 
 
-def _more(diff: TensorDiff) -> tuple[int, ...]:
-    """Return the ranks with more of them than another that ought to hold the same bytes."""
-    found: set[int] = set()
+def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
+    """Return the ranks with more NaN or infinite elements than another rank of the replica group."""
+    ranks: set[int] = set()
     for group in diff.replica_groups or (tuple(diff.nonfinite),):
         counts = {rank: diff.nonfinite[rank] for rank in group if rank in diff.nonfinite}
-        found |= {rank for rank, count in counts.items() if count > min(counts.values())}
-    return tuple(sorted(found))
+        ranks |= {rank for rank, count in counts.items() if count > min(counts.values())}
+    return tuple(sorted(ranks))
 
 
-def _everywhere(diff: TensorDiff) -> bool:
+def _has_no_finite_element(diff: TensorDiff) -> bool:
     return max(diff.nonfinite.values()) == diff.numel

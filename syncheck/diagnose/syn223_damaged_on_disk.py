@@ -1,26 +1,25 @@
-"""A file's bytes are not those that torch.save wrote.
+"""The bytes of a file changed after torch.save wrote them.
 
-Signature: the CRC-32 that torch.save stored for a tensor does not match its bytes in the file. It is computed for
-tensors that differ between the ranks only, and proves nothing where none was stored (safetensors, or a 0 where saving
-had it switched off). torch.load does not check it, so the file loads without a word.
+Signature: the CRC-32 stored by torch.save does not match the bytes of a tensor in the file. syncheck checks it only for
+differing tensors, and only if it was stored (not in safetensors, and not if checksums were switched off when saving,
+which stores 0). torch.load does not check it, so the file loads without an error.
 
-Cause: the bytes changed after they were written: a failing disk, a copy or download that lost a part, a file system
-that was full, or a program that wrote into the file. The rank itself was in order when it saved.
+Cause: the bytes changed after they were written: a failing disk, a truncated copy or download, a full file system, or a
+program writing into the file. The rank itself was in order when it saved.
 
-Fix: replace the file by another copy, or by the file of a rank that agrees with the majority. `python -m zipfile -t
-FILE` reads all records and names the first that is damaged. Look after the disk, and send a checksum (`sha256sum`)
-along with every copy.
+Fix: replace the file by another copy, or by the file of a rank in the majority. `python -m zipfile -t FILE` reads all
+records and prints the first damaged record. Check the disk, and send a checksum (`sha256sum`) with every copy.
 
-Incidents: NVIDIA/Megatron-LM#5281: a corrupt local checkpoint, fetched from a replica, gave NaN three steps after it
-was loaded; nothing checks such files' integrity.
+Incidents: NVIDIA/Megatron-LM#5281: a corrupt local checkpoint, fetched from a replica, caused NaN three steps after
+loading; nothing checks the integrity of the files.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted
-from syncheck.messages import names_text, ranks_text
+from syncheck.diagnose.case import Match
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
@@ -29,28 +28,33 @@ if TYPE_CHECKING:
 CODE = "SYN223"
 SLUG = "damaged-on-disk"
 SEVERITY: Severity = "error"
-CAUSE = (
-    "The bytes changed after torch.save wrote them, on the disk or on a copy's way; torch.load does not check. The "
-    "rank itself was in order when it saved."
-)
-FIX = (
-    "Replace the file: copy it again, or take the file of a rank that agrees with the others. "
-    "python -m zipfile -t FILE checks a file; look after the disk."
-)
-_MOST = 3  # files that are named
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "The bytes changed after torch.save wrote them, on the disk or while copying; torch.load does not check them. "
+        "The rank itself was in order when it saved."
+    )
+    FIX = (
+        "Replace the file: copy it again, or use the file of a rank in the majority. "
+        "python -m zipfile -t FILE checks a file. Check the disk too."
+    )
+    CHANGED = "The {paths:verb file|files} {paths:names} changed after torch.save wrote {paths:verb it|them}"
+    CHECKSUMS = "{count:count tensor} of {ranks:ranks} {count:verb does|do} not match the stored CRC-32: {names:names}"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
 
 
 def apply(case: Case) -> Match | None:
-    """Fit tensors whose stored checksum does not match; the suspects are exactly the files of which that is true."""
+    """Match tensors whose stored checksum does not match. The suspects are the ranks of the damaged files."""
     damaged = tuple(diff for diff in case.tensors if diff.evidence and diff.evidence.damaged)
     if not damaged:
         return None
     ranks = tuple(sorted({rank for diff in damaged for rank in (diff.evidence.damaged if diff.evidence else ())}))
-    paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]
-    verb = "does" if len(damaged) == 1 else "do"
-    return Match(
-        damaged,
-        ranks,
-        f"{counted(len(damaged), 'tensor')} of {ranks_text(ranks)} {verb} not match the CRC-32 that torch.save stored: "
-        f"{names_text([diff.name for diff in damaged])}, in {names_text(paths, _MOST)}",
-    )
+    paths = tuple(replica.path for replica in case.group.replicas if replica.rank in ranks)
+    names = tuple(diff.name for diff in damaged)
+    facts = (Text.CHANGED(paths=paths), Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names))
+    return Match(damaged, ranks, facts)

@@ -1,32 +1,31 @@
-"""Ranks of one machine agree, those of different machines do not.
+"""Ranks on the same node agree, and ranks on different nodes do not.
 
-Signature: in every tensor that differs, the ranks of one host hold the same bytes, and at least two hosts with two
-ranks or more each hold different ones. The hosts are those that the metadata names, or folders such as node0. Running
-statistics may differ between all ranks beside that, as they do under plain DDP.
+Signature: in every differing tensor, the ranks of one host hold the same bytes, and at least two hosts with two or more
+ranks each hold different bytes. Hosts come from the metadata or from folder names (node0). Running statistics may also
+differ between all ranks, as they do under plain DDP.
 
-One rank that went wrong looks the same where it is alone on its host: then this rule stays silent. So it does where
-the ranks of a host have no tensor in common, as with HSDP over a host each: "equal within it" says nothing then.
+If a faulty rank is alone on its host, it looks the same, and this rule does not match. The same holds if the ranks of a
+host have no tensor in common, as with HSDP and one replica per host.
 
-Cause: gradients, or the initial model, are reduced or broadcast within each node only. A process group of the node
-was given where that of all ranks belongs; the replicate dimension of an HSDP mesh was lost on the way; the link
-between the nodes failed for a collective; a file or a path is another one on each node.
+Cause: gradients are reduced, or the initial model is broadcast, within each node only. A process group of the node was
+used instead of the group of all ranks; the replicate dimension of an HSDP mesh was dropped; the link between the nodes
+failed during a collective; or each node read another file.
 
-Fix: reduce over all ranks. DDP takes `process_group=None` for that; of a mesh, check that the dimension across the
-nodes is in it: `init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))`.
+Fix: reduce over all ranks. DDP does so with `process_group=None`. Check that a mesh includes the dimension across the
+nodes: `init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))`.
 
 Incidents: NVIDIA-NeMo/Automodel#3135 (the replicate group was dropped), pytorch/pytorch#178569 (only buffers: they
-stayed garbage on the nodes that are not the source), pytorch/pytorch#108331.
+remained uninitialized on all nodes except the source), pytorch/pytorch#108331.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, counted, gap_text, ranks_by
-from syncheck.diagnose.places import divided_by
+from syncheck.diagnose.case import Match, agrees_within, largest_difference, ranks_by
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
-from syncheck.messages import ranks_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,52 +36,72 @@ if TYPE_CHECKING:
 CODE = "SYN230"
 SLUG = "differs-by-node"
 SEVERITY: Severity = "error"
-CAUSE = "Gradients, or the initial model, are shared within each node only: ranks of one node agree, nodes do not."
-FIX = (
-    "Reduce over all ranks: DistributedDataParallel(model, process_group=None), or a mesh with the dimension across "
-    'nodes: init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")).'
-)
-_MOST = 4  # hosts that are named
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "Gradients are reduced, or the initial model is broadcast, within each node only."
+    FIX = (
+        "Reduce over all ranks: DistributedDataParallel(model, process_group=None), or a mesh with a dimension across "
+        'the nodes: init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")).'
+    )
+    NODES_DIFFER = "Ranks on the same node agree, but the nodes differ: {nodes:list}"
+    NODE = "{host} ({ranks:ranks})"
+    MORE_NODES = "{count} more"
+    TENSORS = (
+        "{count:count tensor} {count:verb differs|differ} between nodes, {parameters:count parameter} among them, "
+        "{size}"
+    )
+    STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, because the weights differ"
+
+
+CAUSE, FIX = Text.CAUSE, Text.FIX
+_MOST = 4  # listed hosts
 
 
 def apply(case: Case) -> Match | None:
-    """Fit where hosts explain who agrees with whom in all that differs; cover also the statistics that follow."""
+    """Match if hosts explain which ranks agree in all differing tensors. Running statistics may differ otherwise."""
     hosts = {replica.rank: replica.host for replica in case.group.replicas}
     if None in hosts.values() or len(set(hosts.values())) < 2:
         return None
-    apart = [diff for diff in case.tensors if diff.status == "different"]
-    told = [diff for diff in apart if diff.kind not in BN_STATISTICS]
-    statistics = [diff for diff in apart if diff.kind in BN_STATISTICS]
-    if not told:
-        told, statistics = statistics, []
-    if not told or not all(divided_by(diff, hosts) for diff in told):
+    differing = [diff for diff in case.tensors if diff.status == "different"]
+    explained = [diff for diff in differing if diff.kind not in BN_STATISTICS]
+    statistics = [diff for diff in differing if diff.kind in BN_STATISTICS]
+    if not explained:
+        explained, statistics = statistics, []
+    if not explained or not all(agrees_within(diff, hosts) for diff in explained):
         return None
-    if not any(_two_nodes(diff, hosts) for diff in told):
+    if not any(_two_nodes_differ(diff, hosts) for diff in explained):
         return None
-    return Match((*told, *statistics), suspects(told, case.group), _text(told, statistics, hosts))
+    ranks = suspects(explained, case.group)
+    return Match((*explained, *statistics), ranks, _facts(explained, statistics, hosts))
 
 
-def _two_nodes(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:
-    """Whether two different sets have a host with two ranks or more each: one rank alone cannot explain that."""
-    for found in sets_within(diff):
-        pairs = 0
-        for ranks in found:
-            on = [hosts[rank] for rank in ranks]
-            pairs += any(on.count(host) > 1 for host in on)
-        if pairs > 1:
+def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:
+    """Whether two different sets include a host with at least two ranks, so a single faulty rank cannot explain it."""
+    for sets in sets_within(diff):
+        nodes = 0
+        for ranks in sets:
+            of_ranks = [hosts[rank] for rank in ranks]
+            nodes += any(of_ranks.count(host) > 1 for host in of_ranks)
+        if nodes > 1:
             return True
     return False
 
 
-def _text(told: Sequence[TensorDiff], statistics: Sequence[TensorDiff], hosts: Mapping[int, str | None]) -> str:
-    members = ranks_by(dict(sorted(hosts.items())))
-    parameters = sum(diff.kind == "parameter" for diff in told)
-    places = [f"{host} ({ranks_text(ranks)})" for host, ranks in list(members.items())[:_MOST]]
-    more = f" and {len(members) - _MOST} more nodes" if len(members) > _MOST else ""
-    text = (
-        f"{counted(len(told), 'tensor')} ({counted(parameters, 'parameter')}) equal within each node and not across "
-        f"nodes, {gap_text(told)}; nodes: {', '.join(places)}{more}"
-    )
+def _facts(
+    explained: Sequence[TensorDiff], statistics: Sequence[TensorDiff], hosts: Mapping[int, str | None]
+) -> tuple[Message, ...]:
+    members = list(ranks_by(dict(sorted(hosts.items()))).items())
+    nodes = [Text.NODE(host=host, ranks=tuple(ranks)) for host, ranks in members[:_MOST]]
+    if len(members) > _MOST:
+        nodes.append(Text.MORE_NODES(count=len(members) - _MOST))
+    parameters = sum(diff.kind == "parameter" for diff in explained)
+    facts = [
+        Text.NODES_DIFFER(nodes=tuple(nodes)),
+        Text.TENSORS(count=len(explained), parameters=parameters, size=largest_difference(explained)),
+    ]
     if statistics:
-        text += f"; {counted(len(statistics), 'running statistic')} differ too, as they do where weights differ"
-    return text
+        facts.append(Text.STATISTICS_TOO(count=len(statistics)))
+    return tuple(facts)

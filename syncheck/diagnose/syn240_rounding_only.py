@@ -1,25 +1,25 @@
-"""Replicas differ by a few rounding steps, and by nothing more.
+"""Replicas differ only by a few rounding steps.
 
-Signature: more than one element differs, and in every tensor that does, all gaps are of the size of rounding: at most
-4 ULP (steps between neighbouring floats), or at most 32 machine epsilons of the tensor's root mean square. Optimizer
-state that differs has to be as near; step counters and settings have to agree. Running statistics that differ by more
-are left to the rules of BatchNorm. Averaged copies that differ alone are no rounding: one step's update moves a slow
-average by as little.
+Signature: more than one element differs, and all differences have the size of rounding: at most 4 ULP (steps between
+adjacent floating-point numbers), or at most 32 machine epsilons of the tensor's root mean square. Differences of the
+optimizer state must be as small, and step counters and settings must agree. Larger differences of running statistics
+are left to the rules on BatchNorm. If only averaged copies differ, the rule does not match, because the update of one
+step changes a slow average by as little.
 
-The second measure is needed because updates keep a gap and move the value: an element that training took from 0.1 to
-near zero has kept the gap of 0.1's last bit, which is thousands of ULP there. In runs of 60 steps after one such step
-(resnet8, AdamW and SGD), gaps reached 32,768 ULP and stayed below 6 epsilons of the root mean square.
-In float16 and bfloat16 one step at most counts, for 4 of bfloat16 are 3 %; in narrower floats nothing is rounding only.
+The second measure is needed because updates preserve a difference and change the value. If training moves an element
+from 0.1 to near zero, a difference in the last bit of 0.1 becomes thousands of ULP. In runs of 60 steps after one
+rounding difference (resnet8, AdamW and SGD), differences reached 32,768 ULP, and stayed below 6 epsilons of the root
+mean square. float16 and bfloat16 allow at most one step, because 4 ULP of bfloat16 are 3 %. Shorter dtypes never match.
 
-Cause: the ranks did the same arithmetic in another order, or with other kernels: non-deterministic atomics, other
-algorithms chosen on each rank, unlike devices or library versions; in bfloat16 also stochastic rounding with a
-generator of each rank.
+Cause: the ranks computed the same values in another order or with other kernels: non-deterministic atomics, different
+algorithms on each rank, different devices or library versions; in bfloat16 also stochastic rounding with a generator
+per rank.
 
-Fix: `torch.use_deterministic_algorithms(True)` and one version and device type everywhere; or accept it for a
-comparison across hardware with `--ulp 4`. Ranks that hold replicas should get equal bits from one all-reduce, so look
-for what each of them computes by itself; averaging or broadcasting the parameters now and then keeps it from growing.
+Fix: `torch.use_deterministic_algorithms(True)`, and the same versions and devices on all ranks. For a comparison across
+hardware, accept the difference with `--ulp 4`. Replicas should receive equal bits from an all-reduce, so look for
+values computed by each rank on its own. Averaging or broadcasting the parameters regularly stops the growth.
 
-Incidents: pytorch/pytorch#160169 (parameters that are replicated over tensor-parallel ranks drift apart, by ULPs first,
+Incidents: pytorch/pytorch#160169 (parameters replicated over tensor-parallel ranks drift apart, by ULPs at first,
 because of non-deterministic operations), huggingface/nanotron#242, Nerogar/OneTrainer#804 (stochastic rounding).
 """
 
@@ -29,7 +29,7 @@ import math
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import averaging_of
-from syncheck.diagnose.case import Match, agreement_text, counted, differ, gap_text
+from syncheck.diagnose.case import Match, agreement_facts, largest_difference
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Sentence
@@ -42,23 +42,34 @@ if TYPE_CHECKING:
 CODE = "SYN240"
 SLUG = "rounding-only"
 SEVERITY: Severity = "warning"
-CAUSE = (
-    "The ranks did the same arithmetic with another rounding: non-deterministic kernels, another order of summing, or "
-    "unlike devices or versions."
-)
 
 
 class Text(Sentence):
     """The sentences of this finding."""
 
+    CAUSE = (
+        "The ranks computed the same values with different rounding: non-deterministic kernels, another order of "
+        "summation, or different devices or versions."
+    )
     FIX = (
         "Call torch.use_deterministic_algorithms(True), and use the same versions and devices on all ranks. To accept "
         "rounding differences between kinds of hardware: {ulp:option=4}."
     )
+    ROUNDING_STEPS = (
+        "The replicas differ only by rounding: at most {ulp} ULP in {elements:count element} of {tensors:count tensor}"
+    )
+    ROUNDING_EPSILONS = (
+        "The replicas differ only by rounding: at most {epsilons:.2g} machine epsilons of the root mean square ({ulp} "
+        "ULP near zero) in {elements:count element} of {tensors:count tensor}"
+    )
+    SHORT_FLOATS = (
+        "also consistent with different updates, because one step of a 16-bit float is large, and no optimizer state "
+        "was compared"
+    )
 
 
-FIX = Text.FIX
-# dtype: (steps that are rounding, machine epsilon where gaps may be measured against the tensor's size, else 0).
+CAUSE, FIX = Text.CAUSE, Text.FIX
+# dtype: (largest number of steps, machine epsilon or 0 if differences may not be measured against the tensor's size).
 _LIMITS = {
     "float64": (4, 2.0**-52),
     "float32": (4, 2.0**-23),
@@ -68,35 +79,31 @@ _LIMITS = {
     "bfloat16": (1, 0.0),
 }
 _SHORT = ("float16", "bfloat16")
-# Machine epsilons of the root mean square: one step of elements up to 32 times as large as that.
+# Machine epsilons of the root mean square: one step of elements up to 32 times as large.
 _EPSILONS = 32
 
 
 def apply(case: Case) -> Match | None:
-    """Fit what differs by rounding where nothing differs by more."""
+    """Match differences of the size of rounding if there is no larger difference."""
     others = [diff for diff in case.tensors if diff.kind not in BN_STATISTICS]
     statistics = [diff for diff in case.tensors if diff.kind in BN_STATISTICS]
-    # Ranks that take steps of their own drift apart by little at first: SYN241.
+    # With local SGD (SYN241), the first differences are small too.
     if averaging_of(case.group) is not None or not all(map(_is_rounding, others)) or case.values:
         return None
-    near = all(map(_is_rounding, statistics))
-    tensors = tuple(case.tensors) if near else tuple(others)
+    tensors = tuple(case.tensors) if all(map(_is_rounding, statistics)) else tuple(others)
     elements = sum(diff.mismatched or 0 for diff in tensors)
     if elements < 2 or all(diff.kind == "ema" for diff in tensors):
         return None
-    most = max(diff.max_ulp or 0 for diff in tensors)
-    text = f"{counted(len(tensors), 'tensor')} {differ(len(tensors))} in {counted(elements, 'element')}, "
+    counts = {"ulp": max(diff.max_ulp or 0 for diff in tensors), "elements": elements, "tensors": len(tensors)}
     if all(_is_few_steps(diff) for diff in tensors):
-        text += f"all by at most {most} ULP"
+        facts = [Text.ROUNDING_STEPS(**counts)]
     else:
-        text += (
-            f"all by at most {max(map(_epsilons, tensors)):.2g} epsilons of the tensor's root mean square "
-            f"({most} ULP near zero)"
-        )
-    text += f", {gap_text(tensors)}"
+        facts = [Text.ROUNDING_EPSILONS(epsilons=max(map(_epsilons, tensors)), **counts)]
+    facts.append(largest_difference(tensors))
     if any(diff.dtype in _SHORT for diff in tensors) and not case.compared("optimizer"):
-        text += "; in so short floats this is also consistent with unlike updates, and there are no moments to tell"
-    return Match(tensors, suspects(tensors, case.group), text + agreement_text(tensors, case.group))
+        facts.append(Text.SHORT_FLOATS())
+    facts += agreement_facts(tensors, case.group)
+    return Match(tensors, suspects(tensors, case.group), tuple(facts))
 
 
 def _is_rounding(diff: TensorDiff) -> bool:
@@ -112,7 +119,7 @@ def _is_few_steps(diff: TensorDiff) -> bool:
 
 
 def _epsilons(diff: TensorDiff) -> float:
-    """Return the largest gap in machine epsilons of the tensor's root mean square; infinity where it is not known."""
+    """Return the largest difference in machine epsilons of the tensor's root mean square; infinity if unknown."""
     norm = max(diff.evidence.norms.values(), default=0.0) if diff.evidence else 0.0
     epsilon = _LIMITS[diff.dtype][1]
     if not norm or not epsilon or diff.max_abs is None:

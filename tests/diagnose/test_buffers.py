@@ -135,7 +135,7 @@ def test_large_counts_are_printed_whole() -> None:
     step = apart("optimizer.fc.weight.step", "optimizer_step", values={0: 1_000_000.0, 1: 1_000_001.0})
     step = replace(step, numel=1, shape=(), mismatched=1, extent="one")
     (fitted,) = found(group(step, apart("fc.weight", cosine=0.99))).values()
-    assert "1000001 steps on rank 1 and 1000000 on rank 0" in fitted.evidence
+    assert "1000000 on rank 0 and 1000001 on rank 1" in fitted.evidence
 
 
 def test_213_without_counters_is_hedged() -> None:

@@ -1,4 +1,4 @@
-"""What memory, disks and arithmetic do: each rule fires on its own signature and is silent on its neighbours'."""
+"""Damage by memory, disks and arithmetic (SYN220 to SYN223): matching cases and near misses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from groups import facts_of
 from test_rules import diff, group
 from test_rules import found as all_found
 
+from syncheck.diagnose import syn220_bit_flip as syn220
+from syncheck.diagnose import syn221_contiguous_corruption as syn221
+from syncheck.diagnose import syn222_nonfinite_on_some_ranks as syn222
+from syncheck.diagnose import syn223_damaged_on_disk as syn223
+from syncheck.diagnose.case import Common
+from syncheck.diagnose.localized import Localized
 from syncheck.records import Evidence, Finding, Group, TensorDiff
 
 OURS = {"SYN220", "SYN221", "SYN222", "SYN223", "SYN240"}
@@ -18,27 +25,27 @@ STEP = diff("optimizer.fc.weight.step", "optimizer_step", numel=1, mismatched=1)
 
 
 def found(case: Group, *earlier: Group) -> dict[str, Finding]:
-    """Diagnose, and return those findings by code that this file is about."""
+    """Diagnose, and return the findings of OURS by code."""
     return {code: finding for code, finding in all_found(case, *earlier).items() if code in OURS}
 
 
 def single(
     name: str = "fc.weight", kind: str = "parameter", clusters: Any = THREE_AND_ONE, **changes: Any
 ) -> TensorDiff:
-    """Return a tensor of 8 x 4 of which one element differs, in bit 29."""
+    """Return a tensor of 8 x 4 with one differing element, in bit 29."""
     fields = {"shape": (8, 4), "numel": 32, "mismatched": 1, "extent": "one", "index": (2, 1), "max_abs": 0.25}
     fields |= {"evidence": Evidence(values={0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}, flipped_bits=1, bit=29)}
     return replace(diff(name, kind, clusters), **fields | changes)
 
 
 def run(name: str = "fc.weight", kind: str = "parameter", clusters: Any = THREE_AND_ONE, **changes: Any) -> TensorDiff:
-    """Return a tensor of 8 x 4 of which 10 adjacent elements differ, the 7th to the 16th."""
+    """Return a tensor of 8 x 4 with 10 adjacent differing elements, the 7th to the 16th."""
     fields = {"shape": (8, 4), "numel": 32, "mismatched": 10, "extent": "contiguous", "index": (2, 1)}
     return replace(diff(name, kind, clusters), **fields | {"evidence": Evidence(first=6)} | changes)
 
 
 def by_digest(name: str = "fc.weight", kind: str = "parameter", **changes: Any) -> TensorDiff:
-    """Return a tensor of which only digests tell that it differs."""
+    """Return a tensor that differs by its digest."""
     fields = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
     return replace(diff(name, kind, THREE_AND_ONE), **fields | changes)
 
@@ -52,19 +59,20 @@ class TestDamagedOnDisk:
     """SYN223."""
 
     def test_the_suspects_are_the_damaged_files(self) -> None:
-        """A checksum that does not match names its file, even against a majority, and covers that tensor alone."""
+        """A wrong checksum makes its file the suspect, even against a majority, and covers that tensor alone."""
         odd = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
         fitted = all_found(four(odd))
         assert set(fitted) == {"SYN223", "SYN299"}
         assert (fitted["SYN223"].ranks, fitted["SYN223"].tensors) == ((1,), ("fc.weight",))
         assert (fitted["SYN299"].ranks, fitted["SYN299"].tensors) == ((3,), ("fc.weight",))
         assert found(four(odd, MEAN))["SYN223"].tensors == ("fc.weight",)
-        assert fitted["SYN223"].evidence == (
-            "1 tensor of rank 1 does not match the CRC-32 that torch.save stored: fc.weight, in rank1.pth"
+        assert fitted["SYN223"].facts == (
+            syn223.Text.CHANGED(paths=("rank1.pth",)),
+            syn223.Text.CHECKSUMS(count=1, ranks=(1,), names=("fc.weight",)),
         )
 
-    def test_it_comes_before_all_that_damage_looks_like(self) -> None:
-        """Damage that makes NaNs, flips or runs is damage; the same without a wrong checksum is not."""
+    def test_it_precedes_the_other_rules_on_damage(self) -> None:
+        """NaNs, flips and runs with a wrong checksum are SYN223; without a wrong checksum they are not."""
         for made in (single(), run(), single(nonfinite={0: 0, 1: 0, 2: 0, 3: 1})):
             evidence = replace(made.evidence or Evidence(), damaged=(3,))
             assert set(found(four(replace(made, evidence=evidence)))) == {"SYN223"}
@@ -72,126 +80,131 @@ class TestDamagedOnDisk:
         assert "SYN223" not in found(four(by_digest()))
 
     def test_several_files(self) -> None:
-        """Files damaged in several tensors are all named."""
+        """All damaged files are suspects and listed."""
         first = single(evidence=Evidence(damaged=(1,)))
         fitted = found(four(first, run("a", evidence=Evidence(damaged=(2, 3)))))
         assert set(fitted) == {"SYN223"}
         assert fitted["SYN223"].ranks == (1, 2, 3)
-        assert fitted["SYN223"].evidence.endswith("fc.weight, a, in rank1.pth, rank2.pth, rank3.pth")
+        facts = facts_of(fitted["SYN223"])
+        assert facts[syn223.Text.CHANGED]["paths"] == ("rank1.pth", "rank2.pth", "rank3.pth")
+        assert facts[syn223.Text.CHECKSUMS]["names"] == ("fc.weight", "a")
 
 
 class TestNonfinite:
     """SYN222."""
 
     def test_the_suspects_hold_more_of_them(self) -> None:
-        """NaNs on one rank are its, whatever else differs; the rest is left to other rules."""
+        """NaNs make their rank the suspect, whatever else differs; other tensors are left to other rules."""
         odd = single(max_abs=None, nonfinite={0: 0, 1: 0, 2: 0, 3: 1})
         fitted = found(four(odd, diff("a", "parameter", THREE_AND_ONE)))
         assert set(fitted) == {"SYN222"}
         assert (fitted["SYN222"].ranks, fitted["SYN222"].tensors) == ((3,), ("fc.weight",))
-        assert fitted["SYN222"].evidence == (
-            "1 tensor holds more NaNs and infinities on rank 3: 1 of 32 elements of fc.weight on rank 3, none "
-            "elsewhere; ranks 0, 1, 2 agree; rank 3 apart"
+        assert fitted["SYN222"].facts == (
+            syn222.Text.MORE_NONFINITE(ranks=(3,), tensors=1),
+            syn222.Text.ELEMENTS(name="fc.weight", most=1, numel=32, ranks=(3,), least=0),
+            Common.AGREE(ranks=(0, 1, 2)),
+            Common.DIFFERS(ranks=(3,)),
         )
 
-    def test_of_two_ranks_one_is_named(self) -> None:
+    def test_one_of_two_ranks_is_suspect(self) -> None:
         """Two ranks have no majority, but only one of them has the NaN."""
         odd = single(clusters=((0,), (1,)), nonfinite={0: 3, 1: 2})
         assert found(group(odd))["SYN222"].ranks == (0,)
-        assert "2 elsewhere" in found(group(odd))["SYN222"].evidence
+        assert facts_of(found(group(odd))["SYN222"])[syn222.Text.ELEMENTS]["least"] == 2
 
-    def test_equal_numbers_of_them_are_no_sign(self) -> None:
-        """Infinities that all ranks hold, as masks do, do not make it; without counts nothing is claimed."""
+    def test_equal_numbers_do_not_match(self) -> None:
+        """Infinities on all ranks, such as masks, do not match, and neither do tensors without counts."""
         assert "SYN222" not in found(four(run(nonfinite=dict.fromkeys(range(4), 2))))
         assert "SYN222" not in found(four(by_digest()))
 
-    def test_digests_that_count_them_tell(self) -> None:
-        """Fingerprints keep how many there are: enough to name the rank."""
+    def test_digests_with_counts(self) -> None:
+        """Fingerprints contain the number of such elements, which identifies the rank."""
         assert found(four(by_digest(nonfinite={0: 0, 1: 0, 2: 0, 3: 2})))["SYN222"].ranks == (3,)
 
-    def test_shards_are_not_held_against_each_other(self) -> None:
-        """Of a sharded tensor only ranks with the same part are compared: other parts may hold other numbers."""
+    def test_different_shards_are_not_compared(self) -> None:
+        """Only ranks with the same shard are compared, because other shards may hold other numbers."""
         sharded = run(clusters=((0,), (2,)), replica_groups=((0, 2), (1, 3)), nonfinite={0: 0, 1: 5, 2: 0, 3: 5})
         assert "SYN222" not in found(four(sharded))
         one = replace(sharded, nonfinite={0: 0, 1: 5, 2: 1, 3: 5})
         assert found(four(one))["SYN222"].ranks == (2,)
 
-    def test_a_rank_that_is_all_nan_was_not_averaged(self) -> None:
-        """Where most parameters of a rank hold nothing else, the evidence says what follows from it."""
+    def test_a_rank_without_finite_parameters(self) -> None:
+        """If most parameters of a rank have no finite element, the evidence says that gradients are not averaged."""
         odd = [diff(f"p{i}", "parameter", THREE_AND_ONE, nonfinite={0: 0, 1: 0, 2: 0, 3: 4}) for i in range(6)]
-        assert "gradients have not been averaged since" in found(four(*odd))["SYN222"].evidence
-        assert "averaged" not in found(four(*odd[:5]))["SYN222"].evidence
+        assert facts_of(found(four(*odd))["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
+        assert syn222.Text.NOTHING_ELSE not in facts_of(found(four(*odd[:5]))["SYN222"])
 
 
 class TestBitFlip:
     """SYN220."""
 
     def test_one_bit_proves_it(self) -> None:
-        """One bit of one element names rank, values, and the part of the number that the bit belongs to."""
+        """The evidence of a single bit contains rank, values and the part of the number."""
         fitted = found(four(single()))
         assert set(fitted) == {"SYN220"}
         assert (fitted["SYN220"].ranks, fitted["SYN220"].tensors) == ((3,), ("fc.weight",))
-        assert fitted["SYN220"].evidence == (
-            "one element of 32 differs in fc.weight[2, 1], 0.25 on ranks 0, 1, 2 and 1e-20 on rank 3: in one bit, "
-            "bit 29 (exponent); all else of 10 parameters and 20 optimizer tensors agrees; "
-            "ranks 0, 1, 2 agree; rank 3 apart"
+        assert fitted["SYN220"].facts == (
+            syn220.Text.FLIPPED(element="fc.weight[2, 1]", bit=syn220.Text.BIT(bit=29, part="exponent")),
+            syn220.Text.VALUES(values={0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}),
+            syn220.Text.REST_OF_TENSOR(others=31),
+            Localized.REST_AGREES(parameters=10, states=20),
+            Common.AGREE(ranks=(0, 1, 2)),
+            Common.DIFFERS(ranks=(3,)),
         )
         assert found(group(single(clusters=((0,), (1,)))))["SYN220"].ranks == (0, 1)
 
     @pytest.mark.parametrize(
         ("dtype", "bit", "part"),
         [
-            ("float32", 22, "bit 22 (mantissa)"),
-            ("float32", 31, "bit 31 (sign)"),
-            ("bfloat16", 7, "bit 7 (exponent)"),
-            ("float16", 15, "bit 15 (sign)"),
-            ("float8_e8m0fnu", 7, "bit 7 (exponent)"),
-            ("int64", 3, "bit 3"),
+            ("float32", 22, "mantissa"),
+            ("float32", 31, "sign"),
+            ("bfloat16", 7, "exponent"),
+            ("float16", 15, "sign"),
+            ("float8_e8m0fnu", 7, "exponent"),
+            ("int64", 3, None),
         ],
     )
-    def test_the_part_of_the_number(self, dtype: str, bit: int, part: str) -> None:
-        """Sign, exponent and mantissa lie elsewhere in each dtype; an integer has no such parts."""
+    def test_the_part_of_the_number(self, dtype: str, bit: int, part: str | None) -> None:
+        """Each dtype has its own positions of sign, exponent and mantissa; an integer has no such parts."""
         made = single(dtype=dtype, evidence=Evidence(flipped_bits=1, bit=bit))
-        assert f"in one bit, {part};" in found(four(made))["SYN220"].evidence
-
-    def test_values_are_told_apart(self) -> None:
-        """As many digits are shown as the values need; integers have them all."""
-        near = Evidence(values={0: 0.1, 1: 0.1, 2: 0.1, 3: 0.10000001}, flipped_bits=1, bit=0)
-        assert "0.1 on ranks 0, 1, 2 and 0.10000001 on rank 3" in found(four(single(evidence=near)))["SYN220"].evidence
-        whole = Evidence(values={0: 2**62, 3: 2**62 + 1}, flipped_bits=1, bit=0)
-        assert (
-            f", {2**62} on rank 0 and {2**62 + 1} on rank 3:" in found(four(single(evidence=whole)))["SYN220"].evidence
-        )
+        expected = syn220.Text.BIT(bit=bit, part=part) if part else syn220.Text.INTEGER_BIT(bit=bit)
+        assert facts_of(found(four(made))["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
 
     def test_more_bits_are_consistent_with_one(self) -> None:
-        """After later updates the bits are no proof any more: the evidence claims no more than it can."""
+        """After later updates several bits differ, and the evidence is only consistent with a flip."""
         fitted = found(four(single(evidence=Evidence(values={0: 0.25, 3: 0.5}, flipped_bits=9))))
-        assert "in 9 bits, which is consistent with a flip before a later update" in fitted["SYN220"].evidence
-        assert "consistent with" in found(four(single(evidence=None)))["SYN220"].evidence
+        facts = facts_of(fitted["SYN220"])
+        assert fitted["SYN220"].facts[0] == syn220.Text.ONE_ELEMENT(element="fc.weight[2, 1]")
+        assert (facts[syn220.Text.BITS], facts[syn220.Text.CONSISTENT]) == ({"bits": 9}, {})
+        assert syn220.Text.CONSISTENT in facts_of(found(four(single(evidence=None)))["SYN220"])
 
     def test_an_earlier_step_may_prove_it(self) -> None:
-        """What is many bits now and was one bit of the moment at an earlier step is told so."""
+        """If several bits differ now, a single bit of the moment at an earlier step proves the flip."""
         later = four(single(evidence=Evidence(flipped_bits=9)), step=20)
         names = {"optimizer.fc.weight.exp_avg": "optimizer"}
         earlier = four(single("optimizer.fc.weight.exp_avg", "optimizer"), step=10, names=names)
-        text = found(later, earlier)["SYN220"].evidence
-        assert "at step 10 optimizer.fc.weight.exp_avg[2, 1] differed in one bit, bit 29 (exponent)" in text
+        assert facts_of(found(later, earlier)["SYN220"])[syn220.Text.FLIPPED_EARLIER] == {
+            "step": 10,
+            "element": "optimizer.fc.weight.exp_avg[2, 1]",
+            "bit": syn220.Text.BIT(bit=29, part="exponent"),
+        }
         elsewhere = replace(earlier, tensors=(replace(earlier.tensors[0], index=(0, 0)),))
-        assert "consistent with" in found(later, elsewhere)["SYN220"].evidence
+        assert syn220.Text.CONSISTENT in facts_of(found(later, elsewhere)["SYN220"])
 
     def test_the_optimizer_follows(self) -> None:
-        """The same element of the weight's own moments, and of its averaged copy, is the same cause."""
+        """The same element of the weight's moments and of its averaged copy has the same cause."""
         moment, copy = single("optimizer.fc.weight.exp_avg", "optimizer"), single("ema.fc.weight", "ema")
         fitted = found(four(single(), moment, copy))
         assert set(fitted) == {"SYN220"}
         assert len(fitted["SYN220"].tensors) == 3
-        assert ", and so do its exp_avg and ema.fc.weight there;" in fitted["SYN220"].evidence
+        followers = ("optimizer.fc.weight.exp_avg", "ema.fc.weight")
+        assert facts_of(fitted["SYN220"])[Localized.FOLLOWERS] == {"tensors": followers}
         assert set(found(four(single(), replace(moment, index=(2, 2))))) == set()
         alone = found(four(moment))["SYN220"]
-        assert "differs in optimizer.fc.weight.exp_avg[2, 1]" in alone.evidence
+        assert alone.facts[0].parameters["element"] == "optimizer.fc.weight.exp_avg[2, 1]"
 
-    def test_drifting_statistics_are_another_matter(self) -> None:
-        """Running statistics of each rank's own do not hide a flip, and are not explained by it."""
+    def test_local_statistics_are_ignored(self) -> None:
+        """Local running statistics do not hide a flip, and the flip does not explain them."""
         fitted = found(four(single(), MEAN))
         assert fitted["SYN220"].tensors == ("fc.weight",)
         alone = single("bn.running_mean", "bn_mean")
@@ -210,24 +223,24 @@ class TestBitFlip:
         ],
         ids=["parameter", "moment", "digest", "counter"],
     )
-    def test_where_more_differs_it_is_no_flip(self, other: TensorDiff) -> None:
-        """One element among much that differs is chance: a unit whose gradient was zero everywhere else."""
+    def test_it_needs_agreement_elsewhere(self, other: TensorDiff) -> None:
+        """A single element does not match if other tensors differ: its gradient may be zero elsewhere."""
         assert "SYN220" not in found(four(single(), other, stores_progress=True))
 
-    def test_single_numbers_are_no_flip(self) -> None:
-        """A counter, a temperature or a tensor of one element is wholly apart, and no flip by that alone."""
+    def test_tensors_of_one_element_do_not_match(self) -> None:
+        """A tensor of one element differs as a whole, which is no evidence of a flip."""
         scale = single("logit_scale", shape=(), numel=1, index=(), extent="all")
         assert set(found(four(scale))) == set()
         assert "SYN220" not in found(four(by_digest()))
 
-    def test_a_few_places_and_many(self) -> None:
-        """Flips in up to four tensors are told together; more are not, for memory seldom fails so finely."""
+    def test_at_most_four_tensors(self) -> None:
+        """Flips in up to four tensors match; more do not, because memory rarely fails in so many places."""
         many = [single(f"p{i}") for i in range(5)]
         assert set(found(four(*many[:4]))) == {"SYN220"}
         assert set(found(four(*many))) == set()
 
     def test_several_replica_groups(self) -> None:
-        """Of several parts that differ only the worst is described: nothing is claimed of the others."""
+        """If several replica groups differ, the numbers describe only one of them, so the rule does not match."""
         both = single(clusters=((0,), (2,), (1,), (3,)), replica_groups=((0, 2), (1, 3)))
         assert "SYN220" not in found(four(both))
         assert "SYN220" in found(four(replace(both, clusters=((0,), (2,)))))
@@ -237,37 +250,42 @@ class TestContiguous:
     """SYN221."""
 
     def test_a_run_of_elements(self) -> None:
-        """Adjacent elements of one tensor name rank, tensor, length and place."""
+        """The evidence of adjacent elements contains rank, tensor, length and position."""
         fitted = found(four(run()))
         assert set(fitted) == {"SYN221"}
         assert (fitted["SYN221"].ranks, fitted["SYN221"].tensors) == ((3,), ("fc.weight",))
-        assert fitted["SYN221"].evidence == (
-            "10 adjacent elements of 32 differ in fc.weight, from 6 to 15 in C order; largest gap 0.5 in "
-            "fc.weight[2, 1]; all else of 10 parameters and 20 optimizer tensors agrees; "
-            "ranks 0, 1, 2 agree; rank 3 apart"
+        assert fitted["SYN221"].facts == (
+            syn221.Text.RUN(length=10, name="fc.weight", numel=32),
+            syn221.Text.POSITION(first=6, last=15),
+            Common.LARGEST(difference=0.5, element="fc.weight[2, 1]"),
+            Localized.REST_AGREES(parameters=10, states=20),
+            Common.AGREE(ranks=(0, 1, 2)),
+            Common.DIFFERS(ranks=(3,)),
         )
         assert found(group(run(clusters=((0,), (1,)))))["SYN221"].ranks == (0, 1)
 
     def test_whole_rows_may_have_another_cause(self) -> None:
-        """A run of whole rows is also consistent with rows that each rank filled by itself, and told so."""
+        """A run of whole rows is also consistent with rows that each rank filled on its own."""
         rows = run(mismatched=8, index=(1, 2), evidence=Evidence(first=4))
-        assert "(exactly rows 1 to 2, so it is also consistent with" in found(four(rows))["SYN221"].evidence
-        assert "rows" not in found(four(replace(rows, evidence=None)))["SYN221"].evidence
+        assert facts_of(found(four(rows))["SYN221"])[syn221.Text.ROWS] == {"first": 1, "last": 2}
+        one_row = replace(rows, mismatched=4, index=(1, 2))
+        assert facts_of(found(four(one_row))["SYN221"])[syn221.Text.ONE_ROW] == {"first": 1}
+        assert syn221.Text.ROWS not in facts_of(found(four(replace(rows, evidence=None)))["SYN221"])
         bias = run(shape=(32,), index=(8,), evidence=Evidence(first=4))
-        assert "rows" not in found(four(bias))["SYN221"].evidence
+        assert syn221.Text.ROWS not in facts_of(found(four(bias))["SYN221"])
 
     def test_the_optimizer_follows(self) -> None:
-        """The moments of the same weight may differ within the run, in gaps too; elsewhere they have another cause."""
+        """The moments of the weight may differ in elements of the run, but not elsewhere."""
         moment = run("optimizer.fc.weight.momentum_buffer", "optimizer", mismatched=7, extent="scattered")
         assert set(found(four(run(), moment))) == {"SYN221"}
         assert set(found(four(run(), replace(moment, index=(7, 3))))) == set()
         assert set(found(four(run(), replace(moment, shape=(32,), index=(9,))))) == set()
 
     def test_two_tensors_of_one_bucket(self) -> None:
-        """A run that reaches into the next tensor by one element is one corruption."""
+        """A run that includes one element of the next tensor is one corruption."""
         fitted = found(four(run(), single("fc.bias")))
         assert set(fitted) == {"SYN221"}
-        assert "one element of 32 differs in fc.bias[2, 1]" in fitted["SYN221"].evidence
+        assert facts_of(fitted["SYN221"])[Localized.ONE_ELEMENT] == {"element": "fc.bias[2, 1]", "numel": 32}
 
     @pytest.mark.parametrize(
         "near",
@@ -281,11 +299,11 @@ class TestContiguous:
         ids=["most of it", "scattered", "all", "both of two", "digest"],
     )
     def test_other_extents(self, near: TensorDiff) -> None:
-        """Most of a tensor, all of it, or elements here and there are no run."""
+        """Most elements, all elements and scattered elements do not match."""
         assert "SYN221" not in found(four(near))
 
-    def test_where_more_differs_it_is_no_corruption(self) -> None:
-        """Rows of an embedding that were trained by themselves differ with all else: not a bad copy."""
+    def test_it_needs_agreement_elsewhere(self) -> None:
+        """A run does not match if other tensors differ too."""
         assert "SYN221" not in found(four(run(), diff("a", "parameter", THREE_AND_ONE)))
         assert "SYN221" not in found(four(run(), STEP, stores_progress=True))
         assert "SYN221" not in found(four(single()))

@@ -1,4 +1,4 @@
-"""Findings can be taken at their word: code in fixes runs as it is printed, on gloo too, and ranks are told clearly."""
+"""The code in the fixes of findings runs as printed, also on gloo, and values by rank are unambiguous."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIX = {rule.CODE: rule.FIX if isinstance(rule.FIX, str) else str(rule.FIX()) for
 
 
 def run(code: str, line: str, **names: Any) -> dict[str, Any]:
-    """Run a line that the fix of a finding holds, with these names, and return all names after it."""
+    """Run a line of the fix of a finding with these names, and return all names afterwards."""
     import torch
     from torch import distributed as dist
 
@@ -31,7 +31,7 @@ def run(code: str, line: str, **names: Any) -> dict[str, Any]:
 
 @pytest.mark.syncheck(ranks=2)
 def test_lines_that_make_tensors_equal(syncheck_rank: Rank) -> None:
-    """Buffers, parameters and gradients of two ranks become rank 0's, their mean or their sum, as the fix says."""
+    """Buffers, parameters and gradients of two ranks become the values of rank 0, the mean or the sum."""
     import torch
     from torch import distributed as dist
 
@@ -83,7 +83,7 @@ def test_lines_that_make_tensors_equal(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_lines_that_decide_together(syncheck_rank: Rank) -> None:
-    """What one of two ranks alone meets, a NaN, a bad batch or an overflow, both then know of."""
+    """A NaN, a bad batch or an overflow on one of two ranks reaches both ranks."""
     import torch
 
     odd = syncheck_rank.rank == 1
@@ -116,8 +116,8 @@ def test_lines_that_decide_together(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_local_sgd_is_saved_where_ranks_agree(syncheck_rank: Rank) -> None:
-    """The condition under which SYN241 says to save holds after the very steps at which the ranks are equal."""
+def test_local_sgd_is_saved_when_ranks_agree(syncheck_rank: Rank) -> None:
+    """The condition in the fix of SYN241 holds after exactly the steps at which the ranks are equal."""
     import torch
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -138,7 +138,7 @@ def test_local_sgd_is_saved_where_ranks_agree(syncheck_rank: Rank) -> None:
 
 
 def test_lines_of_one_process(tmp_path: Any) -> None:
-    """A model and optimizer are loaded, an averaged copy updated and a model converted by the lines of the fixes."""
+    """The lines load a model and an optimizer, update an averaged copy and convert a model."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
@@ -162,15 +162,15 @@ def test_lines_of_one_process(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "said"),
+    ("folder", "text"),
     [
-        ("different_progress", "step is 12 on ranks 0, 1, 2 and 6 on rank 3"),
-        ("step_skipped", "12 steps on ranks 0, 1, 2 and 11 on rank 3"),
-        ("scaler_diverged", "scaler.scale is 65536.0 on ranks 0, 1, 2 and 32768.0 on rank 3"),
+        ("different_progress", "step 12 on ranks 0, 1, 2; step 6 on rank 3"),
+        ("step_skipped", ": 12 on ranks 0, 1, 2 and 11 on rank 3"),
+        ("scaler_diverged", "scaler.scale is 65536 on ranks 0, 1, 2 and 32768 on rank 3"),
         ("other_dtype", "float32 on ranks 0, 1, 2 and bfloat16 on rank 3"),
     ],
 )
-def test_a_value_is_not_taken_for_a_rank(folder: str, said: str) -> None:
-    """Which ranks have which value reads in one way only: a list of ranks does not run on into the next value."""
+def test_values_by_rank_are_unambiguous(folder: str, text: str) -> None:
+    """A list of ranks is clearly separated from the next value."""
     report = syncheck.compare(ROOT / "fixtures" / "desync" / folder)
-    assert said in report.groups[0].findings[0].evidence
+    assert text in report.groups[0].findings[0].evidence

@@ -1,41 +1,55 @@
-"""Findings on gradients: each fires on its signature, and is silent beside it."""
+"""Findings on gradients (SYN211, SYN212, SYN213): matching cases and near misses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from groups import facts_of
 from small_model import ADAM, DECAY, MODEL, SGD, apart, by_digest, found, group, moment, only, scaled, unreduced
 
+from syncheck.diagnose import syn211_gradients_not_reduced as syn211
+from syncheck.diagnose import syn212_outside_the_wrapper as syn212
+from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
+from syncheck.diagnose import syn299_unexplained_difference as syn299
+from syncheck.diagnose.case import Common
+from syncheck.diagnose.gradients import Course
 from syncheck.snapshots import Metadata
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("state", "states"), [("exp_avg", ADAM), ("momentum_buffer", SGD)])
 def test_211(ranks: int, state: str, states: tuple[str, ...]) -> None:
-    """Everything trained differs, and first moments point in directions of their own: SYN211 on all ranks."""
+    """If all trained parameters differ and first moments have different directions, it is SYN211 on all ranks."""
     fitted = only(group(*unreduced(ranks, state), ranks=ranks, optimizer=states, hyperparameters=DECAY))
     assert (fitted.code, fitted.ranks) == ("SYN211", tuple(range(ranks)))
-    assert "5 of 5 parameters differ" in fitted.evidence
-    assert "so do all 5 first moments, of median cosine 0.30" in fitted.evidence
+    certain = state == "exp_avg" or ranks > 2
+    summary = syn211.Text.EACH_RANK if certain else syn211.Text.CONSISTENT
+    assert fitted.facts[0] == summary(cosine=pytest.approx(0.30))
+    assert facts_of(fitted)[Common.PARAMETERS] | {"size": None} == {"count": 5, "total": 5, "size": None}
+    assert facts_of(fitted)[syn211.Text.MOMENTS] == {"count": 5, "total": 5}
 
 
 def test_211_on_one_rank() -> None:
-    """A rank that steps with its own gradient where the others average theirs is named."""
+    """If a single rank steps with its own gradients, it is the suspect."""
     fitted = only(group(*unreduced(4, odd=(2,), cosine=0.7), ranks=4))
     assert (fitted.code, fitted.ranks) == ("SYN211", (2,))
+    assert fitted.facts[0].code is syn211.Text.SOME_RANKS
+    assert fitted.facts[0].parameters["ranks"] == (2,)
 
 
-def test_211_says_how_sure_it_is() -> None:
-    """With counted steps, or with three ranks of which no two agree, it claims; else momentum may have been lost."""
-    doubt = "momentum that was lost, just before looks alike"
-    assert doubt not in only(group(*unreduced())).evidence
-    assert doubt not in only(group(*unreduced(3, "momentum_buffer"), ranks=3, optimizer=SGD)).evidence
-    assert doubt in only(group(*unreduced(2, "momentum_buffer"), optimizer=SGD)).evidence
+def test_211_mentions_other_causes_without_step_counts() -> None:
+    """Without step counts a momentum may have been lost, unless no two of three ranks agree."""
+    doubt = syn211.Text.UNCOUNTED
+    assert doubt not in facts_of(only(group(*unreduced())))
+    assert doubt not in facts_of(only(group(*unreduced(3, "momentum_buffer"), ranks=3, optimizer=SGD)))
+    uncertain = only(group(*unreduced(2, "momentum_buffer"), optimizer=SGD))
+    assert uncertain.facts[0].code is syn211.Text.CONSISTENT
+    assert doubt in facts_of(uncertain)
 
 
-def test_211_is_not_a_step_left_out() -> None:
-    """Moments that are nearly alike are averaged; where steps are not counted, so may be those that just went apart."""
+def test_211_is_not_a_skipped_step() -> None:
+    """Nearly equal moments were averaged. Without step counts, the first step that differs may be a skipped step."""
     assert "SYN211" not in found(group(*unreduced(cosine=0.995)))
     assert only(group(*unreduced(cosine=0.95))).code == "SYN211"
     assert "SYN211" not in found(group(*unreduced(2, "momentum_buffer", cosine=0.95), optimizer=SGD))
@@ -46,7 +60,7 @@ def test_211_is_not_a_step_left_out() -> None:
 
 
 def test_211_needs_the_whole_model() -> None:
-    """Parameters, or their moments, that agree rule it out; so does local SGD, and a rank of an earlier step."""
+    """A parameter or moment that agrees, local SGD and a stale rank each exclude SYN211."""
     assert "SYN211" not in found(group(*unreduced()[:4], *unreduced()[5:]))
     assert "SYN211" not in found(group(*unreduced()[:5]))
     assert "SYN211" not in found(group(*unreduced(), metadata=Metadata(averaging={"period": 4})))
@@ -54,59 +68,64 @@ def test_211_needs_the_whole_model() -> None:
 
 
 def test_211_without_moments() -> None:
-    """Of parameters alone it says "consistent with": where the gap grows, or all of three ranks are apart."""
+    """Without moments the finding is "consistent with": the difference grows, or no two of three ranks agree."""
     two = [apart(name, cosine=0.99) for name in MODEL]
     assert "SYN211" not in found(group(*two, optimizer=()))
     smaller = group(*(replace(diff, max_abs=0.1) for diff in two), optimizer=(), step=5)
     fitted = only(group(*two, optimizer=()), smaller)
     assert fitted.code == "SYN211"
-    assert "consistent with gradients that are not averaged; the gap grew 5.0 times since step 5" in fitted.evidence
+    assert fitted.facts[0] == syn211.Text.CONSISTENT_WITHOUT_MOMENTS()
+    assert facts_of(fitted)[Course.GREW] == {"step": 5, "ratio": pytest.approx(5.0)}
     assert "SYN211" not in found(group(*two, optimizer=()), group(optimizer=(), step=4), smaller)
     three = [apart(name, ranks=3, odd=(), cosine=0.99) for name in MODEL]
     assert only(group(*three, ranks=3, optimizer=())).ranks == (0, 1, 2)
     odd = [apart(name, ranks=3, cosine=0.99) for name in MODEL]
     assert "SYN211" not in found(group(*odd, ranks=3, optimizer=()))
     elsewhere = [*two[1:], apart("conv.weight", cosine=-0.2)]
-    assert "cosines of -0.20 to 0.99" in only(group(*elsewhere, optimizer=())).evidence
+    fitted = only(group(*elsewhere, optimizer=()))
+    assert facts_of(fitted)[syn211.Text.COSINES] == {"least": pytest.approx(-0.20), "most": pytest.approx(0.99)}
 
 
 def test_211_by_digests() -> None:
-    """Digests show that all is apart, not that one rank clips: with an odd rank of three it is unexplained."""
-    assert "by digests alone" in only(group(*map(by_digest, unreduced()))).evidence
+    """Digests cannot show whether one of three ranks clipped its gradients: this difference is unexplained."""
+    assert only(group(*map(by_digest, unreduced()))).facts[0] == syn211.Text.CONSISTENT_DIGESTS()
     assert only(group(*map(by_digest, unreduced(3)), ranks=3)).code == "SYN211"
     assert only(group(*map(by_digest, unreduced(3, odd=(1,))), ranks=3)).code == "SYN299"
     sgd = group(*map(by_digest, unreduced(2, "momentum_buffer")), optimizer=SGD)
-    assert str(only(sgd).fix).startswith("Compare the checkpoints themselves")
+    assert only(sgd).fix.code is syn299.Text.FIX_DIGESTS
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("state", "states"), [("exp_avg", ADAM), ("momentum_buffer", SGD)])
 def test_212(ranks: int, state: str, states: tuple[str, ...]) -> None:
-    """A head that differs with its moments while the rest agrees is SYN212, with its module and its share."""
+    """A head that differs with its moments, while the rest of the model agrees, is SYN212 with its module."""
     head = [diff for diff in unreduced(ranks, state) if ".fc." in f".{diff.name}"]
     fitted = only(group(*head, ranks=ranks, optimizer=states, hyperparameters=DECAY))
     assert (fitted.code, fitted.ranks) == ("SYN212", tuple(range(ranks)))
-    assert "2 of 5 trained parameters differ, with their optimizer state: all under fc," in fitted.evidence
-    assert "the other 3 parameters agree" in fitted.evidence
+    assert fitted.facts[0] == syn212.Text.NOT_AVERAGED(modules=("fc",))
+    facts = facts_of(fitted)
+    assert facts[syn212.Text.PARAMETERS] | {"size": None} == {"count": 2, "total": 5, "size": None}
+    assert facts[syn212.Text.WITH_STATE] == {"count": 2}
+    assert facts[syn212.Text.REST_AGREES] == {"count": 3}
 
 
-def test_212_is_not_a_head_of_another_start() -> None:
-    """A part whose optimizer state agrees, or is apart by weight decay alone, started unequal and is SYN210."""
+def test_212_is_not_a_head_that_started_unequal() -> None:
+    """A part whose optimizer state agrees, or differs by weight decay alone, started unequal and is SYN210."""
     head = [apart("fc.weight", cosine=0.1), apart("fc.bias", cosine=0.1)]
     assert only(group(*head)).code == "SYN210"
     momenta = [moment(diff.name, "momentum_buffer", max_abs=0.002, cosine=0.9) for diff in head]
     assert only(group(*head, *momenta, optimizer=SGD, hyperparameters=DECAY)).code == "SYN210"
 
 
-def test_212_by_its_mark() -> None:
-    """Adapters all over a model are one part by their mark; as many layers without one are not."""
+def test_212_by_a_name_component() -> None:
+    """Adapters in many layers are one part by their name component; as many layers without one are not."""
     layers = {f"layer{i}.attn.{name}.weight": "parameter" for i in range(6) for name in ("base", "lora_A", "lora_B")}
     lora = [name for name in layers if "lora" in name]
     states = {f"optimizer.{name}.exp_avg": "optimizer" for name in lora}
     tensors = [apart(name, cosine=0.9) for name in lora] + [moment(name, cosine=0.3) for name in lora]
     fitted = only(group(*tensors, optimizer=(), more=layers | states))
     assert fitted.code == "SYN212"
-    assert "those under *.lora_A.*, *.lora_B.*" in fitted.evidence
+    assert fitted.facts[0].parameters["modules"] == ("*.lora_A.*", "*.lora_B.*")
     plain = {f"{part}{i}.weight": "parameter" for i in range(6) for part in ("a", "b")}
     odd = [f"a{i}.weight" for i in range(5)]
     states = {f"optimizer.{name}.exp_avg": "optimizer" for name in plain}
@@ -115,22 +134,23 @@ def test_212_by_its_mark() -> None:
 
 
 def test_212_without_moments() -> None:
-    """Without optimizer state a head must grow apart over the steps to be told from one that started unequal."""
+    """Without optimizer state the difference must grow, because a head that started unequal looks the same."""
     head = [apart("fc.weight", cosine=0.99), apart("fc.bias", cosine=0.99)]
     smaller = group(*(replace(diff, max_abs=0.1) for diff in head), optimizer=(), step=5)
-    assert only(group(*head, optimizer=()), smaller).code == "SYN212"
+    fitted = only(group(*head, optimizer=()), smaller)
+    assert (fitted.code, fitted.facts[0].code) == ("SYN212", syn212.Text.CONSISTENT)
     assert "SYN212" not in found(group(*head, optimizer=()))
 
 
-def test_212_needs_more_than_a_damaged_place() -> None:
-    """Few elements of one tensor and its moment are damage; so is a moment alone."""
+def test_212_needs_more_than_a_damaged_element() -> None:
+    """A few elements of a tensor and its moment are damage; so is a moment alone."""
     place = {"mismatched": 1, "extent": "one"}
     assert "SYN212" not in found(group(apart("fc.weight", **place), moment("fc.weight", **place)))
     assert "SYN212" not in found(group(moment("fc.weight", cosine=0.5)))
 
 
 def test_212_by_digests() -> None:
-    """Digests of a head and its moments are enough with Adam, and not with SGD, which may hold weight decay."""
+    """Digests of a head and its moments suffice with Adam, but not with SGD, whose momentum contains weight decay."""
     for state, states, fits in (("exp_avg", ADAM, True), ("momentum_buffer", SGD, False)):
         head = [by_digest(diff) for diff in unreduced(4, state) if ".fc." in f".{diff.name}"]
         assert ("SYN212" in found(group(*head, ranks=4, optimizer=states))) is fits
@@ -139,20 +159,23 @@ def test_212_by_digests() -> None:
 @pytest.mark.parametrize("factor", [0.01, 0.5, 0.8])
 @pytest.mark.parametrize(("ranks", "suspect"), [(2, 1), (4, 3)])
 def test_213(factor: float, ranks: int, suspect: int) -> None:
-    """First moments of one direction, shorter on one rank by one factor, are SYN213 on that rank, however mild."""
+    """First moments with equal direction that are shorter on one rank by the same factor are SYN213 on that rank."""
     fitted = only(group(*scaled(factor, ranks), ranks=ranks))
     assert (fitted.code, fitted.ranks) == ("SYN213", (suspect,))
-    assert f"median cosine 0.990, and are {factor} times as long on rank {suspect} as on rank" in fitted.evidence
+    assert fitted.facts[0] == syn213.Text.CLIPPED(
+        ranks=(suspect,), ratio=pytest.approx(factor), others=tuple(range(ranks - 1))
+    )
+    assert facts_of(fitted)[syn213.Text.COSINE] == {"count": 5, "cosine": pytest.approx(0.99)}
 
 
-def test_213_names_the_odd_rank() -> None:
-    """Of two ranks the shorter is the suspect; of more, the one outside the majority, also if it is the longer."""
+def test_213_suspects_the_odd_rank() -> None:
+    """Of two ranks the shorter is the suspect; of more, the rank outside the majority, even if it is longer."""
     assert only(group(*scaled(8.0))).ranks == (0,)
     assert only(group(*scaled(8.0, 4), ranks=4)).ranks == (3,)
 
 
 def test_213_within_replica_groups() -> None:
-    """Parts of a tensor are compared with their own copies: norms of unlike parts are no scale."""
+    """Shards are compared within their replica group, so that norms of different shards are no scale."""
     groups = ((0, 2), (1, 3))
     norms = {0: 1.0, 2: 0.5, 1: 9.0, 3: 4.5}
     moments = [
@@ -160,12 +183,20 @@ def test_213_within_replica_groups() -> None:
     ]
     fitted = only(group(*moments, ranks=4))
     assert (fitted.code, fitted.ranks) == ("SYN213", (2, 3))
-    assert "are 0.5 times as long on rank 2, 0.5 times as long on rank 3 as on ranks 0, 1" in fitted.evidence
+    assert fitted.facts[0] == syn213.Text.CLIPPED(ranks=(2, 3), ratio=0.5, others=(0, 1))
+
+
+def test_213_by_different_factors() -> None:
+    """Ranks that clipped by different factors are listed with their factors."""
+    norms = {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.5, 4: 0.25}
+    moments = [moment(name, ranks=5, odd=(3, 4), cosine=0.99, norms=norms) for name in MODEL]
+    fitted = only(group(*moments, ranks=5))
+    assert fitted.facts[0] == syn213.Text.CLIPPED_UNEQUALLY(ranks=(3, 4), ratios={3: 0.5, 4: 0.25}, others=(0, 1, 2))
 
 
 def test_213_with_sgd() -> None:
-    """Momenta that are mostly weight decay are left out; those above it still tell."""
-    # 0.005 times a norm of 8 is 0.04 of decay: more than a quarter of what is left of these momenta.
+    """Momenta that are mostly weight decay are ignored; the others still show the clip."""
+    # 0.005 times a norm of 8 is a decay of 0.04: more than a quarter of these momenta.
     large = ("conv.weight", "fc.weight")
     weights = [apart(name, cosine=0.9, norms=dict.fromkeys((0, 1), 8.0 if name in large else 0.1)) for name in MODEL]
     momenta = [
@@ -176,11 +207,14 @@ def test_213_with_sgd() -> None:
     ]
     fitted = only(group(*weights, *momenta, optimizer=SGD, hyperparameters=DECAY))
     assert (fitted.code, fitted.ranks) == ("SYN213", (1,))
-    assert "of 3 parameters (2 that hold mostly weight decay aside)" in fitted.evidence
+    assert fitted.facts[0].code is syn213.Text.CONSISTENT
+    facts = facts_of(fitted)
+    assert (facts[syn213.Text.COSINE]["count"], facts[syn213.Text.MOSTLY_DECAY]["count"]) == (3, 2)
+    assert fitted.cause.code is syn213.Text.CAUSE_UNCOUNTED
 
 
-def test_213_where_decay_is_all_that_is_left() -> None:
-    """With SGD a rank whose momenta are far shorter than a lost one could be holds weight decay only, and is named."""
+def test_213_with_weight_decay_only() -> None:
+    """With SGD, momenta that are far shorter than a lost momentum contain only weight decay: SYN213."""
     weights = [apart(name, cosine=0.9, norms={0: 8.0, 1: 8.0}) for name in MODEL]
     for factor, fits in ((0.05, True), (0.09, False)):
         momenta = [moment(name, "momentum_buffer", cosine=0.4, norms={0: 1.0, 1: factor}) for name in MODEL]
@@ -189,14 +223,14 @@ def test_213_where_decay_is_all_that_is_left() -> None:
 
 
 def test_213_is_not_unreduced_gradients() -> None:
-    """Factors on both sides of 1, or directions of their own, are SYN211."""
+    """Factors on both sides of 1, or different directions, are SYN211."""
     assert only(group(*unreduced(cosine=0.95))).code == "SYN211"
     assert only(group(*scaled(0.7, cosine=0.6))).code == "SYN211"
     assert "SYN213" not in found(group(*scaled(0.95)))
 
 
-def test_213_is_not_a_momentum_that_was_lost() -> None:
-    """With SGD a rank that lost its momentum just before has shorter ones too: nothing is claimed."""
+def test_213_is_not_a_lost_momentum() -> None:
+    """With SGD a rank that just lost its momentum has shorter moments too, so SYN213 does not match."""
     case = group(*scaled(0.3, state="momentum_buffer", cosine=0.8), optimizer=SGD)
     assert "SYN213" not in found(case)
     alike = group(*scaled(0.5, state="momentum_buffer"), optimizer=SGD)

@@ -1,4 +1,4 @@
-"""SYN240: gaps of the size of rounding, and the near misses of its neighbours."""
+"""SYN240: differences of the size of rounding, and near misses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from groups import facts_of
 from test_corruption import MEAN, THREE_AND_ONE, by_digest, found, four, single
 from test_rules import diff, group
 
+from syncheck.diagnose.case import Common
+from syncheck.diagnose.syn240_rounding_only import Text
 from syncheck.records import MEASURED, Evidence, TensorDiff, ValueDiff
 
 
 def rounded(
     name: str = "fc.weight", kind: str = "parameter", clusters: Any = THREE_AND_ONE, **changes: Any
 ) -> TensorDiff:
-    """Return a tensor of which every element differs by one rounding step."""
+    """Return a tensor whose elements all differ by one rounding step."""
     fields = {"mismatched": 4, "max_abs": 1e-8, "max_ulp": 1, "max_rel": 1e-7}
     return replace(diff(name, kind, clusters), **fields | changes)
 
@@ -25,7 +28,7 @@ class TestRoundingOnly:
     """SYN240."""
 
     def test_a_few_steps_everywhere(self) -> None:
-        """Gaps of up to 4 ULP in all that differs are rounding, in parameters, moments and statistics."""
+        """Differences of up to 4 ULP are rounding, in parameters, moments and statistics."""
         tensors = (
             rounded(),
             rounded("optimizer.fc.weight.exp_avg", "optimizer", max_ulp=4),
@@ -35,32 +38,33 @@ class TestRoundingOnly:
         assert set(fitted) == {"SYN240"}
         assert (fitted["SYN240"].ranks, len(fitted["SYN240"].tensors)) == ((3,), 3)
         assert fitted["SYN240"].severity == "warning"
-        assert fitted["SYN240"].evidence == (
-            "3 tensors differ in 12 elements, all by at most 4 ULP, largest gap 1e-08 in fc.weight[1]; "
-            "ranks 0, 1, 2 agree; rank 3 apart"
+        assert fitted["SYN240"].facts == (
+            Text.ROUNDING_STEPS(ulp=4, elements=12, tensors=3),
+            Common.LARGEST(difference=1e-08, element="fc.weight[1]"),
+            Common.AGREE(ranks=(0, 1, 2)),
+            Common.DIFFERS(ranks=(3,)),
         )
         assert found(group(rounded(clusters=((0,), (1,)))))["SYN240"].ranks == (0, 1)
 
     def test_statistics_alone(self) -> None:
-        """Running statistics a rounding step apart are not each rank's own; those further apart are."""
+        """Running statistics that differ by a rounding step are not local; larger differences are."""
         assert set(found(four(rounded("bn.running_mean", "bn_mean")))) == {"SYN240"}
         assert set(found(four(rounded("bn.running_mean", "bn_mean", max_ulp=500)))) == set()
         fitted = found(four(rounded(), replace(MEAN, max_ulp=10**6)))
         assert fitted["SYN240"].tensors == ("fc.weight",)
 
     def test_near_zero(self) -> None:
-        """An old rounding gap is many ULP of an element near zero: then the tensor's own size is the measure."""
+        """An old rounding difference is many ULP near zero, so it is measured against the size of the tensor."""
         norms = dict.fromkeys(range(4), 2.0)  # root mean square 1
         fitted = found(four(rounded(max_ulp=5000, max_abs=2.0**-21, evidence=Evidence(norms=norms))))
-        assert "all by at most 4 epsilons of the tensor's root mean square (5000 ULP near zero)" in (
-            fitted["SYN240"].evidence
-        )
+        facts = facts_of(fitted["SYN240"])[Text.ROUNDING_EPSILONS]
+        assert (facts["epsilons"], facts["ulp"]) == (pytest.approx(4), 5000)
         far = rounded(max_ulp=5000, max_abs=2.0**-17, evidence=Evidence(norms=norms))
         assert set(found(four(far))) == set()
         assert set(found(four(replace(far, evidence=None)))) == set()
 
-    def test_the_norm_is_of_a_large_tensors_start(self) -> None:
-        """Norms are of so many elements from the first, and so the root mean square is too."""
+    def test_norms_of_large_tensors(self) -> None:
+        """Norms cover only the first elements of a large tensor, and so does the root mean square."""
         norms = dict.fromkeys(range(4), 0.01 * math.sqrt(MEASURED))
         large = rounded(numel=2**24, max_ulp=99, max_abs=30 * 2.0**-23 * 0.01, evidence=Evidence(norms=norms))
         assert set(found(four(large))) == {"SYN240"}
@@ -78,17 +82,16 @@ class TestRoundingOnly:
             ("int64", None, False),
         ],
     )
-    def test_what_a_step_means(self, dtype: str, steps: int | None, fits: bool) -> None:
-        """4 ULP of bfloat16 are 3 %: of short floats one step is rounding, of the shortest and of integers none."""
+    def test_limits_by_dtype(self, dtype: str, steps: int | None, fits: bool) -> None:
+        """16-bit floats allow one step, because 4 ULP of bfloat16 are 3 %; shorter floats and integers allow none."""
         assert ("SYN240" in found(four(rounded(dtype=dtype, max_ulp=steps)))) is fits
 
     def test_short_floats_without_moments(self) -> None:
-        """Where no optimizer's state was compared, one step of bfloat16 may be an update that differs: told so."""
-        text = found(four(rounded(dtype="bfloat16")))["SYN240"].evidence
-        assert "consistent with" not in text
+        """Without compared optimizer state, one step of bfloat16 is also consistent with different updates."""
+        assert Text.SHORT_FLOATS not in facts_of(found(four(rounded(dtype="bfloat16")))["SYN240"])
         bare = four(rounded(dtype="bfloat16"))
         del bare.kinds["optimizer"]
-        assert "consistent with unlike updates" in found(bare)["SYN240"].evidence
+        assert Text.SHORT_FLOATS in facts_of(found(bare)["SYN240"])
 
     @pytest.mark.parametrize(
         "other",
@@ -101,19 +104,19 @@ class TestRoundingOnly:
         ],
         ids=["parameter", "moment", "counter", "integer", "digest"],
     )
-    def test_one_larger_gap_rules_it_out(self, other: TensorDiff) -> None:
-        """Parameters near each other with moments, counters or integers apart went apart by more than rounding."""
+    def test_one_larger_difference_excludes_it(self, other: TensorDiff) -> None:
+        """Small differences of parameters do not match beside a larger difference of another tensor."""
         assert "SYN240" not in found(four(rounded(), other, stores_progress=True))
 
-    def test_values_rule_it_out(self) -> None:
-        """Settings that differ explain small gaps better than rounding does."""
+    def test_settings_exclude_it(self) -> None:
+        """Different settings explain small differences better than rounding."""
         setting = ValueDiff(
             "optimizer.param_groups.0.lr", {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2}, counts=True, kind="setting"
         )
         assert "SYN240" not in found(four(rounded(), values=(setting,)))
 
-    def test_its_neighbours(self) -> None:
-        """One element is a flip; averaged copies alone are stale by as little; a NaN on one side is SYN222."""
+    def test_near_misses(self) -> None:
+        """A single element is a bit flip, averaged copies alone may be stale, and a NaN on one rank is SYN222."""
         assert set(found(four(single(max_ulp=1)))) == {"SYN220"}
         assert set(found(four(rounded("tiny", numel=1, mismatched=1)))) == set()
         assert "SYN240" not in found(four(rounded("ema.fc.weight", "ema")))

@@ -1,13 +1,17 @@
-"""Ranks that lost a step or a state: SYN106, SYN214 and SYN215, and what tells them from each other."""
+"""Ranks that skipped a step or lost state: SYN106, SYN214 and SYN215, and how they are distinguished."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from groups import facts_of
 from progress_cases import STATE, counter, diff, found, group, missing, only, statistics, trained
 
-from syncheck.diagnose import syn106_different_progress
+from syncheck.diagnose import syn214_step_skipped as syn214
+from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
+from syncheck.diagnose.case import Common
+from syncheck.diagnose.origin import Origin
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Metadata
 
@@ -25,30 +29,36 @@ from syncheck.snapshots import Metadata
     ],
 )
 def test_214(counts: dict[int, float], suspects: tuple[int, ...]) -> None:
-    """Counters one or two steps apart, or under 5 %, are SYN214; it names the odd ranks, or those behind."""
+    """Counters with a lag of up to two steps or under 5 % are SYN214; suspects are the odd ranks or those behind."""
     finding = only(group(*trained(counts), *statistics({rank: rank for rank in counts}), ranks=len(counts)))
     assert (finding.code, finding.ranks) == ("SYN214", suspects)
-    assert f"{max(counts.values()):g} steps on" in finding.evidence
-    assert "2 of 2 parameters differ" in finding.evidence
-    assert "num_batches_tracked agrees" in finding.evidence
+    highest = max(counts.values())
+    summary = finding.facts[0]
+    lags = {highest - count for count in counts.values()} - {0}
+    assert summary.code is (syn214.Text.SKIPPED if len(lags) == 1 else syn214.Text.SKIPPED_UP_TO)
+    assert summary.parameters["lag"] == max(lags)
+    assert summary.parameters["ranks"] == tuple(rank for rank, count in counts.items() if count < highest)
+    facts = facts_of(finding)
+    assert facts[Origin.COUNTERS] == {"counters": 2, "lag": max(lags), "steps": counts}
+    assert facts[Common.PARAMETERS]["count"] == 2
+    assert syn214.Text.FORWARD_RAN in facts
 
 
-def test_214_says_what_a_short_run_cannot_tell() -> None:
-    """After a few steps, and with more than two steps' lag, a lost state looks the same; else that is not said."""
+def test_214_mentions_lost_state() -> None:
+    """In a short run, or with a lag of more than two steps, lost optimizer state looks the same."""
     for counts, doubtful in (({0: 4, 1: 3}, True), ({0: 2000, 1: 1980}, True), ({0: 12, 1: 11}, False)):
         finding = only(group(*trained(counts)))
         assert finding.code == "SYN214"
-        assert ("lost after" in finding.evidence) is doubtful
+        assert (syn214.Text.LOST_STATE in facts_of(finding)) is doubtful
 
 
-def test_214_tells_growth() -> None:
-    """A lag that was smaller at an earlier step is told as steps left out more than once; a constant one is not."""
+def test_214_with_a_growing_lag() -> None:
+    """A lag that was smaller at an earlier step means that steps were skipped repeatedly."""
     now = group(*trained({0: 100, 1: 98}))
-    assert (
-        "at step 50 it was 1 step: it happened more than once"
-        in only(now, group(*trained({0: 50, 1: 49}), step=50)).evidence
-    )
-    assert "more than once" not in only(now, group(*trained({0: 50, 1: 48}), step=50)).evidence
+    growing = only(now, group(*trained({0: 50, 1: 49}), step=50))
+    assert facts_of(growing)[syn214.Text.REPEATED] == {"step": 50, "lag": 1}
+    constant = only(now, group(*trained({0: 50, 1: 48}), step=50))
+    assert syn214.Text.REPEATED not in facts_of(constant)
 
 
 @pytest.mark.parametrize(
@@ -62,26 +72,28 @@ def test_214_tells_growth() -> None:
     ],
 )
 def test_215(counts: dict[int, float], suspects: tuple[int, ...]) -> None:
-    """Counters far apart are SYN215, whichever side is the majority; without one the ranks with small counts."""
+    """Counters that are far apart are SYN215 on the ranks outside the majority, else on the ranks behind."""
     finding = only(group(*trained(counts), *statistics({rank: rank for rank in counts}), ranks=len(counts)))
     assert (finding.code, finding.ranks) == ("SYN215", suspects)
-    assert "4 other optimizer tensors differ with it" in finding.evidence
+    assert finding.facts[0] == syn215.Text.ON_SOME_RANKS(ranks=suspects)
+    assert facts_of(finding)[Origin.COUNTERS]["steps"] == counts
+    assert facts_of(finding)[syn215.Text.STATE_DIFFERS] == {"count": 4}
 
 
 def test_215_at_the_moment_of_the_resume() -> None:
-    """Right after the load parameters still agree, and the evidence says so."""
+    """Right after loading, parameters still agree, and the evidence says so."""
     lost = [found for found in trained({0: 100, 1: 1}) if found.kind != "parameter"]
     finding = only(group(*lost))
     assert (finding.code, finding.ranks) == ("SYN215", (1,))
-    assert "all parameters still agree" in finding.evidence
+    assert syn215.Text.NO_STEP_SINCE in facts_of(finding)
 
 
-def test_215_where_a_rank_saved_an_empty_optimizer() -> None:
-    """An optimizer with parameter groups and no state at all is SYN215; names the fewer, without majority the empty."""
+def test_215_with_an_empty_optimizer() -> None:
+    """An optimizer with parameter groups but no state is SYN215 on the smaller set of ranks, or on the empty ranks."""
     saved = {"hyperparameters": {"lr": 0.1}, "stores_progress": False}
     finding = only(group(*missing((0,), *STATE), **saved))
     assert (finding.code, finding.ranks) == ("SYN215", (1,))
-    assert "of rank 1 holds no state at all, that of rank 0 has 6 tensors" in finding.evidence
+    assert finding.facts[0] == syn215.Text.EMPTY(ranks=(1,), others=(0,), tensors=6)
     assert only(group(*missing((0,), *STATE), ranks=4, **saved)).ranks == (0,)
     assert only(group(*missing((0, 1, 3), *STATE), ranks=4, **saved)).ranks == (2,)
 
@@ -176,7 +188,7 @@ def test_a_whole_step_that_was_missed() -> None:
     case = (*trained({0: 100, 1: 99}), count, *statistics({0: 1, 1: 2}))
     finding = only(group(*case))
     assert finding.code == "SYN214"
-    assert "the whole step was missed" in finding.evidence
+    assert syn214.Text.FORWARD_MISSING in facts_of(finding)
     assert only(group(*case, stores_progress=False)).code == "SYN106"
 
 

@@ -10,8 +10,10 @@ import progress_cases
 import pytest
 import small_model
 import torch
+from groups import facts_of
 
 from syncheck.api import compare
+from syncheck.diagnose.case import Common
 from syncheck.evidence import histograms
 from syncheck.kernel.blocks import Files
 from syncheck.records import Evidence, TensorDiff, ValueDiff
@@ -111,7 +113,7 @@ def test_two_ranks_that_agree_by_chance_are_no_majority() -> None:
     chance = replace(tensors[2], clusters=((0, 1), (2,), (3,)), minority=(2, 3))
     finding = small_model.only(small_model.group(*tensors[:2], chance, *tensors[3:], ranks=4))
     assert (finding.code, finding.ranks) == ("SYN211", (0, 1, 2, 3))
-    assert "there is no majority" in finding.evidence
+    assert Common.NO_TWO_AGREE in facts_of(finding)
 
 
 def test_a_step_left_out_on_a_rank_whose_scale_agrees_is_not_the_scalers() -> None:

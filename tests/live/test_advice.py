@@ -1,4 +1,4 @@
-"""What a finding advises in a running job, which has no files to look at and can be mended as it runs."""
+"""Fixes in a running job, which has no files, and whose ranks can be resynchronized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from agreement import all_pass, each_rank, flip, trained
 from torch import nn
 
-from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
+from syncheck.diagnose import syn214_step_skipped, syn215_optimizer_state_not_restored, syn222_nonfinite_on_some_ranks
 from syncheck.live import check, resync
 from syncheck.testing import compare
 
@@ -24,8 +24,8 @@ def only(report: Report) -> Finding:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_skipped_step_is_mended_by_resync(syncheck_rank: Any) -> None:
-    """Rank 2 left out a step: the advice names resync, and nothing is said of files or of restarting."""
+def test_a_skipped_step_is_fixed_by_resync(syncheck_rank: Any) -> None:
+    """Rank 2 skipped a step: the fix is resync, without files or a restart."""
     model, optimizer = trained(steps=4)
     if syncheck_rank.rank == 2:
         model.module.load_state_dict({k: v - 0.01 for k, v in model.module.state_dict().items()})
@@ -34,33 +34,34 @@ def test_a_skipped_step_is_mended_by_resync(syncheck_rank: Any) -> None:
             state["exp_avg"] *= 0.9
     found = only(all_pass(each_rank(check, model, optimizer)))
     assert (found.code, found.ranks) == ("SYN214", (2,))
-    assert "files" not in found.evidence
-    assert "dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue. To go on with this run: syncheck" in found.fix
-    assert "restart" not in found.fix
+    assert syn214_step_skipped.Text.STEP_UNKNOWN() not in found.facts
+    assert found.fix.code is syn214_step_skipped.Text.IN_A_JOB
+    assert "restart" not in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_nan_is_mended_by_resync(syncheck_rank: Any) -> None:
-    """A NaN on one rank: the advice names resync, and no files to resume from."""
+def test_a_nan_is_fixed_by_resync(syncheck_rank: Any) -> None:
+    """A NaN on one rank: the fix is resync, without files."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         with torch.no_grad():
             model.module.fc.weight[0, 0] = float("nan")
     found = only(all_pass(each_rank(check, model, optimizer)))
     assert (found.code, found.ranks) == ("SYN222", (1,))
-    assert "stop on all ranks. To go on with this run: syncheck.live.resync(model, optimizer) on all" in found.fix
-    assert "files" not in found.fix
+    assert found.fix.code is syn222_nonfinite_on_some_ranks.Text.IN_A_JOB
+    assert "files" not in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_restored_state_is_not_voted_away(syncheck_rank: Any) -> None:
-    """Only rank 0 restored its optimizer: the advice is a source of one's choice, for the majority lost its state."""
+def test_restored_state_is_not_outvoted(syncheck_rank: Any) -> None:
+    """If only rank 0 restored its optimizer, the fix asks for a source, because the majority lost its state."""
     model, optimizer = trained()
     if syncheck_rank.rank > 0:
         optimizer.state.clear()
     found = only(all_pass(each_rank(check, model, optimizer)))
     assert found.code == "SYN215"
-    assert "resync(model, optimizer, source=RANK) on all ranks, with a rank whose optimizer still has" in found.fix
+    assert found.fix.code is syn215_optimizer_state_not_restored.Text.IN_A_JOB
+    assert "source=RANK" in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -76,15 +77,15 @@ def test_ddp_itself_shows_whether_it_synchronizes_buffers(syncheck_rank: Any, wr
     assert (LocalStatistics.USE_WRAPPER in codes) != wrapped
 
 
-def test_things_of_one_process_are_no_job() -> None:
-    """Two models that one process compares cannot be made equal by a collective call, and none is advised."""
+def test_objects_of_one_process_are_no_job() -> None:
+    """Two models of one process cannot be synchronized by a collective call, so the fix has none."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         other.weight[0, 0] = float("nan")
     found = only(compare(model, other))
     assert found.code == "SYN222"
-    assert "resync" not in found.fix
+    assert found.fix.code is syn222_nonfinite_on_some_ranks.Text.FIX
 
 
 @pytest.mark.syncheck(ranks=2)

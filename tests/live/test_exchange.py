@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, flip, trained
 
-from syncheck.diagnose import syn101_missing_tensors, syn201_bn_local_stats
+from syncheck.diagnose import syn215_optimizer_state_not_restored, syn220_bit_flip
+from syncheck.diagnose.case import Common
 from syncheck.live.exchange import fetching
 from syncheck.testing import assert_in_sync
 
@@ -70,7 +71,7 @@ def test_a_flipped_bit_raises_on_all_ranks(syncheck_rank: Any) -> None:
         flip(model.module.fc.weight, index=6)
     outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
     assert outcome.codes == ["SYN220"]
-    assert "syncheck.live.resync(model, optimizer)" in outcome.findings[0].fix
+    assert outcome.findings[0].fix.code is syn220_bit_flip.Text.IN_A_JOB
     [diff] = outcome.report.groups[0].tensors
     assert (diff.name, diff.mismatched, diff.index, diff.max_ulp) == ("fc.weight", 1, (1, 2), 1)
     assert "rank 1: DistributedDataParallel, AdamW on " in outcome.text
@@ -85,7 +86,7 @@ def test_the_odd_one_of_four_ranks_is_named(syncheck_rank: Any) -> None:
         flip(model.module.fc.weight, index=6)
     outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
     assert outcome.findings[0].ranks == (2,)
-    assert "ranks 0, 1, 3 agree; rank 2 apart" in outcome.text
+    assert {Common.AGREE(ranks=(0, 1, 3)), Common.DIFFERS(ranks=(2,))} <= set(outcome.findings[0].facts)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -139,7 +140,9 @@ def test_optimizer_state_on_one_rank_only_is_found(syncheck_rank: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
     assert outcome.codes == ["SYN215"]
-    assert "the optimizer of rank 1 holds no state at all, that of rank 0 has 12 tensors" in outcome.text
+    empty = syn215_optimizer_state_not_restored.Text.EMPTY(ranks=(1,), others=(0,), tensors=12)
+    assert outcome.findings[0].facts[0] == empty
+    assert str(empty) in outcome.text
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -1,4 +1,4 @@
-"""Differences that follow where ranks stand: by host (SYN230), along the tensor-parallel dimension (SYN231)."""
+"""Differences by host (SYN230) and along the tensor-parallel dimension (SYN231)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from checkpoints import save_pth
 from dtensors import dtensor, mesh_of_2_6
+from groups import facts_of
 from test_rules import MEAN, diff, found, group
 
 import syncheck
+from syncheck.diagnose import syn230_differs_by_node as syn230
+from syncheck.diagnose import syn231_tensor_parallel_replicated as syn231
+from syncheck.diagnose.case import Common
 from syncheck.records import TensorDiff
 from syncheck.tensor_parallel import replicated
 
@@ -34,49 +38,50 @@ def on_hosts(hosts: Sequence[str | None], *tensors: TensorDiff, **fields: Any) -
 
 
 def in_mesh(meshes: Sequence[Mapping[str, int]], *tensors: TensorDiff) -> Group:
-    """Return a group whose ranks stand at these places of a mesh."""
+    """Return a group whose ranks have these mesh coordinates."""
     made = group(*tensors, ranks=len(meshes))
     return replace(made, replicas=tuple(replace(r, mesh=m) for r, m in zip(made.replicas, meshes, strict=True)))
 
 
 def test_230() -> None:
-    """Parameters and moments that are equal within each host and not across are SYN230, with the hosts named."""
+    """Parameters and moments that are equal within each host and differ between hosts are SYN230."""
     fitted = found(on_hosts("aabb", WEIGHT, MOMENT))
     assert set(fitted) == {"SYN230"}
     assert fitted["SYN230"].ranks == (0, 1, 2, 3)
-    assert fitted["SYN230"].evidence == (
-        "2 tensors (1 parameter) equal within each node and not across nodes, largest gap 0.5 in fc.weight[1]; nodes: "
-        "a (ranks 0, 1), b (ranks 2, 3)"
+    node, size = syn230.Text.NODE, Common.LARGEST(difference=0.5, element="fc.weight[1]")
+    assert fitted["SYN230"].facts == (
+        syn230.Text.NODES_DIFFER(nodes=(node(host="a", ranks=(0, 1)), node(host="b", ranks=(2, 3)))),
+        syn230.Text.TENSORS(count=2, parameters=1, size=size),
     )
 
 
-def test_230_names_the_node_outside_the_majority() -> None:
-    """Of three nodes the one that is apart is the suspect."""
+def test_230_suspects_the_node_outside_the_majority() -> None:
+    """Of three nodes, the node that differs from the other two is the suspect."""
     odd = diff("fc.weight", "parameter", ((0, 1, 4, 5), (2, 3)))
     assert found(on_hosts("aabbcc", odd))["SYN230"].ranks == (2, 3)
 
 
-def test_230_covers_statistics_that_follow() -> None:
-    """Running statistics that differ between all ranks do not hide the nodes, and are covered with them."""
+def test_230_covers_running_statistics() -> None:
+    """Running statistics that differ between all ranks do not exclude SYN230, and are covered by it."""
     local = diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,)))
     fitted = found(on_hosts("aabb", WEIGHT, local))
     assert set(fitted) == {"SYN230"}
     assert set(fitted["SYN230"].tensors) == {"fc.weight", "bn.running_mean"}
-    assert "1 running statistic differ too" in fitted["SYN230"].evidence
+    assert facts_of(fitted["SYN230"])[syn230.Text.STATISTICS_TOO] == {"count": 1}
 
 
-def test_230_looks_no_tensor_up_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of statistics beside thousands of weights are told apart by kind: one against each took a minute."""
+def test_230_compares_no_tensor_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics and weights are separated by kind, because comparing thousands of tensors in pairs took a minute."""
     local = diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,)))
     monkeypatch.setattr(TensorDiff, "__eq__", lambda *_: pytest.fail("a tensor was compared with another one"))
     assert set(found(on_hosts("aabb", WEIGHT, MOMENT, local))["SYN230"].tensors) >= {"fc.weight", "bn.running_mean"}
 
 
 def test_230_of_digests() -> None:
-    """Digests tell who agrees with whom, so that the node is named and no gap is claimed."""
+    """Digests suffice to identify the node, and the evidence claims no size."""
     fitted = found(on_hosts("aabb", diff("fc.weight", "parameter", HALVES, **DIGEST)))
     assert set(fitted) == {"SYN230"}
-    assert "by how much is not known" in fitted["SYN230"].evidence
+    assert facts_of(fitted["SYN230"])[syn230.Text.TENSORS]["size"] == Common.SIZE_UNKNOWN()
 
 
 @pytest.mark.parametrize(
@@ -91,24 +96,24 @@ def test_230_of_digests() -> None:
     ],
 )
 def test_not_230(hosts: Any, clusters: Any) -> None:
-    """Without two hosts of two ranks that explain every set, nothing is said of nodes."""
+    """SYN230 needs two hosts with two ranks each that explain every set of ranks."""
     assert "SYN230" not in found(on_hosts(hosts, diff("fc.weight", "parameter", clusters)))
 
 
-def test_not_230_where_one_tensor_does_not_fit() -> None:
-    """One parameter that differs within a host is another fault."""
+def test_not_230_if_one_tensor_differs_within_a_host() -> None:
+    """A parameter that differs within a host is another fault."""
     within = diff("fc.bias", "parameter", ((0, 1, 2), (3,)))
     assert "SYN230" not in found(on_hosts("aabb", WEIGHT, within))
 
 
-def test_not_230_where_a_host_holds_each_shard_once() -> None:
-    """Under HSDP with a copy on each host no two ranks of a host hold the same, and nothing shows that they agree."""
+def test_not_230_if_each_host_is_a_replica() -> None:
+    """With HSDP and one replica per host, no two ranks of a host hold the same shard, so nothing shows agreement."""
     sharded = diff("fc.weight", "parameter", ((0,), (2,), (1,), (3,)), replica_groups=((0, 2), (1, 3)))
     assert "SYN230" not in found(on_hosts("aabb", sharded))
 
 
-def test_folders_are_hosts_where_nothing_else_tells(tmp_path: Path) -> None:
-    """Files below node0 and node1 are of two hosts, and what differs between them is SYN230."""
+def test_folders_are_hosts_without_metadata(tmp_path: Path) -> None:
+    """Files in node0 and node1 belong to two hosts, and a difference between them is SYN230."""
     for rank in range(4):
         folder = tmp_path / f"node{rank // 2}"
         folder.mkdir(exist_ok=True)
@@ -123,36 +128,34 @@ ALONG_TP = ((0, 2), (1, 3))
 NORM = diff("layers.0.input_layernorm.weight", "parameter", ALONG_TP)
 
 
-def test_few_of_hundreds_of_replica_groups_are_named() -> None:
-    """A weight whose 512 shards differ each between two ranks is told with four of the groups, and how many more."""
+def test_evidence_lists_few_of_many_replica_groups() -> None:
+    """If 512 shards of a weight differ between two ranks each, the text of the evidence stays short."""
     pairs = tuple((rank, rank + 512) for rank in range(512))
     weight = replace(diff("fc.weight", "parameter", tuple((rank,) for rank in range(1024))), replica_groups=pairs)
     (fitted,) = found(group(weight, ranks=1024)).values()
-    named = (
-        "ranks 0, 512 and of ranks 1, 513 and of ranks 2, 514 and of ranks 3, 515 and of 508 more, suspect 1024 ranks"
-    )
-    assert f"; compared within the replica groups of {named}" in fitted.evidence
+    assert facts_of(fitted)[Common.WITHIN_GROUPS] == {"groups": pairs, "ranks": tuple(range(1024))}
     assert len(fitted.evidence) < 500
 
 
 def test_231() -> None:
-    """A norm that is equal along dp and differs along tp is SYN231; the optimizer's state of it too."""
+    """A norm that is equal along dp and differs along tp is SYN231, and so is its optimizer state."""
     moment = diff("optimizer.layers.0.input_layernorm.weight.exp_avg", "optimizer", ALONG_TP, max_abs=0.1)
     fitted = found(in_mesh(TWO_BY_TWO, NORM, moment))
     assert set(fitted) == {"SYN231"}
     assert fitted["SYN231"].ranks == (0, 1, 2, 3)
-    assert "2 tensors that tensor parallelism does not divide differ" in fitted["SYN231"].evidence
-    assert "equal within each coordinate (ranks 0, 2 and ranks 1, 3)" in fitted["SYN231"].evidence
+    facts = facts_of(fitted["SYN231"])
+    assert facts[syn231.Text.RANKS_DIFFER]["count"] == 2
+    assert facts[syn231.Text.COORDINATES_AGREE] == {"groups": ((0, 2), (1, 3))}
 
 
-def test_231_of_tensor_parallel_ranks_alone() -> None:
-    """With one rank for each coordinate the odd one is the suspect; digests will do."""
+def test_231_with_one_rank_per_coordinate() -> None:
+    """With one rank per coordinate the odd rank is the suspect; digests suffice."""
     odd = diff("ln_f.weight", "parameter", ((0, 1, 3), (2,)), **DIGEST)
     assert found(in_mesh([{"tp": rank} for rank in range(4)], odd))["SYN231"].ranks == (2,)
 
 
 def test_not_231_along_other_dimensions() -> None:
-    """What differs along dp, of one rank, or of ranks whose place is not known, is another fault."""
+    """A difference along dp, of a single rank, or of ranks without coordinates is another fault."""
     along_dp = diff("ln_f.weight", "parameter", ((0, 1), (2, 3)))
     one = diff("ln_f.bias", "parameter", ((0, 1, 2), (3,)))
     assert "SYN231" not in found(in_mesh(TWO_BY_TWO, along_dp, one))
@@ -160,8 +163,8 @@ def test_not_231_along_other_dimensions() -> None:
     assert "SYN231" not in found(in_mesh([{"pp": rank % 2} for rank in range(4)], NORM))
 
 
-def test_231_leaves_the_rest_to_others() -> None:
-    """Beside a norm along tp a weight that differs on one rank stays unexplained, and statistics are never taken."""
+def test_231_covers_only_replicated_tensors() -> None:
+    """A weight that differs on one rank, and running statistics, are left to other rules."""
     other = diff("fc.weight", "parameter", ((0, 1, 2), (3,)))
     fitted = found(in_mesh(TWO_BY_TWO, NORM, other, replace(MEAN, clusters=ALONG_TP)))
     assert fitted["SYN231"].tensors == ("layers.0.input_layernorm.weight",)
@@ -177,7 +180,7 @@ layers.0.block_sparse_moe.gate.weight layers.0.self_attention.dense.bias layers.
 layers.0.self_attn.o_proj.bias decoder.layers.0.self_attention.linear_proj.bias decoder.layers.0.mlp.linear_fc2.bias
 optimizer.layers.0.input_layernorm.weight.exp_avg word_embeddings.norm.weight layers.0.pre_mlp_layernorm.weight
 """.split()
-PERHAPS_DIVIDED = """
+PERHAPS_SHARDED = """
 layers.0.self_attn.q_norm.weight layers.0.self_attention.k_layernorm.weight layers.0.mixer.norm.weight
 layers.0.self_attn.q_proj.bias layers.0.mlp.up_proj.bias layers.0.mlp.gate_proj.weight layers.0.mlp.gate.weight
 layers.0.self_attn.norm.weight layers.0.mlp.norm.weight layers.0.linear_attn.norm.weight bn1.weight
@@ -187,13 +190,13 @@ layers.0.block_sparse_moe.experts.0.w1.weight layers.0.self_attn.o_proj.lora_A.w
 """.split()
 
 
-def test_names_of_what_is_replicated() -> None:
-    """Norms, routers and biases behind row-parallel layers are known by name; whatever may be divided is not."""
-    assert replicated([*REPLICATED, *PERHAPS_DIVIDED]) == set(REPLICATED)
+def test_names_of_replicated_tensors() -> None:
+    """Norms, routers and biases of row-parallel layers are replicated by name; tensors that may be sharded are not."""
+    assert replicated([*REPLICATED, *PERHAPS_SHARDED]) == set(REPLICATED)
 
 
 def saved(folder: Path, tensors: Mapping[int, Mapping[str, Any]], meshes: Sequence[Mapping[str, int]]) -> Group:
-    """Compare files of ranks at these places of a mesh."""
+    """Compare files of ranks with these mesh coordinates."""
     for rank, content in tensors.items():
         block = syncheck.metadata(run="tp", run_id="1", rank=rank, world_size=len(tensors), mesh=dict(meshes[rank]))
         save_pth(folder / f"m_rank{rank}.pth", {"model": dict(content), "syncheck": block})
@@ -202,13 +205,13 @@ def saved(folder: Path, tensors: Mapping[int, Mapping[str, Any]], meshes: Sequen
 
 
 def parts(rank: int, norm: float = 1.0, size: int = 3) -> dict[str, Any]:
-    """Return a rank's norm, and its part of a column-parallel layer."""
+    """Return a rank's norm, and its shard of a column-parallel layer."""
     column = np.full(4, rank % 2, np.float32)
     return {"l.0.input_layernorm.weight": np.full(size, norm, np.float32), "l.0.mlp.up_proj.bias": column}
 
 
 def test_files_are_compared_across_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """Parts that differ by design are in sync, and a norm that differs along tp alone is SYN231."""
+    """Shards that differ by design are in sync, and a norm that differs along tp is SYN231."""
     good = saved(tmp_path, {rank: parts(rank) for rank in range(4)}, TWO_BY_TWO)
     assert (good.verdict, [finding.code for finding in good.findings]) == ("in_sync", ["SYN104"])
     bad = saved(tmp_path, {rank: parts(rank, 1 + rank % 2) for rank in range(4)}, TWO_BY_TWO)
@@ -216,14 +219,14 @@ def test_files_are_compared_across_tensor_parallel_ranks(tmp_path: Path) -> None
     assert (finding.code, finding.tensors) == ("SYN231", ("l.0.input_layernorm.weight",))
 
 
-def test_unequal_shapes_are_parts_whatever_the_name(tmp_path: Path) -> None:
-    """A norm that has another shape on other tensor-parallel ranks is divided, and no mismatch."""
+def test_different_shapes_are_shards(tmp_path: Path) -> None:
+    """A norm with different shapes on tensor-parallel ranks is sharded, whatever its name, and no mismatch."""
     found_group = saved(tmp_path, {rank: parts(rank, size=3 + rank % 2) for rank in range(4)}, TWO_BY_TWO)
     assert found_group.verdict == "in_sync"
 
 
-def test_pipeline_stages_are_kept_apart(tmp_path: Path) -> None:
-    """Norms of one name in two stages are other norms: each is compared within its own stage, across tp."""
+def test_pipeline_stages_are_compared_separately(tmp_path: Path) -> None:
+    """Norms with the same name in two stages are different tensors, each compared within its stage."""
     meshes = [{"pp": rank // 2, "tp": rank % 2} for rank in range(4)]
     good = saved(tmp_path, {rank: parts(rank, rank // 2) for rank in range(4)}, meshes)
     assert good.verdict == "in_sync"
@@ -232,8 +235,8 @@ def test_pipeline_stages_are_kept_apart(tmp_path: Path) -> None:
     assert (finding.code, finding.ranks) == ("SYN231", (2, 3))
 
 
-def test_dtensors_say_that_they_are_replicated(tmp_path: Path) -> None:
-    """A DTensor that is replicated over a mesh called tp needs no known name, and its mesh places the ranks."""
+def test_replicated_dtensors(tmp_path: Path) -> None:
+    """A DTensor that is replicated over a mesh named tp needs no known name, and its mesh gives the coordinates."""
     for rank in range(2):
         mesh = mesh_of_2_6([0, 1], [rank], ("tp",))
         whole, shard = np.full((8, 3), rank, np.float32), np.full((4, 3), rank, np.float32)

@@ -1,0 +1,138 @@
+"""Localized differences: a few elements of a few tensors, while the rest of the model agrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import element_name, parameter_of
+from syncheck.evidence.suspects import sets_within
+from syncheck.kinds import BN_STATISTICS
+from syncheck.messages import Message, Sentence
+from syncheck.snapshots import flat_index
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from syncheck.diagnose.case import Case
+    from syncheck.records import TensorDiff
+
+# Local running statistics differ anyway, and have rules of their own.
+_OF_BATCHES = (*BN_STATISTICS, "bn_count")
+# Largest number of damaged tensors. If more tensors differ in a few elements, the cause affects all tensors.
+MOST = 4
+
+
+class Localized(Sentence):
+    """Statements about damaged elements, and about the rest of the model."""
+
+    ONE_ELEMENT = "A single element of {numel} differs: {element}"
+    FOLLOWERS = "{tensors:list} {tensors:verb differs|differ} in the same elements"
+    REST_AGREES = "all other elements of {parameters:count parameter} and {states:count optimizer tensor} agree"
+    PARAMETERS_AGREE = "all other elements of {parameters:count parameter} agree"
+    STATES_AGREE = "all other elements of {states:count optimizer tensor} agree"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Differing elements of one tensor of the model, and the tensors affected by them.
+
+    hit: the tensor with the most differing elements; if equal, the parameter and not its optimizer state. followers:
+    optimizer state and averaged copies of `hit`, differing within the same elements.
+    """
+
+    hit: TensorDiff
+    followers: tuple[TensorDiff, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorDiff, ...]:
+        """The damaged tensor and its followers."""
+        return (self.hit, *self.followers)
+
+
+def localized_damage(case: Case) -> tuple[Damage, ...]:
+    """Group the differences by damaged tensor. Empty if any difference is not confined to a small part of a tensor.
+
+    Tensors covered by an earlier rule are ignored. Running statistics are ignored too, unless a single bit of them
+    differs, because different batches may change few of many channels.
+    """
+    differing = [diff for diff in case.tensors if diff.kind not in _OF_BATCHES]
+    if not differing and len(case.tensors) == 1 and is_one_bit(case.tensors[0]):
+        differing = list(case.tensors)
+    # Buffers may depend on each rank's data, and have rules of their own.
+    loose = case.loose
+    differing = [diff for diff in differing if diff.kind != "buffer" and diff.name not in loose] or differing
+    if not all(_is_in_part(diff) for diff in differing):
+        return ()
+    names = {diff.name for diff in differing}
+    by_name: dict[str, list[TensorDiff]] = {}
+    for diff in differing:
+        by_name.setdefault(_owner(diff, names), []).append(diff)
+    if len(by_name) > MOST:
+        return ()
+    damages = []
+    for diffs in by_name.values():
+        hit, *others = sorted(diffs, key=lambda diff: (-(diff.mismatched or 0), diff.kind == "optimizer"))
+        if not all(_is_within(other, hit) for other in others):
+            return ()
+        damages.append(Damage(hit, tuple(others)))
+    return tuple(damages)
+
+
+def _is_in_part(diff: TensorDiff) -> bool:
+    """Whether at most half of the elements differ.
+
+    False if several replica groups differ, because the numbers describe only the group with the largest difference.
+    """
+    if diff.status != "different" or diff.reason is not None or not diff.mismatched:
+        return False
+    return 2 * diff.mismatched <= diff.numel and len(sets_within(diff)) < 2
+
+
+def _owner(diff: TensorDiff, names: Collection[str]) -> str:
+    """Return the parameter of optimizer state or of an averaged copy, else the tensor's own name."""
+    if diff.kind == "optimizer":
+        return parameter_of(diff.name)
+    if diff.kind == "ema":
+        parts = diff.name.split(".")
+        tails = (".".join(parts[i:]) for i in range(1, len(parts)))
+        return next((tail for tail in tails if tail in names), diff.name)
+    return diff.name
+
+
+def _is_within(other: TensorDiff, hit: TensorDiff) -> bool:
+    """Whether the element with the largest difference of a follower is one of the damaged elements."""
+    if other.shape != hit.shape:
+        return False
+    if hit.extent == "one":
+        return other.extent == "one" and other.index == hit.index
+    first = hit.evidence.first if hit.evidence else None
+    return first is None or first <= flat_index(other.index, other.shape) < first + (hit.mismatched or 0)
+
+
+def is_one_bit(diff: TensorDiff) -> bool:
+    """Whether a single bit of a single element differs."""
+    return diff.extent == "one" and diff.evidence is not None and diff.evidence.flipped_bits == 1
+
+
+def element_fact(damage: Damage) -> Message:
+    """State which single element of a tensor differs."""
+    return Localized.ONE_ELEMENT(element=element_name(damage.hit), numel=damage.hit.numel)
+
+
+def follower_facts(damage: Damage) -> tuple[Message, ...]:
+    """State which other tensors differ in the same elements; empty if none does."""
+    followers = sorted(damage.followers, key=lambda diff: diff.kind != "optimizer")
+    if not followers:
+        return ()
+    return (Localized.FOLLOWERS(tensors=tuple(diff.name for diff in followers)),)
+
+
+def rest_facts(case: Case) -> tuple[Message, ...]:
+    """State how many parameters and optimizer tensors agree apart from the damage; empty if none was compared."""
+    parameters, states = case.compared("parameter"), case.compared("optimizer")
+    if parameters and states:
+        return (Localized.REST_AGREES(parameters=parameters, states=states),)
+    if parameters:
+        return (Localized.PARAMETERS_AGREE(parameters=parameters),)
+    return (Localized.STATES_AGREE(states=states),) if states else ()
