@@ -25,8 +25,15 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Match, agreement_facts, largest_difference, ranks_by
 from syncheck.diagnose.counters import minority_of
-from syncheck.diagnose.gradients import cosines, course, differing_moments, followers_text, only_decay, with_moment
-from syncheck.messages import names_text
+from syncheck.diagnose.gradients import (
+    cosines,
+    differing_moments,
+    follower_facts,
+    only_decay,
+    trend_facts,
+    with_moment,
+)
+from syncheck.messages import Message, Sentence
 from syncheck.value_kinds import SETTINGS
 
 if TYPE_CHECKING:
@@ -127,8 +134,8 @@ def _describe_setting(diff: ValueDiff) -> Message:
     return Text.MEMBERS(name=diff.name, names=partial) if partial else Text.ORDER(name=diff.name)
 
 
-def _explained(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
-    """Return the trained tensors that differ, none of them between ranks of equal settings."""
+def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
+    """Return the trained tensors that differ only between ranks with different settings."""
     moments = cosines(differing_moments(case).values())
     turned = only_decay(case) or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
     if moments and median(moments) < ALIKE and not turned:

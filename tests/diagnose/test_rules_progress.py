@@ -8,6 +8,7 @@ import pytest
 from groups import facts_of
 from progress_cases import STATE, counter, diff, found, group, missing, only, statistics, trained
 
+from syncheck.diagnose import syn106_different_progress
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
 from syncheck.diagnose.case import Common

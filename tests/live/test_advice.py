@@ -10,6 +10,7 @@ from agreement import all_pass, each_rank, flip, trained
 from torch import nn
 
 from syncheck.diagnose import syn214_step_skipped, syn215_optimizer_state_not_restored, syn222_nonfinite_on_some_ranks
+from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
 from syncheck.live import check, resync
 from syncheck.testing import compare
 

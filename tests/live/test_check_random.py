@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import syncheck
-from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
 from syncheck.live import check
 
 if TYPE_CHECKING:
