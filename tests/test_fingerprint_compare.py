@@ -11,6 +11,7 @@ from checkpoints import changed, network, save_pth, save_safetensors
 
 from syncheck import readers
 from syncheck.api import Options, compare
+from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.diagnose.case import Common
 from syncheck.fingerprint import fingerprint, write
 from syncheck.messages import Detail, Note

@@ -96,7 +96,7 @@ def _match_stale(case: Case) -> Match | None:
     covered = tuple(diff for diff in case.tensors if _is_explained(diff, tuple(stale)))
     if not any(diff.kind == "parameter" for diff in covered):
         return None
-    facts = []
+    facts: list[Message] = []
     for rank, earlier in sorted(stale.items())[:_MOST]:
         facts += _rank_facts(case, covered, rank, earlier)
     if len(stale) > _MOST:

@@ -164,7 +164,7 @@ def test_lines_of_one_process(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("folder", "text"),
     [
-        ("different_progress", "step 12 on ranks 0, 1, 2; step 6 on rank 3"),
+        ("different_progress", "step is 12 on ranks 0, 1, 2 and 6 on rank 3"),
         ("step_skipped", ": 12 on ranks 0, 1, 2 and 11 on rank 3"),
         ("scaler_diverged", "scaler.scale is 65536 on ranks 0, 1, 2 and 32768 on rank 3"),
         ("other_dtype", "float32 on ranks 0, 1, 2 and bfloat16 on rank 3"),

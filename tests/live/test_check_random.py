@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import syncheck
+from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
 from syncheck.live import check
 
 if TYPE_CHECKING:
@@ -130,11 +131,9 @@ def case(seed: int, rank: int) -> State:
     return state
 
 
-# What files lack and a job has, and what to do about it, is said in other words.
-ADVICE = re.compile(
-    r"save at three or more early steps, close together,|give DDP's wrapper, not the module inside it,"
-    r"|(; )?the files do not store their step, so they may be of different steps"
-)
+# Advice for files differs from advice for a running job.
+ADVICE = {LocalStatistics.SAVE_EARLY_STEPS, LocalStatistics.USE_WRAPPER}
+STEP_UNKNOWN = re.compile(r"(; )?the files do not say that they are of one step")
 
 
 def told(report: Report) -> Any:

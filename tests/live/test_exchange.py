@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, flip, trained
 
-from syncheck.diagnose import syn215_optimizer_state_not_restored, syn220_bit_flip
+from syncheck.diagnose import (
+    syn101_missing_tensors,
+    syn201_bn_local_stats,
+    syn215_optimizer_state_not_restored,
+    syn220_bit_flip,
+)
 from syncheck.diagnose.case import Common
 from syncheck.live.exchange import fetching
 from syncheck.testing import assert_in_sync
