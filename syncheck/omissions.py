@@ -56,14 +56,14 @@ def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) ->
             if numbers and alike and numbers not in alike:
                 what = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
                 like = os.path.relpath(next(iter(alike.values())), folder)
-                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or leave it out")
+                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or remove it")
                 break
 
 
 def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
-    """Keep one of several paths to the same file, or to folders of the same files, and return the others as aliases.
+    """Keep one path of each checkpoint, and return the other paths to the same files as aliases.
 
-    Symbolic links, hard links and links to folders count alike.
+    Symbolic links, hard links and links to folders count equally.
     """
     kept: dict[str, Snapshot] = {}
     aliases: list[Alias] = []

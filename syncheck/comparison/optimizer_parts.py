@@ -58,8 +58,8 @@ def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapsho
     }
     if len(blocks) == len(snapshots):
         return snapshots, Parts({rank: _full(block.optimizer_parameters) for rank, block in blocks.items()})
-    if any(snapshot.shards for snapshot in snapshots.values()):
-        return snapshots, _by_label([snapshot.shards for snapshot in snapshots.values()], snapshots)
+    if any(snapshot.shard_labels for snapshot in snapshots.values()):
+        return snapshots, _by_label([snapshot.shard_labels for snapshot in snapshots.values()], snapshots)
     lists = {snapshot.numbered for snapshot in snapshots.values()}
     names = [name for numbered in lists for name in numbered]
     if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):

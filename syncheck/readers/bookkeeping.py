@@ -51,7 +51,7 @@ def _is_word(name: str) -> bool:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    stored = tensor.data is None and tensor.digest is None and not tensor.parts
+    stored = tensor.data is None and tensor.digest is None and not tensor.shards
     return stored and tensor.shape == () and not tensor.refused and bool(DTYPES[tensor.dtype].struct)
 
 

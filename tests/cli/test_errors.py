@@ -293,4 +293,4 @@ def test_folders_that_cannot_be_entered_or_are_links(
     report = library.compare(tmp_path / "ckpts")
     assert report.verdict == "undecided"
     assert [file.path for file in report.unreadable] == [str(tmp_path / "ckpts" / "closed")]
-    assert report.unreadable[0].reason.startswith("permission denied: what lies in this folder is not known")
+    assert report.unreadable[0].reason.startswith("permission denied: could not list this folder")

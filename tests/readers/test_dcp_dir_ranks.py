@@ -76,7 +76,7 @@ def test_fsdp2_with_uneven_rows(syncheck_rank: Rank) -> None:
     assert report.counts.identical == report.counts.tensors == 10 + 3 * 7
     folder = syncheck_rank.shared / "folder"
     snapshot = readers.read(str(folder))
-    assert {len(snapshot.tensors[name].parts) for name in ("0.weight", "2.weight")} == {2}
+    assert {len(snapshot.tensors[name].shards) for name in ("0.weight", "2.weight")} == {2}
     full = get_model_state_dict(model, options=FULL)
     assert {name: contents(snapshot)[name] for name in full} == expected(full)
     loaded = load(folder, {"model": {name: torch.zeros_like(t) for name, t in full.items()}})["model"]
@@ -90,7 +90,7 @@ def test_one_flipped_element_of_one_shard(syncheck_rank: Rank) -> None:
     assert saved_and_compared(syncheck_rank, model, optimizer).verdict == "in_sync"
     syncheck_rank.barrier()
     if syncheck_rank.rank == 0:
-        part = readers.read(str(syncheck_rank.shared / "folder")).tensors["0.weight"].parts[1]
+        part = readers.read(str(syncheck_rank.shared / "folder")).tensors["0.weight"].shards[1]
         assert part.start == (3, 0)
         with open(part.tensor.path, "r+b") as file:
             file.seek(part.tensor.offset + 4 * (1 * 7 + 2))

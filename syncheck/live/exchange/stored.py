@@ -71,7 +71,7 @@ def _readable(tensor: Tensor, files: Files) -> Tensor:
         offset=0,
         big_endian=False,
         lazy="",
-        parts=(),
+        shards=(),
         crc32=tensor.crc32 if is_plain(tensor) else None,
         record=None,
         opened=None,

@@ -25,7 +25,7 @@ from syncheck.readers.opening import regular
 from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
-from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
+from syncheck.snapshots import Shard, Snapshot, Tensor, in_c_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -106,7 +106,7 @@ class _Found:
     folder: str
     tensors: dict[int, Tensor] = field(default_factory=dict)
     """By the id of the place that stands for it in the tree."""
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    parts: dict[str, list[Shard]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     made: list[TensorPlace] = field(default_factory=list)
     """Every tensor that is stored; each is to end under a name."""
@@ -214,7 +214,7 @@ class _Found:
                 archive.path, found=f"the record holds {tensor.dtype} {list(tensor.shape)}",
                 needed=f"{dtype} {list(chunk.shape)}, as {METADATA} says", next_step=_AGAIN,
             )  # fmt: skip
-        self.parts.setdefault(name, []).append(Part(tensor, chunk.start))
+        self.parts.setdefault(name, []).append(Shard(tensor, chunk.start))
 
     def _whole(self, name: str, entry: Entry) -> Tensor:
         shape, parts = entry.shape or (), self.parts.get(name, [])
@@ -227,7 +227,7 @@ class _Found:
         parts = [] if refused else sorted(parts, key=lambda part: part.start)
         path = parts[0].tensor.path if parts else self.folder
         data = None if parts else b""  # of a tensor without elements
-        return Tensor(name, dtype, shape, in_c_order(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
+        return Tensor(name, dtype, shape, in_c_order(shape), path, 0, refused=refused, data=data, shards=tuple(parts))
 
 
 def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:

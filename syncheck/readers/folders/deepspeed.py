@@ -60,7 +60,7 @@ def read(folder: str) -> Snapshot:
         places = [tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"]))]
         snapshot = replace(snapshot, notes=(*snapshot.notes, *lacking(places, what)))
     shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_part(match))
-    snapshot = replace(snapshot, shards=shards)
+    snapshot = replace(snapshot, shard_labels=shards)
     if sum(match.string.startswith("zero_pp_rank_") for match in models) < 2:
         return snapshot
     return replace(snapshot, notes=(*snapshot.notes, Note.RANKS_IN_FOLDER()))
