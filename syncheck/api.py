@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, layout, series
+from syncheck import comparison, kinds, series
 from syncheck import paths as files
 from syncheck.comparison import Selection, reference
 from syncheck.comparison import compare as compare_group
@@ -15,7 +15,8 @@ from syncheck.comparison.values import holds_counted
 from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.evidence.stale import with_stale
 from syncheck.kernel.blocks import broken_files
-from syncheck.layout.groups import last_steps
+from syncheck.layout.grouping import group_replicas
+from syncheck.layout.groups import select_last_steps
 from syncheck.messages import Note
 from syncheck.names import normalize
 from syncheck.omissions import shared_files, without_aliases
@@ -194,7 +195,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     opened = files.open_all([str(path) for path in paths])
     snapshots, linked = without_aliases(opened.snapshots)
     spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
-    groups = layout.group(snapshots, options.group_by, opened.roots, spelled)
+    groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
     unreadable = (*opened.unreadable, *(found for replicas in groups for found in shared_files(replicas.ranks)))
     reference.check(options.reference, groups, unreadable)
     return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
@@ -217,7 +218,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     """
     options = options or Options()
     unreadable = list(found.unreadable)
-    last = last_steps(found.groups) if histograms else ()
+    last = select_last_steps(found.groups) if histograms else ()
     compared = [
         _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
         for replicas in found.groups

@@ -20,7 +20,7 @@ from syncheck.kernel.digests import ALGORITHM, hasher
 from syncheck.kernel.moments import Moments
 from syncheck.kinds import kinds_in
 from syncheck.metadata_block import SCHEMA
-from syncheck.readers import ENDINGS, fingerprint_file, keep
+from syncheck.readers import EXTENSIONS, fingerprint_file, refuse_overwrite
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def places(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, s
         if other != path:
             raise UsageError(f"{other} and {path}: both would be written to {place}; do them one at a time")
         if os.path.exists(place):
-            keep(place, but=fingerprint_file)
+            refuse_overwrite(place, replaceable=fingerprint_file)
             with writing(place):
                 check_place(place)
     return [(snapshot, found[snapshot.path]) for snapshot in wanted]
@@ -115,7 +115,7 @@ def _below(paths: Sequence[str]) -> dict[str, str]:
     for path, folder in zip(paths, folders, strict=True):
         name = os.path.basename(os.path.normpath(path))
         stem, ending = os.path.splitext(name)
-        name = (stem if ending.lower() in ENDINGS else name) + ENDING
+        name = (stem if ending.lower() in EXTENSIONS else name) + ENDING
         names[path] = os.path.normpath(os.path.join(os.path.relpath(folder, common), name))
     return names
 

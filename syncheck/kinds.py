@@ -12,7 +12,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.names import bn_sibling, is_random
+from syncheck.names import is_random, sibling_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -167,7 +167,7 @@ class _Known(NamedTuple):
         kind = _BN.get(name.rpartition(".")[2])
         if kind is None:
             return None
-        mean, var = (self.shapes.get(bn_sibling(name, of)) for of in ("running_mean", "running_var"))
+        mean, var = (self.shapes.get(sibling_name(name, of)) for of in ("running_mean", "running_var"))
         return kind if mean is not None and mean == var else None
 
     def _by_siblings(self, name: str, sure: bool) -> tuple[str, bool]:
@@ -175,7 +175,7 @@ class _Known(NamedTuple):
         last = name.rpartition(".")[2]
 
         def beside(*others: str) -> bool:
-            return all(bn_sibling(name, other) in self.shapes for other in others)
+            return all(sibling_name(name, other) in self.shapes for other in others)
 
         # weight_u and weight_v are buffers of spectral_norm, but weight_norm has parameters weight_g and weight_v.
         if last in ("weight_u", "weight_v") and beside("weight_orig"):

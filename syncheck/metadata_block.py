@@ -89,7 +89,7 @@ def metadata(
     return block
 
 
-def parse(block: object, path: str) -> Metadata:
+def parse_metadata(block: object, path: str) -> Metadata:
     """Check a block from an untrusted file and convert it to a record, without unknown keys.
 
     Raises MalformedFile for a known key with a value of the wrong type.

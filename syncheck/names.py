@@ -52,12 +52,12 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     return dict(_normalized(tuple(names)))  # cached: ranks have equal names, and live checks repeat
 
 
-def by_normal_name(found: Mapping[str, _Value]) -> dict[str, _Value]:
+def normalize_keys(found: Mapping[str, _Value]) -> dict[str, _Value]:
     """Replace the keys of a mapping by names without wrapper prefixes."""
     return {normal: found[name] for name, normal in normalize(found).items()}
 
 
-def free_name(name: str, taken: Container[str]) -> str:
+def make_unique_name(name: str, taken: Container[str]) -> str:
     """Return the name, or `name#2`, `name#3`, ... if it is taken."""
     free, i = name, 2
     while free in taken:
@@ -70,7 +70,7 @@ def is_random(parts: Iterable[str]) -> bool:
     return any(part in _RNG or part.endswith("_rng_state") for part in parts)
 
 
-def bn_sibling(name: str, of: str) -> str:
+def sibling_name(name: str, of: str) -> str:
     """Return the name of a tensor of the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
     prefix, dot, _ = name.rpartition(".")
     return f"{prefix}{dot}{of}"

@@ -21,7 +21,7 @@ _SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECAS
 _NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
 
 
-def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
+def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
     """Yield files and folders without a checkpoint whose names differ from a checkpoint's only in the numbers.
 
     Examples beside rank_0 and rank_2: an empty rank_1, rank_1.npz, a folder rank_1/ without a checkpoint. A file with

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.messages import names_text
-from syncheck.omissions import unlike_siblings
+from syncheck.omissions import find_unread_siblings
 from syncheck.records import Alias, Unreadable
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _open_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
         (taken if seen[absolute] else others).append(path)
     if taken == [folder]:
         opened.roots.pop(folder, None)  # the user passed this checkpoint itself
-    opened.unreadable += unlike_siblings(folder, taken, others)
+    opened.unreadable += find_unread_siblings(folder, taken, others)
     return bool(taken) or len(opened.unreadable) > unreadable
 
 
@@ -168,7 +168,7 @@ def _is_checkpoint(path: str) -> bool:
     if os.path.basename(path) in readers.SETTINGS:
         return False
     try:
-        return path.lower().endswith(readers.ENDINGS) or readers.sniff(path) is not None
+        return path.lower().endswith(readers.EXTENSIONS) or readers.sniff(path) is not None
     except UnreadableFile:
         return False
 
@@ -251,7 +251,7 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
     if os.path.basename(path) in readers.SETTINGS:
         opened.skipped += 1
         return False
-    if path.lower().endswith(readers.ENDINGS):
+    if path.lower().endswith(readers.EXTENSIONS):
         _open_checkpoint(path, opened)
         return True
     try:

@@ -24,19 +24,19 @@ def are_naturals(numbers: Iterable[object]) -> bool:
     return True
 
 
-def in_c_order(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     if len(shape) == 1:  # a shortcut for the most frequent shape
         return (1,)
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def flat_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
+def ravel_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
     """Return the position of an element in C order; 0 without an index."""
-    return sum(at * stride for at, stride in zip(index or (), in_c_order(shape), strict=False))
+    return sum(at * stride for at, stride in zip(index or (), contiguous_strides(shape), strict=False))
 
 
-def index_at(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+def unravel_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the index of the element at a position in C order; () for a scalar."""
     index: list[int] = []
     for size in reversed(shape):

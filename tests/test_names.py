@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncheck.names import bn_sibling, normalize
+from syncheck.names import normalize, sibling_name
 
 
 def test_prefix_of_all_is_taken_off() -> None:
@@ -51,5 +51,5 @@ def test_normalizing_again_changes_nothing() -> None:
 
 def test_siblings() -> None:
     """A sibling stands in the same module, also at the top level."""
-    assert bn_sibling("layer.bn.running_var", "weight") == "layer.bn.weight"
-    assert bn_sibling("running_var", "weight") == "weight"
+    assert sibling_name("layer.bn.running_var", "weight") == "layer.bn.weight"
+    assert sibling_name("running_var", "weight") == "weight"

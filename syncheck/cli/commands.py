@@ -144,7 +144,7 @@ def _chosen(arguments: argparse.Namespace, project: Config) -> tuple[Options, st
     if ranks.leads():
         for path in arguments.output:
             files.check_place(path, option)
-            readers.keep(path, option)
+            readers.refuse_overwrite(path, option)
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
         output.tell(f"options from {project.path}: {', '.join(from_file)}")

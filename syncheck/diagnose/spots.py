@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import counted, parameter_of
 from syncheck.evidence.suspects import sets_within
 from syncheck.kinds import BN_STATISTICS
-from syncheck.snapshots import flat_index
+from syncheck.snapshots import ravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -96,7 +96,7 @@ def _within(other: TensorDiff, hit: TensorDiff) -> bool:
     if hit.extent == "one":
         return other.extent == "one" and other.index == hit.index
     first = hit.evidence.first if hit.evidence else None
-    return first is None or first <= flat_index(other.index, other.shape) < first + (hit.mismatched or 0)
+    return first is None or first <= ravel_index(other.index, other.shape) < first + (hit.mismatched or 0)
 
 
 def one_bit(diff: TensorDiff) -> bool:

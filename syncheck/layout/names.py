@@ -12,7 +12,7 @@ Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"
 _Found = Role | Literal["short", "device"]  # before the other words of the path are known
 
 _NUMBER = re.compile(r"\d+")
-_LONGEST = 80  # characters before a number that can have a meaning: bounds the time for long names
+_LONGEST = 80  # characters before a number that are searched, to limit the time for long names
 _START = r"(?:^|[^a-z])"
 # Words right before the number of a step or an epoch, which is never a rank.
 _STEP = re.compile(
@@ -52,7 +52,7 @@ _DEEPSPEED = (
     (re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
     (re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
 )
-_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
+_EXTENSIONS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ class PathNumbers:
 
 
 @lru_cache(maxsize=2**16)
-def take_apart(path: str) -> PathNumbers:
+def split_path(path: str) -> PathNumbers:
     """Split a path at its numbers and classify them by the text before them. The file extension is removed."""
-    stem = _ENDINGS.sub("", path.replace(os.sep, "/"))
+    stem = _EXTENSIONS.sub("", path.replace(os.sep, "/"))
     name_starts = stem.rfind("/") + 1
     addresses = [match.span() for match in _ADDRESS.finditer(stem)]
     texts, numbers, folders, last, host = [], [], [], 0, None
@@ -127,7 +127,7 @@ def take_apart(path: str) -> PathNumbers:
         if roles[-1] == "node" and host is None:
             host = before + stem[match.start() :].partition("/")[0] if folders[-1] else _word(before) + match.group()
     texts.append(stem[last:])
-    return PathNumbers(tuple(texts), tuple(numbers), _settled(roles, texts), tuple(folders), host)
+    return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
 
 
 def _last_segment(path: str) -> str:
@@ -163,26 +163,28 @@ def _role(before: str, after: str) -> _Found:
     return "device" if _DEVICE.search(before) else "plain"
 
 
-def _settled(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
+def _resolve_roles(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
     """Resolve the roles that depend on other words of the path."""
     dimensions = {i: match for i, role in enumerate(roles) if role == "mesh" and (match := _MESH.search(texts[i]))}
     certain = any(match[1].lower() not in _AMBIGUOUS for match in dimensions.values())
     only_data = all(match[1].lower() == "dp" for match in dimensions.values())
     has = set(roles)
-    settled: list[Role] = []
+    resolved: list[Role] = []
     for i, role in enumerate(roles):
         if role == "short":
-            settled.append("plain" if has & {"rank", "local"} else "rank")
+            resolved.append("plain" if has & {"rank", "local"} else "rank")
         elif role == "device":
-            settled.append("plain" if has & {"rank", "local", "short"} or "node" not in has else "local")
+            resolved.append("plain" if has & {"rank", "local", "short"} or "node" not in has else "local")
         elif role == "mesh":
             dimension, with_rank = dimensions[i][1].lower(), dimensions[i][2]
             doubtful = dimension in _AMBIGUOUS and not certain and not with_rank
-            settled.append(_AMBIGUOUS[dimension] if doubtful else "rank" if only_data and "rank" not in has else "mesh")
+            resolved.append(
+                _AMBIGUOUS[dimension] if doubtful else "rank" if only_data and "rank" not in has else "mesh"
+            )
         elif role == "part" and i and roles[i - 1] == "rank" and texts[i].startswith("-of-"):
-            settled.append("plain")  # rank_0-of-4: the number of ranks
+            resolved.append("plain")  # rank_0-of-4: the number of ranks
         else:
-            settled.append(role)
-    if "rank" not in settled:  # beside a global rank, the one within the node says nothing more
-        settled = ["rank" if role == "local" else role for role in settled]
-    return tuple(settled)
+            resolved.append(role)
+    if "rank" not in resolved:  # beside a global rank, a local rank adds nothing
+        resolved = ["rank" if role == "local" else role for role in resolved]
+    return tuple(resolved)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from checkpoints import snapshot
 
-from syncheck import layout
+from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
 
 Grouped = list[list[tuple[int, str]]]
@@ -15,7 +15,7 @@ Grouped = list[list[tuple[int, str]]]
 
 def grouped(*paths: str, group_by: str | None = None, roots: dict[str, str] | None = None) -> Grouped:
     """Group files without metadata, and return rank and path of each member."""
-    found = layout.group([snapshot(path) for path in paths], group_by, roots)
+    found = group_replicas([snapshot(path) for path in paths], group_by, roots)
     assert sum(len(replicas.ranks) for replicas in found) == len(paths)
     return [[(rank, s.path) for rank, s in replicas.ranks] for replicas in found]
 
@@ -27,7 +27,7 @@ def sizes(*paths: str, **options: Any) -> list[int]:
 
 def described(*files: dict[str, Any]) -> list[list[str]]:
     """Group files with metadata, and return the paths of each group."""
-    found = layout.group([snapshot(**file) for file in files])
+    found = group_replicas([snapshot(**file) for file in files])
     return [[s.path for _, s in replicas.ranks] for replicas in found]
 
 
@@ -55,7 +55,7 @@ def test_ranks_in_names(pattern: str) -> None:
 )
 def test_a_step_is_never_a_rank(pattern: str) -> None:
     """Files that differ only in a step are moments of one replica: nothing to compare."""
-    found = layout.group([snapshot(pattern.format(step)) for step in (0, 1, 100)])
+    found = group_replicas([snapshot(pattern.format(step)) for step in (0, 1, 100)])
     assert [(len(replicas.ranks), replicas.step) for replicas in found] == [(1, 0), (1, 1), (1, 100)]
     assert {replicas.grouping for replicas in found} == {(Grouping.STEPS_ALONE(),)}
     assert len({replicas.run for replicas in found}) == 1
@@ -64,14 +64,14 @@ def test_a_step_is_never_a_rank(pattern: str) -> None:
 def test_ranks_and_steps() -> None:
     """Ranks of one step are a group, the groups are steps of one run, in order of the step."""
     paths = [f"c/history/step_{step}/rank_{rank}.pth" for step in (10, 2) for rank in (1, 0)]
-    found = layout.group([snapshot(path) for path in paths])
+    found = group_replicas([snapshot(path) for path in paths])
     assert [(replicas.step, [rank for rank, _ in replicas.ranks]) for replicas in found] == [(2, [0, 1]), (10, [0, 1])]
     assert len({replicas.run for replicas in found}) == 1
 
 
 def test_a_further_number_whose_ranks_repeat_is_a_step() -> None:
     """Files that differ in one further number, with every rank in each, are steps of one run."""
-    found = layout.group([snapshot(f"c/{step}/rank{rank}.pth") for step in (100, 200) for rank in (0, 1)])
+    found = group_replicas([snapshot(f"c/{step}/rank{rank}.pth") for step in (100, 200) for rank in (0, 1)])
     assert [(replicas.step, len(replicas.ranks)) for replicas in found] == [(100, 2), (200, 2)]
 
 
@@ -92,7 +92,7 @@ def test_one_folder_a_node_and_the_rank_in_the_file() -> None:
 def test_two_runs_in_one_glob_are_two_groups() -> None:
     """Files of two runs side by side are never one pile."""
     paths = ["c/ddp_rank0.pth", "c/ddp_rank1.pth", "c/ddp-syncbn_rank0.pth", "c/ddp-syncbn_rank1.pth"]
-    found = layout.group([snapshot(path) for path in paths])
+    found = group_replicas([snapshot(path) for path in paths])
     assert [(replicas.run, len(replicas.ranks)) for replicas in found] == [("ddp", 2), ("ddp-syncbn", 2)]
 
 
@@ -104,7 +104,7 @@ def test_a_lone_file_beside_a_group_stays_alone() -> None:
 def test_parts_are_not_replicas() -> None:
     """Numbers around -of- are parts of one snapshot: no file is compared with another part."""
     parts = [f"c/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
-    found = layout.group([snapshot(path) for path in parts])
+    found = group_replicas([snapshot(path) for path in parts])
     assert [len(replicas.ranks) for replicas in found] == [1, 1, 1]
     assert {replicas.grouping for replicas in found} == {(Grouping.PARTS_ALONE(),)}
 
@@ -117,7 +117,7 @@ def test_model_parallel_shards_are_not_replicas() -> None:
         "c/expp_rank_{}_mp_rank_00_optim_states.pt", "c/layer_0{}-model_00-model_states.pt",
         "c/layer_01-model_0{}-model_states.pt", "c/layer_3_expert_{}_mp_rank_00_model_states.pt",
     ):  # fmt: skip
-        found = layout.group([snapshot(pattern.format(i)) for i in (0, 1)])
+        found = group_replicas([snapshot(pattern.format(i)) for i in (0, 1)])
         assert [len(replicas.ranks) for replicas in found] == [1, 1], pattern
         assert {replicas.grouping for replicas in found} == {(Grouping.SHARDS_ALONE(),)}, pattern
 
@@ -135,7 +135,7 @@ def test_files_without_numbers_are_one_group() -> None:
 def test_words_tell_replicas_of_one_step() -> None:
     """Where only words differ, the files of one step and part are replicas: those of two copies of a run."""
     paths = [f"{run}/checkpoint-{step}/model-00001-of-00002.bin" for step in (500, 1000) for run in ("old", "new")]
-    found = layout.group([snapshot(path) for path in paths])
+    found = group_replicas([snapshot(path) for path in paths])
     assert [(replicas.step, sorted(s.path for _, s in replicas.ranks)) for replicas in found] == [
         (500, sorted(paths[:2])),
         (1000, sorted(paths[2:])),
@@ -208,7 +208,7 @@ def test_folders_of_steps_are_no_copies() -> None:
     """Folders step_1 and step_2 with the same ranks are steps of one run."""
     paths = [f"step_{step}/rank_{rank}.pth" for step in (1, 2) for rank in (0, 1)]
     roots = {path: path.partition("/")[0] for path in paths}
-    found = layout.group([snapshot(path) for path in paths], None, roots)
+    found = group_replicas([snapshot(path) for path in paths], None, roots)
     assert [(replicas.step, len(replicas.ranks)) for replicas in found] == [(1, 2), (2, 2)]
 
 
@@ -245,13 +245,13 @@ def test_the_one_file_without_metadata_is_not_left_out() -> None:
     assert described(*files, {"path": "c/ddp_rank3.pth"}) == [[f"c/ddp_rank{r}.pth" for r in range(4)]]
     for other in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
         assert sorted(described(*files, {"path": other}), key=len) == [[other], [file["path"] for file in files]]
-    (group,) = layout.group([snapshot(**file) for file in (*files, {"path": "c/ddp_rank3.pth"})])
+    (group,) = group_replicas([snapshot(**file) for file in (*files, {"path": "c/ddp_rank3.pth"})])
     assert group.grouping == (Grouping.METADATA(), Grouping.SOME_BY_NAME(ranks=(3,)))
 
 
 def test_metadata_ranks_win_over_names() -> None:
     """The rank is that of the metadata, not that of the name."""
-    found = layout.group([snapshot(f"c/rank{i}.pth", run="r", run_id="a", rank=1 - i, step=1) for i in range(2)])
+    found = group_replicas([snapshot(f"c/rank{i}.pth", run="r", run_id="a", rank=1 - i, step=1) for i in range(2)])
     assert [(rank, s.path) for rank, s in found[0].ranks] == [(0, "c/rank1.pth"), (1, "c/rank0.pth")]
 
 
@@ -262,7 +262,7 @@ def test_steps_of_one_run_are_groups_in_order() -> None:
         for step in (20, 3)
         for rank in (0, 1)
     ]
-    assert [(replicas.run, replicas.step, len(replicas.ranks)) for replicas in layout.group(files)] == [
+    assert [(replicas.run, replicas.step, len(replicas.ranks)) for replicas in group_replicas(files)] == [
         ("ddp", 3, 2),
         ("ddp", 20, 2),
     ]
@@ -290,7 +290,7 @@ def test_runs_of_one_name_are_told_apart_by_folder() -> None:
         for folder in ("a", "b")
         for rank in (0, 1)
     ]
-    assert [replicas.run for replicas in layout.group(files)] == ["a/ddp", "b/ddp"]
+    assert [replicas.run for replicas in group_replicas(files)] == ["a/ddp", "b/ddp"]
 
 
 # --- the user's word ---

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import snapshot
 
-from syncheck import layout
+from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def groups(*paths: str) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata."""
-    return layout.group([snapshot(path) for path in paths])
+    return group_replicas([snapshot(path) for path in paths])
 
 
 @pytest.mark.parametrize("folder", ["node_rank_{}", "node-rank{}", "group_rank{}", "machine_rank_{}"])
@@ -79,7 +79,7 @@ def test_one_folder_a_host(pattern: str, hosts: tuple[str, str], described: str)
         files.append(
             snapshot(path, **({} if described == "no metadata" or (described == "some" and rank > 1) else block))
         )
-    (group,) = layout.group(files)
+    (group,) = group_replicas(files)
     assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
     assert [s.host for _, s in group.ranks] == [hosts[0], hosts[0], hosts[1], hosts[1]]
 
@@ -111,7 +111,7 @@ def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
     """Ranks that are counted within each node are one group, numbered over the nodes; they are no steps."""
     paths = [pattern.format(node, local) for node in range(2) for local in range(2)]
     given = {path: path.partition("/")[0] for path in paths} if roots and "/" in pattern else {}
-    (group,) = layout.group([snapshot(path) for path in paths], None, given)
+    (group,) = group_replicas([snapshot(path) for path in paths], None, given)
     assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
     hosts = [s.host for _, s in group.ranks]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]

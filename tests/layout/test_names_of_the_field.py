@@ -7,7 +7,7 @@ import itertools
 import pytest
 from checkpoints import snapshot
 
-from syncheck import layout
+from syncheck.layout.grouping import group_replicas
 
 # A pattern with its numbers, and the sizes of the groups that its files make.
 REPLICAS = {
@@ -101,6 +101,6 @@ def expanded(pattern: str) -> list[str]:
 def test_groups(pattern: str, folder: str) -> None:
     """Every file is in one group, and the groups have these sizes, wherever the files lie."""
     paths = [folder + path for path in expanded(pattern)]
-    found = layout.group([snapshot(path) for path in paths])
+    found = group_replicas([snapshot(path) for path in paths])
     assert sorted(s.path for group in found for _, s in group.ranks) == sorted(paths)
     assert sorted(len(group.ranks) for group in found) == REPLICAS[pattern]

@@ -42,7 +42,7 @@ def unseen(name: str, data: bytes) -> set[int]:
     Zip: of a record's own header the version, flags, times and checksum; of its entry in the directory the versions,
     flags, times, checksum of data and attributes; the record `version`, the name of `byteorder`, the length of the
     comment at the end. Legacy pickles: the protocol up to 5, a tensor's device, its requires_grad, the name
-    of its hooks' class, facts of the machine.
+    of its hooks' class, system information.
     """
     free: set[int] = set()
     if name == "torch-zip":  # the pickle has a checksum

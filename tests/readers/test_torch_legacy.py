@@ -199,7 +199,7 @@ def test_a_pickle_that_wants_to_run_something_is_refused(tmp_path: Path) -> None
     data = path.read_bytes()
     evil = b"cos\nsystem\n(V" + f"touch {proof}".encode() + b"\ntR."
     head = data.index(b"M\xe9\x03")
-    for at, place in ((head - 2, "protocol version"), (head + 4, "facts of the machine")):
+    for at, place in ((head - 2, "protocol version"), (head + 4, "system information")):
         path.write_bytes(data[:at] + evil)
         with pytest.raises(RefusedFile, match=rf"{place}: the pickle calls os\.system"):
             syncheck.read(str(path))

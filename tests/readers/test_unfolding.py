@@ -82,7 +82,7 @@ WRAPS = pytest.mark.parametrize("wrap", [b"", b"\x85", b"\x91"], ids=["tuples", 
 
 
 def of_one_hash(kind: str, wrap: bytes, count: int) -> bytes:
-    """Return the opcodes of a dictionary of so many keys of one hash, each None. wrap: what they are within."""
+    """Return the opcodes of a dictionary of so many keys with equal hashes, each None. wrap: what they are within."""
     pieces, length = ONE_HASH[kind]
     before, behind = (b"(", wrap) if wrap == b"\x91" else (b"", wrap)
     keys = tuples(pieces, length, count)
@@ -92,8 +92,8 @@ def of_one_hash(kind: str, wrap: bytes, count: int) -> bytes:
 @KINDS
 @WRAPS
 def test_tuples_of_one_hash(kind: str, wrap: bytes, tmp_path: Path) -> None:
-    """Thirty thousand keys of one hash would take a minute in quadratic time: they are refused; a hundred are read."""
-    with pytest.raises(MalformedFile, match="keys of one hash"):
+    """Thirty thousand keys with equal hashes, a minute of quadratic time, are refused; a hundred are read."""
+    with pytest.raises(MalformedFile, match="keys with equal hashes"):
         read(tmp_path, ("v", of_one_hash(kind, wrap, 30_000)))
     assert len(read(tmp_path, ("v", of_one_hash(kind, wrap, 100))).values) == 100
 
@@ -175,5 +175,5 @@ def test_records_that_lie_in_each_other(tmp_path: Path) -> None:
         (tmp_path / "a.pth").write_bytes(zipped(first, order, outer, replace(inner, offset=offset), version))
         if offset is None:
             assert len(syncheck.read(str(tmp_path / "a.pth")).tensors) == 2
-    with pytest.raises(MalformedFile, match="within data/0; needed records apart"):
+    with pytest.raises(MalformedFile, match="within data/0; needed separate records"):
         syncheck.read(str(tmp_path / "a.pth"))

@@ -41,8 +41,8 @@ def test_an_intact_file_is_read(data: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"count": 3}, "4 records in a directory whose end says 3; needed the same number"),
-        ({"here": 5}, "4 records in a directory whose end says 5"),
+        ({"count": 3}, "4 records in a directory that lists 3; needed the same number"),
+        ({"here": 5}, "4 records in a directory that lists 5"),
         ({"disk": 1}, "several disks"),
     ],
 )

@@ -12,7 +12,7 @@ from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.kernel.blocks import Files, is_plain, ranges
 from syncheck.live.digest import Stream
 from syncheck.live.digest.host import default
-from syncheck.snapshots import Snapshot, in_c_order
+from syncheck.snapshots import Snapshot, contiguous_strides
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
@@ -67,7 +67,7 @@ def _readable(tensor: Tensor, files: Files) -> Tensor:
     # Whatever lay about it in the file is undone by reading.
     return replace(
         tensor,
-        strides=in_c_order(tensor.shape),
+        strides=contiguous_strides(tensor.shape),
         offset=0,
         big_endian=False,
         lazy="",

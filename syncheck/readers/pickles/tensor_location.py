@@ -1,4 +1,4 @@
-"""From what a pickle says of a tensor to where in the file its bytes are, within bounds."""
+"""Locate the bytes of a tensor in a file, and check that they are within its storage."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
+    from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
 
 
-# Bytes that an expanded or overlapping view may have beyond what is stored of it: minutes to read. A file of 1 kB can
+# Limit for the bytes of an expanded or overlapping view beyond its stored bytes, minutes of reading: a 1 kB file can
 # claim any number.
 _MOST_SHOWN = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The bytes of a storage in a file: `size` of them from `start` on. label: for errors; crc32: 0 where unknown."""
+    """The bytes of a storage in a file. label: for errors. crc32: 0 if unknown."""
 
     label: str
     start: int
@@ -32,16 +32,16 @@ class Record:
     crc32: int = 0
 
 
-def tensor_at(
+def locate_tensor(
     name: str,
-    place: TensorPlace,
+    place: TensorLocation,
     path: str,
     record_of: Callable[[Storage], Record],
     *,
     opened: os.stat_result | None = None,
     big_endian: bool = False,
 ) -> Tensor:
-    """Check that a tensor lies within the record of its storage, and say where in the file it starts."""
+    """Check that a tensor is within the record of its storage, and return it with its offset in the file."""
     if place.data is not None and place.dtype is not None:
         return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, place.big_endian, data=place.data)
     if place.refused or place.dtype is None or place.storage is None:
@@ -49,7 +49,7 @@ def tensor_at(
         dtype = place.dtype.name if place.dtype else "unknown"
         return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=reason)
     record = record_of(place.storage)
-    if len(place.shape) == 1:  # as most of many small ones
+    if len(place.shape) == 1:  # a shortcut for the most frequent shape
         elements, last = place.shape[0], (place.shape[0] - 1) * place.strides[0]
     else:
         elements = math.prod(place.shape)
@@ -66,19 +66,19 @@ def tensor_at(
         )
     itemsize = place.storage.itemsize or place.dtype.size
     stored = place.storage.numel * itemsize
-    # Memory that is shared between dtypes may have a few bytes more than whole elements.
+    # Storages that are shared between dtypes may have a remainder.
     if not 0 <= record.size - stored < itemsize:
         raise MalformedFile(
             path,
             place=record.label,
             found=f"a storage of {place.storage.numel} elements, {stored} bytes, in a record of {record.size}",
-            needed="as many bytes in both, up to part of an element",
+            needed="equal sizes, up to a partial element",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
     if (shown := elements * place.dtype.size) > MOST_ELEMENTS:
         raise MalformedFile(
             path, place=record.label, found=f"tensor '{name}' of sizes {brief(place.shape)} has more than 2**63 bytes",
-            needed="fewer", next_step="no library writes this; find out where the file comes from",
+            needed="fewer", next_step="no library writes this; check the origin of the file",
         )  # fmt: skip
     if shown > max(record.size, _MOST_SHOWN):
         reason = Refusal.HUGE_VIEW(stored=record.size, shown=shown)

@@ -15,8 +15,9 @@ from checkpoints import save_header, save_records
 import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
-from syncheck.readers import bounds
-from syncheck.readers.pickles import limits, unpickle
+from syncheck.readers import limits
+from syncheck.readers.pickles import limits as pickle_limits
+from syncheck.readers.pickles import unpickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,27 +61,27 @@ def test_a_pickle_on_both_sides_of_a_bound(
 ) -> None:
     """With room for 20 it is read, with room for 19 it is malformed; the numbers are looked up when a file is read."""
     path = save_records(tmp_path / "a_rank0.pth", b"\x80\x02" + pickled + b".")
-    monkeypatch.setattr(limits, "_FEW_OPCODES", 0)
-    monkeypatch.setattr(bounds, bound, 20)
+    monkeypatch.setattr(pickle_limits, "_FEW_OPCODES", 0)
+    monkeypatch.setattr(limits, bound, 20)
     syncheck.read(str(path))
-    monkeypatch.setattr(bounds, bound, 19)
+    monkeypatch.setattr(limits, bound, 19)
     assert said in refused(path)
 
 
 def test_objects_are_counted_by_opcode() -> None:
     """Arguments are no opcodes; constants, marks and what was stored count for nothing, what takes much for four."""
-    assert limits._objects(b"K}M}}J}}}}G}}}}}}}}q}r}}\x00\x00h}") == 3
-    assert limits._objects(b"(()N\x88\x890122.ae") == 0
-    assert limits._objects(b"c}\n}\nI}}\nS'}'\np5\ng5\n") == 2
-    assert limits._objects(b"]}t\x85\x86\x87l") == 7
-    assert limits._objects(b"RQ\x81\x8f\x91\x92dsu") == 9 * 4
+    assert pickle_limits._objects(b"K}M}}J}}}}G}}}}}}}}q}r}}\x00\x00h}") == 3
+    assert pickle_limits._objects(b"(()N\x88\x890122.ae") == 0
+    assert pickle_limits._objects(b"c}\n}\nI}}\nS'}'\np5\ng5\n") == 2
+    assert pickle_limits._objects(b"]}t\x85\x86\x87l") == 7
+    assert pickle_limits._objects(b"RQ\x81\x8f\x91\x92dsu") == 9 * 4
 
 
 def test_few_opcodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What small files have costs nothing to count, and cannot be much."""
-    monkeypatch.setattr(bounds, "MOST_OBJECTS", 0)
-    assert limits.scan(b"](" + b"}" * 1000 + b"e.").fault == ""
-    assert limits._FEW_OPCODES * 216 < 1 << 30  # bytes of an empty set, which one byte makes
+    monkeypatch.setattr(limits, "MOST_OBJECTS", 0)
+    assert pickle_limits.scan(b"](" + b"}" * 1000 + b"e.").fault == ""
+    assert pickle_limits._FEW_OPCODES * 216 < 1 << 30  # bytes of an empty set, which one byte makes
 
 
 CLAIMS = [b"\x96" + struct.pack("<Q", 2**40), b"\x8e" + struct.pack("<Q", 2**60), b"B" + b"\xff" * 4]
@@ -101,9 +102,9 @@ def test_names_of_a_safetensors_header(name: str, tmp_path: Path, monkeypatch: p
     entry = json.dumps(EMPTY).replace("data_offsets", name.format("") if "offsets" in name else "data_offsets")
     header = ", ".join(f'"{name.format(i)}": {entry}' for i in range(8))
     path = save_header(tmp_path / "a_rank0.safetensors", f"{{{header}}}".encode())
-    monkeypatch.setattr(bounds, "MOST_TENSORS", 8)
+    monkeypatch.setattr(limits, "MOST_TENSORS", 8)
     assert len(syncheck.read(str(path)).tensors) == 8
-    monkeypatch.setattr(bounds, "MOST_TENSORS", 7)
+    monkeypatch.setattr(limits, "MOST_TENSORS", 7)
     assert "header: " in (said := refused(path))
     assert "more than 7 tensors" in said or "8 tensors; needed at most 7" in said
 
@@ -120,12 +121,12 @@ def test_parts_of_a_json_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(syncheck.read(str(path)).tensors) == 2
     for bound, said in (("MOST_TENSORS", "more than 1 tensors"), ("MOST_OBJECTS", "more than 1 parts")):
         with monkeypatch.context() as patched:
-            patched.setattr(bounds, bound, 1)
+            patched.setattr(limits, bound, 1)
             assert said in refused(path)
     folder = tmp_path / "model"
     save_header(folder / "a.safetensors", {"w": EMPTY})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-    monkeypatch.setattr(bounds, "MOST_OBJECTS", 1)
+    monkeypatch.setattr(limits, "MOST_OBJECTS", 1)
     assert "more than 1 parts" in refused(folder)
 
 
@@ -157,13 +158,13 @@ def within(path: Path, megabytes: int) -> tuple[int, str]:
 def test_ten_million_keys(tmp_path: Path) -> None:
     """A real file of ten million keys is refused within 1 GiB; some less than five million are read."""
     path = tmp_path / "a_rank0.pth"
-    for count in (10_000_000, bounds.MOST_ENTRIES):
+    for count in (10_000_000, limits.MOST_ENTRIES):
         save_records(path, b"\x80\x02}(" + b"".join(keys(count)) + b"u.")
         code, err = within(path, 1024)
         assert (code, len(err.splitlines())) == (2, 1)
-        assert f"more than {bounds.MOST_OBJECTS} objects" in err
-    save_records(path, b"\x80\x02}(" + b"".join(keys(bounds.MOST_ENTRIES - 10)) + b"u.")
+        assert f"more than {limits.MOST_OBJECTS} objects" in err
+    save_records(path, b"\x80\x02}(" + b"".join(keys(limits.MOST_ENTRIES - 10)) + b"u.")
     code, err = within(path, 1024)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "out of memory; raise its limit" in err
-    assert len(syncheck.read(str(path)).values) == bounds.MOST_ENTRIES - 10
+    assert len(syncheck.read(str(path)).values) == limits.MOST_ENTRIES - 10

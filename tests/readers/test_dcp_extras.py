@@ -44,7 +44,7 @@ def test_extra_files_of_two_steps(tmp_path: Path) -> None:
     for step, name in ((5, "meta.pt"), (6, "common.pt")):
         block = syncheck.metadata(run="r", rank=0, world_size=1, step=step)
         save_pth(one / name, {f"of_{step}": np.ones(3, np.float32), "syncheck": block})
-    with pytest.raises(MalformedFile, match=r"common\.pt: metadata, step: 6; needed 5, as before it"):
+    with pytest.raises(MalformedFile, match=r"common\.pt: metadata, step: 6; needed 5, as in the other files"):
         syncheck.read(str(one))
 
 
