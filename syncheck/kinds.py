@@ -73,7 +73,7 @@ def kinds_of(
 ) -> Kinds:
     """Classify each tensor of one checkpoint.
 
-    shapes, dtypes: by tensor name. parameters: names of known model parameters, besides those in the metadata.
+    shapes, dtypes: by tensor name. parameters: names of known model parameters, besides the metadata's.
     """
     recorded = None if metadata is None or metadata.buffers is None else frozenset(metadata.buffers)
     described = () if metadata is None else (*metadata.frozen, *metadata.optimizer_parameters)
@@ -136,14 +136,15 @@ class _Known(NamedTuple):
         if self.recorded is not None:
             if name in self.recorded:
                 return "buffer", True
-            # The optimizer's parameters are listed, so this one is frozen, another rank's, or in an undescribed module.
+            # The optimizer's parameters are listed, so this parameter is frozen, another rank's, or in an undescribed
+            # module.
             return "parameter", sure and (not self.described or _named_as_parameter(name))
         if any(fnmatchcase(name, glob) for glob in self.globs):
             return "buffer", True
         return self._by_siblings(name, sure)
 
     def _kind_outside_model(self, name: str) -> str | None:
-        """Return the kind of a tensor outside the model; None for a tensor of the model."""
+        """Return the kind of a tensor outside the model; None for the model's tensors."""
         parts, shape = name.split("."), self.shapes[name]
         if parts[0] == "optimizer":
             return "optimizer_step" if parts[-1] == "step" and shape in _SCALAR else "optimizer"

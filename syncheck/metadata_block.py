@@ -51,10 +51,10 @@ def metadata(
 
     run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that files of
     two launches are not compared as replicas; by default torchrun's run id, if it is set.
-    step, epoch: number of completed optimizer steps and epochs. model: the unwrapped module, for the names of buffers
-    and frozen parameters, and the BatchNorm momentum. optimizer: for the order of its parameters. buffers_synced: True
-    if the method synchronizes buffers at least once per step (SyncBatchNorm, or plain DDP with a lag of one step),
-    False if never (DDP with forward_sync_buffers=False, FSDP), None if unknown.
+    step, epoch: number of completed optimizer steps and epochs. model: the unwrapped module, to record the names of
+    buffers and frozen parameters, and the BatchNorm momentum. optimizer: for the order of its parameters.
+    buffers_synced: True if the method synchronizes buffers at least once per step (SyncBatchNorm, or plain DDP with a
+    lag of one step), False if never (DDP with forward_sync_buffers=False, FSDP), None if unknown.
     mesh: coordinate of this rank by mesh dimension. optimizer_sharded: True if each rank has its own shard of the
     optimizer state, as with ZeRO; then pass the rank's own optimizer, whose parameters define the shard. averaging: for
     local SGD, `period` and `warmup_steps` in optimizer steps, and `last_step`, the step of the last averaging (0 if

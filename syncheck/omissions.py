@@ -82,14 +82,14 @@ def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list
 def shared_files(ranks: Ranked) -> Iterator[Unreadable]:
     """Yield the replicas of a group that share some of their files with another replica, by links.
 
-    The shared files equal themselves, so such a replica may be out of sync but never in sync.
+    A shared file equals itself, so the comparison may be out of sync but never in sync.
     """
     taken: dict[tuple[int, int], str] = {}
     for _, snapshot in ranks if len(ranks) > 1 else ():
         files = _identities(snapshot)
         known = [taken[file] for file in files if file in taken]
         if known:
-            found = f"{len(known)} of its {len(files)} files are links to those of {known[0]}"
+            found = f"{len(known)} of its {len(files)} files are links to files of {known[0]}"
             yield Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead")
         taken |= dict.fromkeys(files, snapshot.path)
 

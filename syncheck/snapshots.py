@@ -149,13 +149,13 @@ class Tensor:
     opened: os.stat_result | None = None
     """The file's status when the checkpoint was opened; None without a file."""
     crc32: int | None = None
-    """The checksum that torch.save stored for exactly these bytes; None without one (0 counts as none)."""
+    """The checksum that torch.save stored for exactly these bytes; None without a checksum, or with checksum 0."""
     record: tuple[int, int, int] | None = None
-    """(CRC-32, first byte, length) of the zip record with these bytes and perhaps others; None without a checksum."""
+    """(CRC-32, first byte, length) of the zip record with these bytes; None without a checksum."""
     shards: tuple[Shard, ...] = ()
     """For a tensor in several boxes: they cover it without overlap, and replace its own path and offset."""
     sharding: Sharding | None = None
-    """For a DTensor, of which these bytes are one rank's shard."""
+    """For a DTensor, whose bytes are one rank's shard."""
     digest: Digest | None = None
     """For a tensor of a fingerprint, which has no bytes."""
     same: bytes = b""

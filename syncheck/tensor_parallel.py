@@ -30,12 +30,12 @@ _ROW_PARALLEL = frozenset({"o_proj", "down_proj", "linear_proj", "linear_fc2", "
 _ATTENTION = frozenset({"self_attention", "attention", "inter_attention"})
 # Name segments of modules whose layers may be sharded in another way.
 _DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
-# A norm directly in one of these normalizes an inner dimension.
+# Modules whose norms are over an inner dimension.
 _INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
 
 
 def replicated(names: Iterable[str]) -> frozenset[str]:
-    """Return those of a model's tensors, and of its optimizer's, that tensor parallelism does not divide."""
+    """Return the names of model and optimizer tensors that tensor parallelism replicates."""
     names = tuple(names)
     with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}
     return frozenset(name for name in names if _is_replicated(_parameter(name), with_experts))

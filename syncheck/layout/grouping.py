@@ -1,7 +1,7 @@
-"""Find files that are replicas of one another.
+"""Group the files of replicas.
 
 The criteria, in this order: metadata blocks; folders that are copies of each other; ranks in known names; the only
-number that varies between otherwise equal names; or else all files form one group. The criterion is recorded and
+varying number of otherwise equal names; or else all files form one group. The criterion is recorded and
 printed.
 """
 
@@ -40,7 +40,7 @@ def group_replicas(
     roots: Mapping[str, str] | None = None,
     alike: Mapping[str, str] | None = None,
 ) -> tuple[ReplicaGroup, ...]:
-    """Group snapshots that are replicas, ordered by run and step.
+    """Group the snapshots of replicas, ordered by run and step.
 
     group_by: a regular expression searched in each path. Files with equal captured groups, or equal matches without
     captured groups, form one group. roots: the folder in which a file was found, if the user passed a folder. alike: a
@@ -48,7 +48,7 @@ def group_replicas(
     Every snapshot is in exactly one group. Raises re.error for an invalid expression.
     """
     if group_by is None and alike is not None and any(path != alike[path] for path in alike):
-        # Group by the uniform paths, but return the paths that the user passed.
+        # Group by the uniform paths, but return the user's paths.
         given = {alike[s.path]: s.path for s in snapshots}
         folders = {alike[path]: alike[folder] for path, folder in (roots or {}).items() if path in alike}
         found = group_replicas([replace(s, path=alike[s.path]) for s in snapshots], None, folders)
@@ -153,7 +153,7 @@ def _group_by_words(snapshots: list[Snapshot], split_paths: Mapping[str, PathNum
     found = partition_by(snapshots, moment_and_part)
     if all(1 < len(members) == len({split_paths[s.path].texts for s in members}) for members in found.values()):
         return [_without_ranks(members, split_paths) for members in found.values()]
-    # A file with a step in its name among files without one, as in best.pth and step_5.pth.
+    # A file with a step in its name among files without steps, as in best.pth and step_5.pth.
     fixed = {split_paths[s.path].fixed() for s in snapshots} - {()}
     words = len(snapshots) == len({parts.texts for parts in split_paths.values()}) > 1
     one_step = len(fixed) == 1 and [role for role, _ in next(iter(fixed))] == ["step"]
@@ -171,8 +171,8 @@ def _without_ranks(members: list[Snapshot], split_paths: Mapping[str, PathNumber
 def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
     """Return the position of the rank among the numbers of paths with equal texts.
 
-    In order of preference: a rank in the file's own name, a varying rank in a folder's name, the last unnamed number
-    that varies, a varying number of the machine, and a constant rank in a folder's name.
+    In order of preference: a rank in the file's own name, a varying rank in a folder's name, the last varying
+    unnamed number, a varying number of the machine, and a constant rank in a folder's name.
     """
     folder_parts = parts[0].all_of("rank")
     own = [i for i in folder_parts if not parts[0].folders[i]]
@@ -198,7 +198,7 @@ def _template_groups(
     """Group files whose paths differ only in numbers. at: the position of the rank, or None.
 
     Numbers of machine and mesh do not separate groups. Further numbers do not either, if ranks are unique without them;
-    then they are the machines. Otherwise, groups that differ in a single further number are steps of one run.
+    then they are the machines. Otherwise, a single further number is the step of a run.
     """
     parts = [split_paths[s.path] for s in members]
     opened = [i for i, role in enumerate(parts[0].roles) if role in ("local", "node", "mesh")]
@@ -231,7 +231,7 @@ def _template_groups(
 
 
 def _explain_single_files(parts: Sequence[PathNumbers]) -> Message:
-    """Return why files that differ only in numbers, none of them a rank, are no replicas."""
+    """Return why files that differ only in numbers, without a rank, are no replicas."""
     if _varying(parts, "shard"):
         return Grouping.SHARDS_ALONE()
     if _varying(parts, "part"):

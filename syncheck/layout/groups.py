@@ -26,7 +26,7 @@ Ranked = tuple[tuple[int, "Snapshot"], ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Snapshots that ought to be equal, in the order of their ranks.
+    """Snapshots of replicas, in the order of their ranks.
 
     run: a name for the group. step: of the run, if known. ranks: each member's rank, or its position if its rank is
     unknown. grouping: how the group was found. label: the name without the folder or run_id that distinguishes `run`
@@ -50,7 +50,7 @@ def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
 
 
 def number_replicas(members: Sequence[Snapshot]) -> Ranked:
-    """Number replicas by the ranks in their metadata or names if these are unique, else by position."""
+    """Number replicas by the ranks in their metadata or names if all ranks are unique, else by position."""
     found = [rank_of(member) for member in members]
     ranks = [rank for rank in found if rank is not None]
     if len(set(ranks)) < len(members):
@@ -104,7 +104,7 @@ def title_of(pattern: str) -> str:
 def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     """Make the names of runs unique: groups differ if their run_id differs, or if a step repeats within a run.
 
-    The name of such a group is preceded by its run's common folder; runs in one folder are followed by their run_id.
+    Such a group is named after its run's common folder; runs in one folder also get their run_id.
     """
     result = []
     for run, same in partition_by(groups, lambda g: g.run).items():
@@ -138,7 +138,7 @@ def _path_segments(folder: str) -> tuple[str, ...]:
 
 
 def _strip_common(segments: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Remove the segments that all paths have in common at their start and end."""
+    """Remove the common segments at the start and end of all paths."""
     for _ in range(2):  # at the start, and after reversing, at the end
         differing = (i for i, parts in enumerate(zip(*segments, strict=False)) if len(set(parts)) > 1)
         common = next(differing, min(map(len, segments)))

@@ -50,7 +50,7 @@ def _key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
 
 
 def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
-    """Whether groups may be one: several, of one run, no rank twice."""
+    """Whether several groups are of one run and have no rank in common."""
     runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
     return len(groups) > 1 and len(runs) < 2 and _ranks(groups) is not None
 
@@ -71,7 +71,7 @@ def _has_metadata(group: ReplicaGroup) -> bool:
 
 
 def _join(groups: Sequence[ReplicaGroup], opened: int | None = None) -> ReplicaGroup:
-    """Join groups to one. opened: which folder, from the file's own upward, is the host."""
+    """Join groups into a single group. opened: level of the host's folder, counted from the file's own folder."""
     first = next(filter(_has_metadata, groups), groups[0])
     members = []
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
@@ -100,7 +100,7 @@ def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     while True:
         for group in groups:
             if any(rank == 0 for rank, _ in group.ranks):
-                continue  # of two groups to join, at most one has rank 0; the other one is tried
+                continue  # the other group of a pair is tried instead
             others = [other for other in groups if other is not group and _belong_together(group, other)]
             if others and _can_join([group, *others]):
                 groups = [g for g in groups if g is not group and g not in others]

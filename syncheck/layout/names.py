@@ -41,7 +41,7 @@ _ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]
 _MESH = re.compile(
     _START + r"(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$", re.IGNORECASE
 )
-# These words also abbreviate an epoch or a checkpoint: mesh dimensions only beside another one, or with the word rank.
+# Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
 _AMBIGUOUS: dict[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
 # Megatron's and DeepSpeed's model-parallel coordinate: files that differ here hold different parts of the model.
 _MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
@@ -70,14 +70,14 @@ class PathNumbers:
     host: str | None = None
 
     def without(self, *positions: int) -> str:
-        """Return the path with the numbers at these positions left open: `*` stands for them."""
+        """Return the path with `*` for the numbers at the given positions."""
         parts = [self.texts[0]]
         for i, number in enumerate(self.numbers):
             parts += ["*" if i in positions else str(number), self.texts[i + 1]]
         return "".join(parts)
 
     def fixed(self) -> tuple[tuple[Role, int], ...]:
-        """Return the numbers that replicas have in common: step, part and shard."""
+        """Return the numbers with equal values for all replicas: step, part and shard."""
         return tuple(
             (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role in ("step", "part", "shard")
         )
@@ -91,7 +91,7 @@ class PathNumbers:
         return max(self.all_of(role), default=None)
 
     def node(self) -> tuple[int, ...]:
-        """Return the numbers that name the machine."""
+        """Return the numbers of the machine."""
         return tuple(self.numbers[i] for i in self.all_of("node"))
 
     def mesh(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class PathNumbers:
         return found
 
     def is_glued(self, position: int) -> bool:
-        """Whether a letter precedes the number, as in seed3: such a number is part of a name, not a step."""
+        """Whether a letter precedes the number, as in seed3: then the number is part of a name, not a step."""
         return self.texts[position][-1:].isalpha()
 
 
@@ -141,7 +141,7 @@ def _word(before: str) -> str:
 
 
 def _role(before: str, after: str) -> _Found:
-    """Return the role of a number by the text around it within its segment, and by all that follows."""
+    """Return the role of a number by the text before it in its segment, and the whole text after it."""
     if _MODEL_PARALLEL.search(before) or any(b.search(before) and a.match(after) for b, a in _DEEPSPEED):
         return "shard"
     if _NODE.search(before):
@@ -164,7 +164,7 @@ def _role(before: str, after: str) -> _Found:
 
 
 def _resolve_roles(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
-    """Resolve the roles that depend on other words of the path."""
+    """Resolve roles by the other words of the path."""
     dimensions = {i: match for i, role in enumerate(roles) if role == "mesh" and (match := _MESH.search(texts[i]))}
     certain = any(match[1].lower() not in _AMBIGUOUS for match in dimensions.values())
     only_data = all(match[1].lower() == "dp" for match in dimensions.values())

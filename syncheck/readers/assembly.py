@@ -36,7 +36,7 @@ class Assembly:
     def add(self, part: Snapshot, rename: Callable[[str], str] = as_stored) -> None:
         """Add the content of a file. If two tensors get the same name, the second becomes `name#2`.
 
-        The same holds for values, except equal ones: every safetensors shard stores `format = 'pt'`.
+        The same holds for values, unless they are equal: every safetensors shard stores `format = 'pt'`.
         """
         for name, tensor in part.tensors.items():
             free = make_unique_name(rename(name), self.tensors)

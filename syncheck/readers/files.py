@@ -22,9 +22,10 @@ READERS: dict[str, ModuleType] = {
     fingerprint_file.FORMAT: fingerprint_file,
 }
 
-# File extensions of checkpoints. In a folder, an unreadable file with one of these is reported; others are skipped.
+# File extensions of checkpoints. In a folder, an unreadable file with a listed extension is reported; other files are
+# skipped.
 EXTENSIONS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".pkl", ".tar", ".distcp")
-# Files with such an extension that contain settings: transformers.Trainer pickles its arguments.
+# Files with a listed extension that contain settings: transformers.Trainer pickles its arguments.
 SETTINGS = ("training_args.bin",)
 _HEAD = 64  # bytes, more than any reader needs to recognize its format
 

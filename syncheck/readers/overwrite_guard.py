@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def refuse_overwrite(path: str, option: str = "-o", *, replaceable: ModuleType | None = None) -> None:
-    """Raise UsageError, with the option's name, if the output path is a checkpoint or a file of one.
+    """Raise UsageError, with the option's name, if the output path is a checkpoint or belongs to a checkpoint.
 
     replaceable: the reader of a format that may be overwritten.
     """

@@ -106,7 +106,7 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
                 path,
                 f"tensor '{name}'",
                 f"starts at byte {start} of the data",
-                f"{end}, the end of the previous one",
+                f"{end}, the end of the previous tensor",
             )
         end = stop
     if end != size:

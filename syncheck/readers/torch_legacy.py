@@ -31,7 +31,7 @@ _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
 def matches(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of this format."""
+    """Whether a file starts with the magic number of this format."""
     return head.startswith(MAGIC)
 
 

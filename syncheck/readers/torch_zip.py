@@ -35,14 +35,14 @@ _MOST_DIRECTORY = 1 << 27
 # An MS-DOS attribute. torch.load reads a record with it, or with 0 stored bytes, as empty, and leaves uninitialized
 # memory in the tensor: mz_zip_reader_extract_to_mem of miniz, torch's zip reader.
 _IS_FOLDER = 0x10
-# Records that torch.load reads besides the pickle and the data, if present. The first ones contain an integer.
+# Records that torch.load reads besides the pickle and the data, if present. _NUMBERS contain an integer.
 _NUMBERS, _BESIDE = ("version", ".data/version", ".storage_alignment"), (".data/serialization_id", ".format_version")
 _AGAIN = "save or copy the file again"
 _STRANGE = "no library writes this; check the origin of the file"
 
 
 def matches(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of this format."""
+    """Whether a file starts with the magic number of this format."""
     return head.startswith(MAGIC)
 
 
@@ -118,7 +118,7 @@ class Archive:
         if len(records) != len(infos):
             raise self._malformed(place, "two records with the same name", "", _AGAIN)
         first = min((info.header_offset for info in infos), default=0)
-        if first:  # several concatenated zips: the directory at the end belongs to the last one
+        if first:  # several concatenated zips: the directory at the end belongs to the last zip
             folder = "if it belongs to a torch.distributed.checkpoint folder, pass the folder"
             raise self._malformed(place, f"the records begin at byte {first}", "byte 0", folder)
         if wrong:
@@ -201,7 +201,7 @@ class Archive:
     def _not_stored(self, name: str) -> UnsupportedFormat:
         return UnsupportedFormat(
             self.path, place=self.stem + name, found="a compressed or encrypted record",
-            needed="a stored one, as torch.save writes", next_step="unpack it, or save it again with torch.save",
+            needed="an uncompressed record, as torch.save writes", next_step="unpack it, or save again with torch.save",
         )  # fmt: skip
 
     def _record_of(self, storage: Storage) -> Record:

@@ -1,7 +1,7 @@
 """Check the end records of a zip against its directory.
 
-zipfile trusts the directory size in these records and ignores the number of entries; torch reads exactly this number of
-entries. If they disagree, torch would load other tensors than syncheck compares.
+zipfile trusts the directory size in the end records and ignores the number of entries; torch reads exactly this number
+of entries. If they disagree, torch would load other tensors than syncheck compares.
 Layout: PKWARE's APPNOTE.TXT, 4.3.14 to 4.3.16. torch's checks are in mz_zip_reader_read_central_dir of miniz
 (caffe2/serialize).
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zipfile import ZipInfo
 
 Fault = tuple[str, str]
-"""Found and needed, for a MalformedFile."""
+"""Found and needed, as in MalformedFile."""
 
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -31,7 +31,7 @@ _ONE_DISK: Fault = ("a multi-disk zip", "a single file")
 
 
 def find_fault(file: BinaryIO, infos: Sequence[ZipInfo]) -> Fault | None:
-    """Return the first find_fault of the directory or its end records, or None.
+    """Return the first fault of the directory or its end records, or None.
 
     infos: zipfile's entries of this file. Raises ValueError or struct.error if the file became shorter.
     """

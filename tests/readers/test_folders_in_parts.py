@@ -14,7 +14,7 @@ from test_training_folders import accelerate, adam, deepspeed, megatron
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.messages import Note
-from syncheck.readers import opening, safetensors_file
+from syncheck.readers import regular_file, safetensors_file
 from syncheck.records import Reason
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def test_what_becomes_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda *_, **__: before)
         with pytest.raises(UnreadableFile, match="a pipe, socket or device; needed a file"):
-            opening.regular(str(tmp_path / "pipe"))
+            regular_file.regular(str(tmp_path / "pipe"))
 
 
 def test_what_was_longer_a_moment_ago(tmp_path: Path) -> None:

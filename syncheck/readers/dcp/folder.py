@@ -1,8 +1,8 @@
 """Read torch.distributed.checkpoint folders, `.metadata` and at least one file per rank, without torch.
 
 Each chunk of a tensor and each pickled object is a complete torch.save zip within a `.distcp` file. A tensor of one
-chunk is read like any other; a tensor of several chunks has shards. Names are those that torch.save would give to the
-same state dict.
+chunk is read like any other; a tensor of several chunks has shards. Tensors have the names that torch.save would give
+to the same state dict.
 Layout: torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.15.
 """
 
@@ -126,7 +126,7 @@ class _Records:
         # Without this check, a million names could refer to one long record.
         if chunk.offset < self.read_to:
             found = f"its record begins at byte {chunk.offset}"
-            needed = f"at least {self.read_to}, the end of the previous one"
+            needed = f"at least {self.read_to}, the end of the previous record"
             raise MalformedFile(self.folder, place=place, found=found, needed=needed, next_step=_AGAIN)
         self.read_to = chunk.offset + chunk.length
         view = io.BufferedReader(_FileRange(file, chunk.offset, chunk.length))
@@ -233,7 +233,7 @@ class _Records:
 
 
 def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:
-    """Whether a record starts or ends as a zip; one that only ends as a zip is damaged."""
+    """Whether a record starts or ends as a zip; if it only ends as a zip, it is damaged."""
     if torch_zip.matches(os.pread(file.fileno(), min(chunk.length, len(torch_zip.MAGIC)), chunk.offset)):
         return True
     end = chunk.offset + max(0, chunk.length - _ZIP_END_SIZE)

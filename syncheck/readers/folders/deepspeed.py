@@ -50,7 +50,7 @@ def read(folder: str) -> Snapshot:
     names = list_names(folder)
     models, optimizers = match_in_order(_MODEL, names), match_in_order(_OPTIMIZER, names)
     parts = [
-        # A single file may be one of several nodes', so it keeps its label.
+        # A single file keeps its label, because other nodes may have more files.
         (
             os.path.join(folder, match.string),
             match["label"] if _is_zero_partition(match) else choose_label(match, found),

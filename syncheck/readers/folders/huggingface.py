@@ -54,8 +54,8 @@ _COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_confi
 def _read_index(path: str) -> Snapshot:
     """Open the weights of an index. path: the index.
 
-    Raises CheckpointError, for the index, if a file is missing or outside the folder, or if the tensors in a file are
-    not those that the index assigns to it.
+    Raises CheckpointError with the path of the index if a file is missing or outside the folder, or if a file contains
+    other tensors than the index assigns to it.
     """
     folder = os.path.dirname(path)
     weight_map = _weight_map(path)
@@ -206,7 +206,7 @@ def _choose_weights(names: list[str]) -> dict[str, str]:
         slot = match["stem"].removeprefix("pytorch_") + (match["number"] or "" if one else "")
         # A file precedes an index, as in transformers.PreTrainedModel.from_pretrained.
         rank = 2 * (match["ending"] == "bin") + (index is not None)
-        # An index without a variant in its name precedes others.
+        # An index without a variant in its name precedes an index with a variant.
         chosen = rank, len(name), name
         found[slot] = min(found.get(slot, chosen), chosen)
     return {slot: name for slot, (_, _, name) in sorted(found.items(), key=lambda item: (item[0] != "model", item[0]))}

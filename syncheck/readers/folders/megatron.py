@@ -50,7 +50,7 @@ def read(folder: str) -> Snapshot:
 
 
 def _list_files(rank: str) -> list[str]:
-    """Return Megatron's files in the folder of a rank. Raises MalformedFile if there are none."""
+    """Return Megatron's files in the folder of a rank. Raises MalformedFile if it has no such file."""
     try:
         names = set(list_names(rank))
     except OSError as error:

@@ -32,7 +32,7 @@ def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Snapshot
 
     parts: for each file, its path, a label that distinguishes it (empty for a single file), and whether all of it is
     optimizer state. Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files,
-    such as the iteration, get no label. Raises CheckpointError for an unreadable file, or one of another step.
+    such as the iteration, get no label. Raises CheckpointError for an unreadable file, or a file of another step.
     """
     whole = Assembly(folder, format_name)
     opened = [read_file(path) for path, _, _ in parts]

@@ -69,7 +69,7 @@ def _local(args: Any, parts: Mapping[str, Any]) -> TensorLocation:
 
 
 def _placement(placement: Any) -> str:
-    """Return a placement as torch prints it; subclasses of Partial, such as masked partials, print as partial."""
+    """Return a placement as torch prints it; subclasses of Partial, like masked partials, print as partial."""
     name = getattr(type(placement), "name", "").rpartition(".")[2]
     if name == "Replicate":
         return "R"
@@ -130,7 +130,7 @@ def _position(mesh: Inert, axes: list[list[int]]) -> int:
 
 
 def _axes(mesh: Inert) -> list[list[int]]:
-    """List, for each mesh dimension, its steps through the list of ranks."""
+    """List the steps of each mesh dimension through the list of ranks."""
     layout = _field(mesh, "_layout")
     flat = _field(layout, "axes")
     if flat is not None:
@@ -167,7 +167,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _field(pickled: Any, *names: str) -> Any:
-    """Return the first of these attributes that was set on an inert object, or None."""
+    """Return the first attribute with one of the names that an inert object has, or None."""
     for given in pickled.given if isinstance(pickled, Inert) else ():
         attributes = attributes_of(given)
         for name in names:

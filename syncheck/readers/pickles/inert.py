@@ -59,7 +59,7 @@ class Inert:
 
 
 class Ordered(dict[Any, Any]):
-    """Stand in for OrderedDict, whose BUILD could overwrite `items` and others; torch stores `_metadata` there.
+    """Stand in for OrderedDict, whose BUILD could overwrite methods like `items`; torch stores `_metadata` there.
 
     attributes: states set by BUILD; tensors in them are compared.
     """

@@ -45,7 +45,7 @@ _RUN = re.compile(
 )
 # Opcodes of strings, bytes and integers that start with their length: the number of bytes of this length.
 _COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
-# Integers: different ones of more than 64 bits can have the same hash.
+# Integers: different integers of more than 64 bits can have the same hash.
 _LONG = b"\x8a\x8bIL"
 # One opcode of a run. The first byte is kept to count objects.
 _OPCODE = re.compile(
@@ -53,8 +53,8 @@ _OPCODE = re.compile(
     rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?",
     re.DOTALL,
 )
-# Free opcodes create nothing, or objects that Python creates only once, such as None and small integers. Light opcodes
-# are all others except calls, sets and dictionary items. These take some hundred bytes and count as _HEAVY
+# Free opcodes create nothing, or objects that Python creates only once, like None and small integers. Light opcodes
+# are all other opcodes except calls, sets and dictionary items, which take some hundred bytes and count as _HEAVY
 # check_nesting opcodes, as do strings.
 _FREE = b"()012N.abceghjpqrK\x80\x82\x83\x84\x88\x89\x90\x93\x94\x95\x97\x98"
 _LIGHT = bytes(set(range(256)) - set(b"QRdiosu\x81\x8f\x91\x92"))

@@ -57,7 +57,7 @@ class _NumpyDType:
 
     @property
     def dtype(self) -> DType | None:
-        """The torch dtype, or None if torch has none."""
+        """The torch dtype, or None if torch lacks it."""
         return DTYPES.get(_CODES.get(self._code, ""))
 
 

@@ -91,7 +91,7 @@ def list_parameters(models: Mapping[str, tuple[int, ...]], metadata: Metadata | 
 
 
 def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[str, str]:
-    """Map `optimizer.<id>.<state>` to the parameter's name, for an optimizer that was saved in its own file.
+    """Map `optimizer.<id>.<state>` to the parameter's name, if the optimizer has its own file.
 
     shapes: of all tensors by name, with the model's in state-dict order. groups: number of parameter groups; with
     several, ids are not in model order. Returns {} if ids and parameters do not match.

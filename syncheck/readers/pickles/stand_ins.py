@@ -95,7 +95,7 @@ def _fields(place: TensorLocation) -> dict[str, Any]:
 class Compound(TensorLocation):
     """A tensor that contains more than its bytes.
 
-    inner: further content that torch.load restores, such as attributes, or the components of a tensor that syncheck
+    inner: further content that torch.load restores, like attributes, or the components of a tensor that syncheck
     does not read. hidden: objects that this tensor replaces and that are not compared separately.
     """
 
@@ -136,7 +136,7 @@ class StandIn(_Frozen):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StorageType(_Frozen):
-    """A storage class such as torch.FloatStorage, as named by the persistent id of a storage.
+    """A storage class like torch.FloatStorage, as named by the persistent id of a storage.
 
     dtype: None for bytes and quantized elements. itemsize: bytes per element.
     """
@@ -147,13 +147,13 @@ class StorageType(_Frozen):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TypeName(_Frozen):
-    """A class that describes a tensor, such as torch.Tensor."""
+    """A class that describes a tensor, like torch.Tensor."""
 
     name: str
 
 
 class DTypeName(TypeName):
-    """A dtype such as torch.float8_e4m3fn, an argument of _rebuild_tensor_v3."""
+    """A dtype like torch.float8_e4m3fn, an argument of _rebuild_tensor_v3."""
 
     @property
     def dtype(self) -> DType | None:
@@ -162,7 +162,7 @@ class DTypeName(TypeName):
 
 
 def check_sizes(value: Any) -> tuple[int, ...]:
-    """Check a tuple of check_sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
+    """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
     if not isinstance(value, (tuple, list)) or not are_naturals(value):
         raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
     if len(value) > MOST_DIMENSIONS:

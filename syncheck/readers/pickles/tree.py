@@ -83,7 +83,7 @@ class Flat:
 def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorLocation] = ()) -> Flat:
     """Flatten a checkpoint's object tree.
 
-    The metadata block is removed. The key of a model's state dict is omitted from names, unless there are two such keys
+    The metadata block is removed. The key of a model's state dict is omitted from names, unless there are two models
     or two tensors would get the same name; so names do not depend on the order of keys. An optimizer's state dict
     (`state` and `param_groups`) becomes `optimizer.<parameter>.<state>`, and its other keys `optimizer.<key>`. size:
     bytes of the pickle. made: all tensors that the pickle rebuilt; each gets a name.
@@ -177,7 +177,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def _sort_set(parts: AbstractSet[Any]) -> list[Any]:
-    """Sort a set. Tensors of equal dtype and shape cannot be matched with those of another rank, and are refused."""
+    """Sort a set. Tensors of equal dtype and shape cannot be matched between ranks, and are refused."""
     found = sorted(parts, key=keys.sort_key)
     counts = Counter(keys.sort_key(part) for part in found if isinstance(part, TensorLocation))
     for i, part in enumerate(found):
@@ -229,14 +229,14 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
 
 
 def _is_model(value: Any) -> bool:
-    """Whether a value is a state dict, for which a key such as `model` is no part of the names."""
+    """Whether a value is a state dict, whose key `model` (or similar) is omitted from names."""
     return isinstance(value, dict) and any(isinstance(part, TensorLocation) for part in value.values())
 
 
 def _optimizer_parts(
     state: Any, prefix: str, names: Mapping[Any, str], known: Mapping[Any, str]
 ) -> list[tuple[str, Any]]:
-    """Name the parts of an optimizer's state dict. names: of parameters by id; known: those that the file gives."""
+    """Name the parts of an optimizer's state dict. names: of parameters by id. known: names stored in the file."""
     parts = [(f"{prefix}.{names.get(key) or keys.to_text(key)}", entries) for key, entries in state["state"].items()]
     for i, group in enumerate(state["param_groups"]):
         start = f"{prefix}.param_groups.{i}"
@@ -250,6 +250,6 @@ def _optimizer_parts(
                 parts.append((f"{start}.{key}", ", ".join(members)))
             elif entry != "param_names" or not listed:  # lr may be a tensor, betas are a tuple
                 parts.append((f"{start}.{entry}", keys.to_text(value) if listed else value))
-    # Those that wrap another keep more, as Lookahead its slow weights.
+    # Optimizers that wrap another one store more, like the slow weights of Lookahead.
     rest = (item for item in state.items() if item[0] not in ("state", "param_groups"))
     return parts + [(f"{prefix}.{keys.to_text(key)}", value) for key, value in rest]

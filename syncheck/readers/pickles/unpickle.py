@@ -144,7 +144,7 @@ class _Rules:
             raise pickle.UnpicklingError(f"invalid storage key or size in {brief(pid)}")
         if not isinstance(location, (str, bytes)) or not isinstance(kind, (StorageType, type)):
             raise pickle.UnpicklingError(f"invalid storage class or location in {brief(pid)}")
-        # Tensors in an unknown storage class, such as a quantized one, are counted but not read.
+        # Tensors in an unknown storage class, like quantized storages, are counted but not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
         storage = Storage(row[0], key, numel, row[1], 0, numel)
         if self.storages is None:
@@ -207,8 +207,8 @@ def unpickle(
     """Return the object tree of a torch.save pickle, and the names of globals that became inert classes.
 
     data: the pickle, or a stream at its first byte. path, place: for error messages. storages: collects storages by
-    key, only for the format before torch 1.6. made: collects all tensors that the pickle rebuilds, including those
-    outside the tree. Raises RefusedFile for a global that executes code, and MalformedFile for all other faults.
+    key, only for the format before torch 1.6. made: collects all tensors that the pickle rebuilds, also outside
+    the tree. Raises RefusedFile for a global that executes code, and MalformedFile for all other faults.
     """
     source = Stream(data) if isinstance(data, bytes) else data
     found = scan(source.data, source.at, source.most)
