@@ -1,4 +1,4 @@
-"""Whether chunks cover a tensor, told as a count of every element tells it."""
+"""Chunks that cover a tensor, checked against a count for every element."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ROWS = [((0, 0), (2, 3)), ((2, 0), (1, 3))]
     ],
 )
 def test_gaps_and_overlaps_are_named(shape: Any, spans: Any, wrong: str) -> None:
-    """Chunks that cover a tensor exactly pass; else an element that has none or several is named."""
+    """Chunks that cover a tensor exactly pass; a gap or overlap is reported with its first element."""
     found = find_fault(shape, spans)
     assert found.startswith(wrong) if wrong else found == ""
 
 
 @EXAMPLES
-def test_the_answer_is_that_of_counting(examples: int) -> None:
-    """For any boxes, the answer is that of counting how many of them hold each element."""
+def test_result_equals_a_count_of_every_element(examples: int) -> None:
+    """For random boxes, the result equals a count of the boxes of each element."""
 
     def check(case: Any) -> None:
         shape, corners = case
@@ -58,8 +58,8 @@ def test_the_answer_is_that_of_counting(examples: int) -> None:
     for_all(st.tuples(st.tuples(st.integers(1, 3), st.integers(1, 3)), corners), check, examples)
 
 
-def test_many_chunks_take_time_in_proportion() -> None:
-    """A grid of 64 x 64 chunks is checked at once, and chunks made to need the square of their number are refused."""
+def test_many_chunks_take_linear_time() -> None:
+    """A grid of 64 x 64 chunks is checked quickly, and constructions with quadratic time are refused."""
     began = time.perf_counter()
     assert find_fault((640, 640), [((10 * i, 10 * j), (10, 10)) for i in range(64) for j in range(64)]) == ""
     stairs = [((i, 0), (20_000 - i, 1)) for i in range(20_000)]

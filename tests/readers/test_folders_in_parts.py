@@ -1,4 +1,4 @@
-"""Folders whose parts are missing, of another run, renumbered, or no files: told, and never passed over in silence."""
+"""Folders with parts that are missing, renumbered, of another run, or not files: reported, never ignored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = {"run": "a", "run_id": "one", "step": 5}
 
 
 def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Path], Any]) -> Report:
-    """Compare two folders that are made, and then harmed, in one way."""
+    """Compare two folders after the same damage to both."""
     made = [make(folder / side / name) for side in ("a", "b")]
     for one in made:
         plant(one)
@@ -35,7 +35,7 @@ def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Pa
 
 
 def replaced(relative: str, how: str) -> Callable[[Path], None]:
-    """Return what puts something that cannot be read in the place of a file."""
+    """Return a function that replaces a file by something unreadable."""
 
     def plant(folder: Path) -> None:
         path = folder / relative
@@ -67,15 +67,15 @@ def replaced(relative: str, how: str) -> Callable[[Path], None]:
         ("a file for the folder", "mp_rank_01: not a directory"),
     ],
 )
-def test_a_part_that_is_no_file_in_both(tmp_path: Path, how: str, told: str) -> None:
-    """Two Megatron folders that lack the same part are not in sync by the part that is left: each is unreadable."""
+def test_the_same_part_is_unreadable_in_both(tmp_path: Path, how: str, told: str) -> None:
+    """Two Megatron folders that lack the same part are unreadable, not in sync by their other part."""
     report = both(tmp_path, megatron, "iter_0000500", replaced("mp_rank_01/model_optim_rng.pt", how))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
     assert [file.reason.startswith(told) for file in report.unreadable] == [True, True]
 
 
 def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
-    """The second part of one folder, alone, is never compared with the first of the other, though they are equal."""
+    """A single second part is not compared with the other folder's first part, although they are equal."""
     tree = {"model": network(), "optimizer": adam()}
     zero = {"optimizer_state_dict": {"base_optimizer_state": adam()}}
     for side, rank in (("a", 0), ("b", 1)):
@@ -96,8 +96,8 @@ def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
         assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})
 
 
-def test_random_states_of_any_rank_are_of_the_folder(tmp_path: Path) -> None:
-    """Each node's folder has the random states of its own rank: under one name, and not compared."""
+def test_rng_states_of_any_rank_share_a_name(tmp_path: Path) -> None:
+    """Each node's folder has its own rank's RNG states, under one name and not compared."""
     for rank in range(2):
         save(tmp_path / f"node{rank}" / "model.safetensors", network())
         save_pth(tmp_path / f"node{rank}" / f"random_states_{rank}.pkl", {"torch_manual_seed": np.full(4, rank)})
@@ -107,7 +107,7 @@ def test_random_states_of_any_rank_are_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_name", ["megatron", "deepspeed"])
 def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
-    """A part that says it is of another iteration makes its folder unreadable, though its tensors are equal."""
+    """A part of another iteration makes its folder unreadable, although its tensors are equal."""
     if format_name == "megatron":
         left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
         tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
@@ -129,7 +129,7 @@ def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
 
 @pytest.mark.parametrize("change", [{"run_id": "two"}, {"step": 6}])
 def test_a_part_of_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Parts whose metadata blocks name two runs or steps are of no one checkpoint."""
+    """Parts with metadata of two runs or steps are malformed."""
     folder = megatron(tmp_path / "iter_0000500")
     for rank, block in enumerate((BLOCK, BLOCK | change)):
         save_pth(folder / f"mp_rank_0{rank}" / "model_optim_rng.pt", {"model": network(), "syncheck": block})
@@ -142,8 +142,8 @@ def test_a_part_of_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
     assert syncheck.read(str(folder)).metadata is not None
 
 
-def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
-    """Where the numbers of the parts leave a gap, what is compared is in sync, and the gap is told."""
+def test_parts_missing_in_both_are_counted(tmp_path: Path) -> None:
+    """If part numbers have a gap, the present parts are in sync, with a note about the gap."""
     report = both(tmp_path / "megatron", megatron, "iter_0000500", lambda folder: shutil.rmtree(folder / "mp_rank_00"))
     (group,) = report.groups
     assert Note.PARTS_ABSENT(absent="1", total="2", what="model-parallel parts") in group.notes
@@ -165,7 +165,7 @@ def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
-    """A folder of `save_state` that lacks its scaler and scheduler is out of sync: a resume would miss them."""
+    """A `save_state` folder without scaler and scheduler is out of sync, because a resume needs both."""
     left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
     assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(left, right).groups[0].notes}
     (right / "scaler.pt").unlink()
@@ -175,8 +175,8 @@ def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in group.findings[0].values} == {"scaler", "scheduler"}
 
 
-def test_an_index_of_a_variant_does_not_stand_for_the_model(tmp_path: Path) -> None:
-    """Of the model's own index and one of a variant, which sorts before it, the own one names the tensors."""
+def test_the_models_index_precedes_a_variants_index(tmp_path: Path) -> None:
+    """The model's own index is used, although the index of a variant sorts before it."""
     for name, value in (("model.safetensors.index.json", 1.0), ("model.safetensors.index.fp16.json", 2.0)):
         part = f"model-{value:05.0f}-of-00002.safetensors"
         save(tmp_path / part, {f"w{value:.0f}": np.full(3, value, np.float32)})
@@ -185,8 +185,8 @@ def test_an_index_of_a_variant_does_not_stand_for_the_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", ".metadata"])
-def test_files_of_the_kernel_are_not_read(tmp_path: Path, name: str) -> None:
-    """A link to /proc/kmsg, to read which waits without end: what says that it has no bytes is taken at its word."""
+def test_kernel_files_are_not_read(tmp_path: Path, name: str) -> None:
+    """A link to /proc/kmsg, which would block, is not read because its size is 0."""
     source = "/proc/self/status"  # has bytes, as it too denies
     if not os.path.exists(source):
         pytest.skip("no /proc here")
@@ -196,18 +196,18 @@ def test_files_of_the_kernel_are_not_read(tmp_path: Path, name: str) -> None:
         syncheck.read(str(tmp_path))
 
 
-def test_what_becomes_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe in the place of what was a file a moment ago is refused, and nobody waits for a writer."""
+def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that replaced a file a moment ago is refused without waiting for a writer."""
     os.mkfifo(tmp_path / "pipe")
     before = os.stat(__file__)
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda *_, **__: before)
         with pytest.raises(UnreadableFile, match="a pipe, socket or device; needed a file"):
-            regular_file.regular(str(tmp_path / "pipe"))
+            regular_file.open_regular_file(str(tmp_path / "pipe"))
 
 
-def test_what_was_longer_a_moment_ago(tmp_path: Path) -> None:
-    """A safetensors file that is cut to nothing after its format was told is malformed, and no crash."""
+def test_a_file_truncated_after_detection(tmp_path: Path) -> None:
+    """A safetensors file that is truncated to zero after its format was detected is malformed."""
     (tmp_path / "a.safetensors").write_bytes(b"\x10\0")
     with pytest.raises(MalformedFile, match="header: 2 bytes; needed at least 8"):
         safetensors_file.read(str(tmp_path / "a.safetensors"))

@@ -1,4 +1,4 @@
-"""The reader of safetensors gives what the safetensors library gives, and names every way a file can be broken."""
+"""The safetensors reader gives the library's result, and reports every fault of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def test_equals_the_library(tmp_path: Path) -> None:
-    """What safetensors.torch writes is read bit for bit in every dtype that it writes, empty and 0-d tensors too."""
+    """Files of safetensors.torch are read bit by bit in every dtype, including empty and 0-d tensors."""
     torch = pytest.importorskip("torch")
     library = pytest.importorskip("safetensors.torch")
     names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 int64 int32 int16 int8 "
@@ -44,7 +44,7 @@ def test_equals_the_library(tmp_path: Path) -> None:
 
 
 def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
-    """A dtype that is not in the table is counted as not compared, with its code; the others are compared."""
+    """An unknown dtype is counted as not compared, with its code; other tensors are compared."""
     for rank in range(2):
         header = {
             "odd": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
@@ -115,7 +115,7 @@ DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
 def test_every_defect_has_a_line(
     tmp_path: Path, name: str, header: Any, data: bytes, length: int | None, message: str
 ) -> None:
-    """A broken header is malformed, told in one line with file, place and what was needed."""
+    """A broken header is malformed, with a one-line error with file, location and expectation."""
     path = save_header(tmp_path / f"{name}.safetensors", header, data, length)
     with pytest.raises(MalformedFile) as caught:
         syncheck.read(str(path))
@@ -127,7 +127,7 @@ def test_every_defect_has_a_line(
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
-    """A file cut at any byte is never read as a shorter model."""
+    """A file cut at any byte is never read as a smaller model."""
     whole = save_safetensors(tmp_path / "a.safetensors", {"w": np.arange(5, dtype=np.float32)}).read_bytes()
     cut = tmp_path / "cut.safetensors"
     for length in range(len(whole)):
@@ -137,7 +137,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 
 
 def test_empty_header_has_no_tensors(tmp_path: Path) -> None:
-    """A file without tensors is read, and two of them are never in sync: nothing was compared."""
+    """Files without tensors are read, and never in sync because nothing was compared."""
     for rank in range(2):
         save_header(tmp_path / f"rank{rank}.safetensors", {})
     assert syncheck.compare(tmp_path).exit_code == 2
