@@ -88,7 +88,7 @@ def _check_last_entry(file: BinaryIO, infos: Sequence[ZipInfo], end_of_directory
     file.seek(end_of_directory - _ENTRY.size - sum(found))
     stated = _ENTRY.unpack(file.read(_ENTRY.size))
     if stated != found:
-        return f"an entry of {sum(stated)} bytes where {sum(found)} are left", "as many as it says"
+        return f"an entry of {sum(stated)} bytes with {sum(found)} left", "the length of the entry"
     return None
 
 

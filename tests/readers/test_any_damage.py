@@ -22,7 +22,7 @@ from syncheck.snapshots import Snapshot
 if TYPE_CHECKING:
     from pathlib import Path
 
-SECONDS = 5  # of processor time, for a file of some hundred bytes
+SECONDS = 5  # CPU time, with files of some hundred bytes
 
 numbers = st.one_of(st.integers(-2, 20), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**4000]), st.floats())
 words = st.one_of(st.sampled_from(["w", "F32", "float32", "F77", "syncheck", "R", "S(0)", "S(9)"]), st.text(max_size=3))

@@ -39,7 +39,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(500, marks=SLOW)])
 FORMATS = pytest.mark.parametrize("form", sorted(INTACT))
 
-# What a grammar of opcodes is made of: those that push, those that take, and calls of what files name.
+# Elements of random opcode streams: opcodes that push or pop, and calls of names from real files.
 PUSHES = [
     pickled(None), pickled(True), pickled(0), pickled(-5), pickled(2**70), pickled("w"), pickled("\ud800"), pickled(()),
     b"]", b"}", b"\x8f", b"C\x01a", b"G\x7f\xf8\0\0\0\0\0\0", b"F1.5\n", b"I01\n", b"L5L\n", b"S'a'\n", b"V\\u0041\n",
@@ -57,7 +57,7 @@ TAKES = [
 ]  # fmt: skip
 STREAMS = st.lists(st.one_of(st.sampled_from(PUSHES), st.sampled_from(TAKES), st.binary(max_size=2)), max_size=30)
 
-# What a persistent id is made of: the parts of a storage, and others.
+# Elements of random persistent ids: the elements of a storage, and others.
 PARTS = [
     "storage",
     "module",

@@ -130,7 +130,7 @@ def test_a_file_is_checked_when_it_is_closed(tmp_path: Path) -> None:
 
 
 def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of a disk or network become syncheck's errors with the file's name, for all ways of reading."""
+    """Errors of a disk or network become syncheck's errors with the file's name in all ways of reading."""
 
     def broken(*_: object) -> int:
         raise OSError(5, "Input/output error")

@@ -108,7 +108,7 @@ def test_invalid_metadata(folder: Path, content: bytes) -> None:
         ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "2 chunks contain element [2, 0]"),
         ([((0, 0), (2, 4)), ((2, 0), (2, 5))], "the chunk of size [2, 5] at [2, 0] extends beyond the tensor"),
         ([((0, 0), (2, 4)), ((2,), (2,))], "a chunk of size (2,) at (2,)"),
-        ([((0, 0), (1, 4)), ((1, 0), (3, 4))], "no record says where its chunk at [1, 0] lies"),
+        ([((0, 0), (1, 4)), ((1, 0), (3, 4))], "the record of its chunk at [1, 0] is not listed"),
         ([], "no chunks contain element [0, 0]"),
     ],
 )

@@ -63,7 +63,7 @@ def masked(odd: torch.Tensor) -> Any:
     return made
 
 
-# Where a tensor may be, and how it is named; the rest of the file is `w`.
+# Objects that contain a tensor, with the tensor's name; the rest of the file is `w`.
 PLACES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "attribute of a tensor": (lambda odd: given(W.clone(), scale=odd), "x.scale"),
     "attribute of a parameter": (lambda odd: given(torch.nn.Parameter(W.clone()), scale=odd), "x.scale"),

@@ -90,7 +90,7 @@ def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
         save_pth(tmp_path / "optimizer" / side / f"optimizer{number}.bin", adam())
     for kind in ("megatron", "tag", "zero", "model", "optimizer"):
         report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
-        # Two nodes may each have saved their own partition, and nothing says how many there are.
+        # Two nodes may each have saved their own partition, and the number of partitions is unknown.
         expected = (2, Reason.AMBIGUOUS) if kind == "zero" else (1, Reason.MISSING)
         reasons = {diff.reason for group in report.groups for diff in group.tensors}
         assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})

@@ -30,7 +30,7 @@ def saved(path: Path, tree: Any) -> Path:
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_storages_are_tensors_of_one_dimension(tmp_path: Path) -> None:
     """A storage has the elements of its dtype, or bytes if untyped, also beside a tensor that uses it."""
-    # Of one storage torch saves one kind of view only.
+    # torch saves only one kind of view per storage.
     tree = {"typed": VALUES.storage(), "view": VALUES[1:], "untyped": VALUES.clone().untyped_storage()}
     tree["none"] = torch.FloatStorage()
     raw = VALUES.numpy().tobytes()

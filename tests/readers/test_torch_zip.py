@@ -235,7 +235,7 @@ def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "transposed"])
 def test_file_truncated_while_it_is_read(tmp_path: Path, name: str) -> None:
-    """A file that is truncated during the comparison is malformed, for all ways of reading."""
+    """A file that is truncated during the comparison is malformed in all ways of reading."""
     torch.save({name: shapes_and_views()[name]}, tmp_path / "f.pth")
     tensor = syncheck.read(str(tmp_path / "f.pth")).tensors[name]
     files = Files()
@@ -296,7 +296,7 @@ def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int
     """A record that torch.load would fill with uninitialized memory is malformed."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     data = bytearray(path.read_bytes())
-    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    entry = data.rindex(b"f/data/0") - 46  # offset of the name in the directory's entry
     data[entry + at] = value
     path.write_bytes(data)
     with pytest.raises(MalformedFile, match=f"f/data/0: {told}"):
@@ -317,7 +317,7 @@ def test_a_record_beyond_the_files_end_is_malformed(tmp_path: Path) -> None:
     """A directory entry beyond the end of the file is malformed, with the record's name."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     data = bytearray(path.read_bytes())
-    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    entry = data.rindex(b"f/data/0") - 46  # offset of the name in the directory's entry
     assert data[entry : entry + 4] == b"PK\x01\x02"
     data[entry + 42 : entry + 46] = (0xFFFFFF00).to_bytes(4, "little")
     path.write_bytes(data)
@@ -344,4 +344,4 @@ def test_a_chunk_file_refers_to_its_folder(cli: Callable[..., Done], tmp_path: P
     assert done.code == 2
     lines = done.err.splitlines()
     assert len(lines) == 2
-    assert all("the records begin at byte" in line and "give the folder." in line for line in lines)
+    assert all("the records begin at byte" in line and "pass the folder." in line for line in lines)

@@ -85,7 +85,7 @@ def test_accelerate(tmp_path: Path) -> None:
     ("ending", "groups", "first", "name"),
     [
         ("bin", 1, (3, 2), "optimizer.a.weight.exp_avg"),
-        ("safetensors", 1, (3, 2), "optimizer.0.exp_avg"),  # sorted by name: the order says nothing
+        ("safetensors", 1, (3, 2), "optimizer.0.exp_avg"),  # sorted by name, so the order is not the model's
         ("bin", 2, (3, 2), "optimizer.0.exp_avg"),  # ids follow the groups
         ("bin", 1, (2, 3), "optimizer.0.exp_avg"),  # of another shape
     ],

@@ -198,7 +198,7 @@ def long_text() -> bytes:
     return b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"."
 
 
-# Two unfold up to the limit of what is read, which takes seconds.
+# Two of the cases unfold up to the limit, which takes seconds.
 LONG = [pytest.param(make, marks=pytest.mark.slow) for make in (bomb, parameter_group_bomb)]
 BOMBS = [recursive, recursive_dict, deep, *LONG, long_memo, long_text]
 

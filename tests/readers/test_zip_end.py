@@ -86,6 +86,6 @@ def test_every_bit_of_the_end_records(data: bytes, tmp_path: Path) -> None:
 def test_an_entry_beyond_the_directory(tmp_path: Path) -> None:
     """The name, extra field or comment of the last entry can exceed the directory, which zipfile ignores."""
     entry = PLAIN.rindex(b"PK\x01\x02")
-    for at in (30, 32):  # of the extra field and the comment; none is there
+    for at in (30, 32):  # lengths of the extra field and the comment, both 0
         data = PLAIN[: entry + at] + struct.pack("<H", 7) + PLAIN[entry + at + 2 :]
-        assert "an entry of 22 bytes where 15 are left" in fault(tmp_path, data)
+        assert "an entry of 22 bytes with 15 left" in fault(tmp_path, data)
