@@ -284,7 +284,7 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[
 
 
 @pytest.mark.parametrize(
-    ("damaged", "code", "told"),
+    ("damaged", "code", "reason"),
     [
         (slice(0, 4), 2, "__0_0.distcp, 'epoch': archive/data.pkl: no record at the offset in the directory"),
         (slice(0, None), 1, "epoch"),
@@ -292,7 +292,7 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[
     ids=["its beginning", "all of it"],
 )
 def test_a_damaged_object_is_reported(
-    tmp_path: Path, cli: Callable[..., Done], damaged: slice, code: int, told: str
+    tmp_path: Path, cli: Callable[..., Done], damaged: slice, code: int, reason: str
 ) -> None:
     """An object that is intact in only one folder is an error or a difference, never just a note."""
     left, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
@@ -305,7 +305,7 @@ def test_a_damaged_object_is_reported(
     (right / place.relative_path).write_bytes(data)
     done = cli("compare", left, right)
     assert done.code == code
-    assert told in done.out + done.err
+    assert reason in done.out + done.err
 
 
 def test_damage_anywhere_is_one_line_or_harmless(folder: Path) -> None:

@@ -56,7 +56,7 @@ def replaced(relative: str, how: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reason"),
     [
         ("pipe", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
         ("device", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
@@ -67,11 +67,11 @@ def replaced(relative: str, how: str) -> Callable[[Path], None]:
         ("a file for the folder", "mp_rank_01: not a directory"),
     ],
 )
-def test_the_same_part_is_unreadable_in_both(tmp_path: Path, how: str, told: str) -> None:
+def test_the_same_part_is_unreadable_in_both(tmp_path: Path, how: str, reason: str) -> None:
     """Two Megatron folders that lack the same part are unreadable, not in sync by their other part."""
     report = both(tmp_path, megatron, "iter_0000500", replaced("mp_rank_01/model_optim_rng.pt", how))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
-    assert [file.reason.startswith(told) for file in report.unreadable] == [True, True]
+    assert [file.reason.startswith(reason) for file in report.unreadable] == [True, True]
 
 
 def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
@@ -112,19 +112,19 @@ def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
         left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
         tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
         save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
-        told = (
+        reason = (
             "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as mp_rank_00/model_optim_rng.pt has. It is of"
         )
     else:
         left, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
         tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}
         save_pth(right / "mp_rank_01_model_states.pt", tree)
-        told = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as mp_rank_00_model_states.pt has. It is of"
+        reason = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as in mp_rank_00_model_states.pt. Its"
     report = syncheck.compare(left, right)
     assert report.exit_code == 2
     (unreadable,) = report.unreadable
     assert unreadable.path == str(right)
-    assert unreadable.reason.startswith(told)
+    assert unreadable.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("change", [{"run_id": "two"}, {"step": 6}])

@@ -289,17 +289,17 @@ def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: byt
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "told"),
+    ("at", "value", "reason"),
     [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed the same number")],
 )
-def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, told: str) -> None:
+def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, reason: str) -> None:
     """A record that torch.load would fill with uninitialized memory is malformed."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     data = bytearray(path.read_bytes())
     entry = data.rindex(b"f/data/0") - 46  # offset of the name in the directory's entry
     data[entry + at] = value
     path.write_bytes(data)
-    with pytest.raises(MalformedFile, match=f"f/data/0: {told}"):
+    with pytest.raises(MalformedFile, match=f"f/data/0: {reason}"):
         syncheck.read(str(path))
 
 

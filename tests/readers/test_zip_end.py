@@ -39,7 +39,7 @@ def test_an_intact_file_is_read(data: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reason"),
     [
         ({"count": 3}, "4 records in a directory that lists 3; needed the same number"),
         ({"here": 5}, "4 records in a directory that lists 5"),
@@ -48,11 +48,11 @@ def test_an_intact_file_is_read(data: bytes, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("zip64", [False, True])
 def test_end_record_is_compared_with_the_directory(
-    wrong: dict[str, Any], told: str, zip64: bool, tmp_path: Path
+    wrong: dict[str, Any], reason: str, zip64: bool, tmp_path: Path
 ) -> None:
     """Each number of records and disks in the old and zip64 end records is checked."""
     data = with_zip64(PLAIN, **wrong) if zip64 else zipped(*saved(state()), **wrong)
-    assert told in fault(tmp_path, data)
+    assert reason in fault(tmp_path, data)
 
 
 @pytest.mark.parametrize("wrong", [{"length": 45}, {"place": 4}, {"disks": 2}, {"disks": 0}, {"shift": 1}])

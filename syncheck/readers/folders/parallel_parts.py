@@ -73,7 +73,7 @@ def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
                     part.path,
                     place=name,
                     found=brief(part.values[name]),
-                    needed=f"{brief(other.values[name])}, as {os.path.relpath(other.path, folder)} has",
+                    needed=f"{brief(other.values[name])}, as in {os.path.relpath(other.path, folder)}",
                     next_step="its step differs from the other files: save or copy the whole folder again",
                 )
 
