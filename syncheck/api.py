@@ -19,7 +19,7 @@ from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
 from syncheck.messages import Note
 from syncheck.names import normalize
-from syncheck.omissions import shared_files, without_aliases
+from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
 from syncheck.verdicts import judged_group, overall
@@ -192,11 +192,11 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
         baseline.read(options.baseline)  # what is wrong with it is told before anything is compared
     if not paths:
         raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
-    opened = files.open_all([str(path) for path in paths])
-    snapshots, linked = without_aliases(opened.snapshots)
-    spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
+    opened = files.open_checkpoints([str(path) for path in paths])
+    snapshots, linked = remove_aliases(opened.snapshots)
+    spelled = files.unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
     groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
-    unreadable = (*opened.unreadable, *(found for replicas in groups for found in shared_files(replicas.ranks)))
+    unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
     reference.check(options.reference, groups, unreadable)
     return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
 

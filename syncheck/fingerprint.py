@@ -18,7 +18,7 @@ from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
 from syncheck.kernel.digests import ALGORITHM, hasher
 from syncheck.kernel.moments import Moments
-from syncheck.kinds import kinds_in
+from syncheck.kinds import classify_snapshot
 from syncheck.metadata_block import SCHEMA
 from syncheck.readers import EXTENSIONS, fingerprint_file, refuse_overwrite
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
@@ -40,7 +40,7 @@ def fingerprint(snapshot: Snapshot) -> str:
     Raises CheckpointError when the file can no longer be read.
     """
     tensors = snapshot.tensors
-    kinds = kinds_in(snapshot).by_name
+    kinds = classify_snapshot(snapshot).by_name
     source = os.path.basename(os.path.normpath(snapshot.path))
     found = counted(snapshot)
     values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}

@@ -12,7 +12,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.names import is_random, sibling_name
+from syncheck.names import is_rng_state, sibling_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ class Kinds(NamedTuple):
     unsure: frozenset[str]
 
 
-def kinds_of(
+def classify_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     metadata: Metadata | None,
     buffer_globs: Iterable[str] = (),
@@ -149,7 +149,7 @@ class _Known(NamedTuple):
         if parts[0] == "optimizer":
             return "optimizer_step" if parts[-1] == "step" and shape in _SCALAR else "optimizer"
         # An RNG state is a 1-D tensor of bytes or words; other tensors with this name belong to a module.
-        if is_random(parts) and len(shape) == 1 and _is_state(parts, self.dtypes.get(name, "uint8")):
+        if is_rng_state(parts) and len(shape) == 1 and _is_state(parts, self.dtypes.get(name, "uint8")):
             return "rng"
         # The error of torch's PowerSGDState differs between ranks by design, like an RNG state.
         if parts[-2:-1] == ["error_dict"] and parts[-1].isdecimal():
@@ -196,7 +196,7 @@ class _Known(NamedTuple):
 def _is_state(parts: Sequence[str], dtype: str) -> bool:
     """Whether integers below an `rng` key are an RNG state; signed integers need the key at either end of the name."""
     own = next((part for part in reversed(parts) if not part.isdecimal()), "")
-    return dtype.startswith(("uint", "unknown")) or (dtype.startswith("int") and is_random((parts[0], own)))
+    return dtype.startswith(("uint", "unknown")) or (dtype.startswith("int") and is_rng_state((parts[0], own)))
 
 
 def _named_as_parameter(name: str) -> bool:
@@ -238,14 +238,14 @@ def _copies(averaged: Iterable[str], found: Mapping[str, tuple[str, bool]], know
     return frozenset(copies)
 
 
-def kinds_in(snapshot: Snapshot) -> Kinds:
+def classify_snapshot(snapshot: Snapshot) -> Kinds:
     """Classify each tensor of an opened checkpoint."""
     tensors = snapshot.tensors
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return kinds_of({name: tensor.shape for name, tensor in tensors.items()}, snapshot.metadata, dtypes=dtypes)
+    return classify_tensors({name: tensor.shape for name, tensor in tensors.items()}, snapshot.metadata, dtypes=dtypes)
 
 
-def selector(
+def make_selector(
     only: frozenset[str], include: Iterable[str], exclude: Iterable[str], unsure: Collection[str] = ()
 ) -> Callable[[str, str], bool]:
     """Return a predicate of (name, kind) for the selected tensors.

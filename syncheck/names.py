@@ -28,7 +28,8 @@ def _normalized(names: tuple[str, ...]) -> dict[str, str]:
         model = [
             name
             for name, short in plain.items()
-            if not short.startswith("optimizer.") and (short.startswith("module.") or not is_random(short.split(".")))
+            if not short.startswith("optimizer.")
+            and (short.startswith("module.") or not is_rng_state(short.split(".")))
         ]
         if not model or not all(plain[name].startswith("module.") for name in model):
             break
@@ -65,7 +66,7 @@ def make_unique_name(name: str, taken: Container[str]) -> str:
     return free
 
 
-def is_random(parts: Iterable[str]) -> bool:
+def is_rng_state(parts: Iterable[str]) -> bool:
     """Whether a name, split at its dots, belongs to an RNG state."""
     return any(part in _RNG or part.endswith("_rng_state") for part in parts)
 

@@ -60,7 +60,7 @@ def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str
                 break
 
 
-def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
+def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
     """Keep one path of each checkpoint, and return the other paths to the same files as aliases.
 
     Symbolic links, hard links and links to folders count equally.
@@ -79,7 +79,7 @@ def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list
     return [snapshot for snapshot in snapshots if snapshot.path in kept], aliases
 
 
-def shared_files(ranks: Ranked) -> Iterator[Unreadable]:
+def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
     """Yield the replicas of a group that share some of their files with another replica, by links.
 
     A shared file equals itself, so the comparison may be out of sync but never in sync.

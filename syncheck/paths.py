@@ -44,7 +44,7 @@ class Whole:
     path: str
 
 
-def open_all(paths: Sequence[str]) -> Opened:
+def open_checkpoints(paths: Sequence[str]) -> Opened:
     """Open every checkpoint under the paths: files, folders, or globs that the shell did not expand.
 
     A folder in a folder format counts as a single checkpoint, and its files are not opened separately. A path passed by
@@ -115,7 +115,7 @@ def _absolute_path(path: str) -> str:
     return path
 
 
-def alike(paths: Iterable[str]) -> dict[str, str]:
+def unify_paths(paths: Iterable[str]) -> dict[str, str]:
     """Return how to print each path, so that all are relative or all are absolute, without `.` and `..`.
 
     In a mixture, paths below the current folder are relative to it, and all other paths are absolute.
@@ -156,7 +156,7 @@ def _describe_folder(pattern: str) -> str:
 
 
 def holds_checkpoint(path: str) -> bool:
-    """Whether `open_all` would find a checkpoint at this path, a file or a folder."""
+    """Whether `open_checkpoints` would find a checkpoint at this path, a file or a folder."""
     if os.path.isdir(path):
         return any(
             isinstance(found, Whole) or (isinstance(found, str) and _is_checkpoint(found)) for found in _walk(path)

@@ -34,7 +34,7 @@ _DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_
 _INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
 
 
-def replicated(names: Iterable[str]) -> frozenset[str]:
+def find_replicated(names: Iterable[str]) -> frozenset[str]:
     """Return the names of model and optimizer tensors that tensor parallelism replicates."""
     names = tuple(names)
     with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}

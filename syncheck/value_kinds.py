@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.names import is_random
+from syncheck.names import is_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,13 +50,13 @@ _CONFIG = frozenset("args cfg config conf hparams hyper".split())
 _AVERAGES = frozenset("ema swa average averaged averager".split())
 
 
-def is_own(name: str) -> bool:
+def differs_by_design(name: str) -> bool:
     """Whether a value differs between ranks by design: a rank, host, device, time, or RNG state."""
     parts = name.split(".")
-    return parts[-1].lower() in _OWN or is_random(parts)
+    return parts[-1].lower() in _OWN or is_rng_state(parts)
 
 
-def value_kinds(names: Iterable[str]) -> Callable[[str], ValueKind]:
+def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
     """Return a function that classifies the values of a checkpoint. names: all of them, to recognize containers."""
     keys: dict[str, set[str]] = defaultdict(set)
     for name in names:

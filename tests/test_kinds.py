@@ -9,7 +9,7 @@ import pytest
 from checkpoints import save
 
 import syncheck
-from syncheck.kinds import KINDS, kinds_of, selector
+from syncheck.kinds import KINDS, classify_tensors, make_selector
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -42,21 +42,24 @@ BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked":
 def test_well_known_names(name: str, kind: str) -> None:
     """Well-known names of libraries have their kind, and similar names do not."""
     shape = () if name.endswith(("step", "scale")) else (3,)
-    assert kinds_of({name: shape}, None)[0] == {name: kind}
+    assert classify_tensors({name: shape}, None)[0] == {name: kind}
     assert kind in KINDS
 
 
 def test_batchnorm_by_siblings() -> None:
     """Running statistics are confirmed by their siblings; a parameter with such a name is a parameter."""
-    assert list(kinds_of(BN, None)[0].values()) == ["bn_mean", "bn_var", "bn_count"]
-    assert kinds_of({"x.running_mean": (4,)}, None)[0] == {"x.running_mean": "parameter"}
-    assert list(kinds_of({"running_mean": (4,), "running_var": (4,)}, None)[0].values()) == ["bn_mean", "bn_var"]
+    assert list(classify_tensors(BN, None)[0].values()) == ["bn_mean", "bn_var", "bn_count"]
+    assert classify_tensors({"x.running_mean": (4,)}, None)[0] == {"x.running_mean": "parameter"}
+    assert list(classify_tensors({"running_mean": (4,), "running_var": (4,)}, None)[0].values()) == [
+        "bn_mean",
+        "bn_var",
+    ]
 
 
 def test_metadata_precedes_names() -> None:
     """Recorded buffer names decide in both directions, and nothing is guessed."""
     shapes = {"a": (2,), "x.inv_freq": (2,)} | BN
-    kinds, guessed, _ = kinds_of(shapes, Metadata(buffers=("a", *BN)), ["x.*"])
+    kinds, guessed, _ = classify_tensors(shapes, Metadata(buffers=("a", *BN)), ["x.*"])
     assert (kinds["a"], kinds["x.inv_freq"], guessed) == ("buffer", "parameter", False)
     assert kinds["bn.running_mean"] == "bn_mean"
 
@@ -65,9 +68,11 @@ def test_a_submodule_may_have_the_name_of_a_helper() -> None:
     """Known parameters and buffers keep their kind with a name of an optimizer, scaler or RNG state."""
     names = [f"{of}.weight" for of in ("rng", "random_state", "ema", "scaler", "optimizer")]
     shapes = dict.fromkeys(names, (2,))
-    assert set(kinds_of(shapes, Metadata(buffers=tuple(names)))[0].values()) == {"buffer"}
-    assert set(kinds_of(shapes, Metadata(buffers=(), optimizer_parameters=tuple(names)))[0].values()) == {"parameter"}
-    assert set(kinds_of(shapes, None, parameters=names)[0].values()) == {"parameter"}
+    assert set(classify_tensors(shapes, Metadata(buffers=tuple(names)))[0].values()) == {"buffer"}
+    assert set(classify_tensors(shapes, Metadata(buffers=(), optimizer_parameters=tuple(names)))[0].values()) == {
+        "parameter"
+    }
+    assert set(classify_tensors(shapes, None, parameters=names)[0].values()) == {"parameter"}
 
 
 @pytest.mark.parametrize(
@@ -75,23 +80,23 @@ def test_a_submodule_may_have_the_name_of_a_helper() -> None:
 )
 def test_rng_states_have_no_floats(dtype: str, kind: str) -> None:
     """Floats below `rng` belong to a layer; bytes or words are an RNG state."""
-    assert kinds_of({"rng.torch": (5,)}, None, dtypes={"rng.torch": dtype})[0] == {"rng.torch": kind}
+    assert classify_tensors({"rng.torch": (5,)}, None, dtypes={"rng.torch": dtype})[0] == {"rng.torch": kind}
 
 
 def test_the_optimizer_identifies_parameters() -> None:
     """Tensors with optimizer state are parameters; if all have states, nothing is guessed."""
     shapes = {"x.inv_freq": (2,), "optimizer.x.inv_freq.exp_avg": (2,)}
-    assert kinds_of(shapes, None) == (
+    assert classify_tensors(shapes, None) == (
         {"x.inv_freq": "parameter", "optimizer.x.inv_freq.exp_avg": "optimizer"},
         False,
         frozenset(),
     )
-    assert kinds_of(shapes | {"fc.weight": (2,)}, None)[1:] == (True, {"fc.weight"})
+    assert classify_tensors(shapes | {"fc.weight": (2,)}, None)[1:] == (True, {"fc.weight"})
 
 
 def test_globs_name_buffers() -> None:
     """--buffers GLOB makes buffers of tensors that the metadata does not describe."""
-    assert kinds_of({"a.table": (2,), "a.weight": (2,)}, None, ["*.table"])[0] == {
+    assert classify_tensors({"a.table": (2,), "a.weight": (2,)}, None, ["*.table"])[0] == {
         "a.table": "buffer",
         "a.weight": "parameter",
     }
@@ -99,13 +104,13 @@ def test_globs_name_buffers() -> None:
 
 def test_selector() -> None:
     """--only, --include and --exclude must all accept a tensor; globs match full names with case."""
-    wanted = selector(frozenset({"buffer"}), ["a.*"], ["*.b"])
+    wanted = make_selector(frozenset({"buffer"}), ["a.*"], ["*.b"])
     assert wanted("a.c", "buffer")
     assert not wanted("a.c", "parameter")
     assert not wanted("b.a.c", "buffer")
     assert not wanted("a.b", "buffer")
     assert not wanted("A.c", "buffer")
-    assert selector(frozenset(), [], [])("anything", "parameter")
+    assert make_selector(frozenset(), [], [])("anything", "parameter")
 
 
 WEIGHTS = {"fc.weight": (3, 2), "fc.bias": (3,), "head.weight": (1, 3)}
@@ -132,11 +137,11 @@ def below(key: str, *, dots: bool = True) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("states", [{}, STATES], ids=["model", "model and optimizer"])
 def test_an_averaged_copy_mirrors_the_model(copy: Any, states: Any) -> None:
     """A tensor is averaged if all parameters have a copy with their name and shape below its key."""
-    kinds, _, unsure = kinds_of(WEIGHTS | copy | states, None)
+    kinds, _, unsure = classify_tensors(WEIGHTS | copy | states, None)
     assert {kinds[name] for name in copy} == {"ema"}
     assert unsure.isdisjoint(copy)
     first = next(name for name, shape in copy.items() if shape)
-    kinds, _, unsure = kinds_of(WEIGHTS | copy | states | {first: (7, 7)}, None)
+    kinds, _, unsure = classify_tensors(WEIGHTS | copy | states | {first: (7, 7)}, None)
     assert "ema" not in kinds.values()
     assert first in unsure
 
@@ -144,18 +149,18 @@ def test_an_averaged_copy_mirrors_the_model(copy: Any, states: Any) -> None:
 def test_an_averaged_copy_beside_its_module() -> None:
     """`ema_model` mirrors `model`, although a loss network is beside both; `swa` within a layer mirrors nothing."""
     shapes = {f"{key}.{name}": shape for key in ("model", "ema_model") for name, shape in WEIGHTS.items()}
-    kinds, _, unsure = kinds_of(shapes | {"vgg.conv.weight": (3, 3)}, None)
+    kinds, _, unsure = classify_tensors(shapes | {"vgg.conv.weight": (3, 3)}, None)
     assert {kinds[name] for name in shapes if name.startswith("ema_model.")} == {"ema"}
     assert not unsure
-    kinds, _, unsure = kinds_of(WEIGHTS | {"fc.swa.weight": (3, 2)}, None)
+    kinds, _, unsure = classify_tensors(WEIGHTS | {"fc.swa.weight": (3, 2)}, None)
     assert (kinds["fc.swa.weight"], unsure) == ("parameter", {"fc.swa.weight"})
 
 
 def test_a_gradient_scaler_has_its_fields() -> None:
     """A scaler is recognized by two of its fields or by an attribute; other modules belong to the model."""
-    assert set(kinds_of({"scaler.scale": (), "scaler.growth_tracker": ()}, None)[0].values()) == {"scaler"}
+    assert set(classify_tensors({"scaler.scale": (), "scaler.growth_tracker": ()}, None)[0].values()) == {"scaler"}
     for shapes in ({"scaler.scale": ()}, {"scaler.scale": (3,), "scaler.growth_tracker": (3,)}, {"scaler.a": ()}):
-        assert set(kinds_of(shapes, None)[0].values()) == {"parameter"}
+        assert set(classify_tensors(shapes, None)[0].values()) == {"parameter"}
 
 
 UNSURE = {
@@ -185,26 +190,26 @@ SURE = {
 @pytest.mark.parametrize("name", UNSURE)
 def test_kinds_by_name_are_unsure(name: str) -> None:
     """A tensor that may be a parameter or a buffer is selected with either kind, but not with the optimizer."""
-    kinds, _, unsure = kinds_of({name: (3,)} | UNSURE[name], None)
+    kinds, _, unsure = classify_tensors({name: (3,)} | UNSURE[name], None)
     assert name in unsure
     for only in ("parameter", "buffer"):
-        assert selector(frozenset({only}), [], [], unsure)(name, kinds[name])
-    assert not selector(frozenset({"optimizer_step"}), [], [], unsure)(name, kinds[name])
+        assert make_selector(frozenset({only}), [], [], unsure)(name, kinds[name])
+    assert not make_selector(frozenset({"optimizer_step"}), [], [], unsure)(name, kinds[name])
 
 
 @pytest.mark.parametrize("name", SURE)
 def test_kinds_by_other_tensors_are_sure(name: str) -> None:
     """The optimizer, siblings, and names of torch.nn determine the kind."""
     others, kind = SURE[name]
-    kinds, _, unsure = kinds_of({name: (3,)} | others, None)
+    kinds, _, unsure = classify_tensors({name: (3,)} | others, None)
     assert (kinds[name], name in unsure) == (kind, False)
 
 
 def test_metadata_describes_its_own_modules(tmp_path: Path) -> None:
     """Beside a described model and optimizer, another module's tensor is unsure unless it is called weight."""
     shapes = {"a": (2,), "loss.centers": (2,), "head.weight": (2,)}
-    assert kinds_of(shapes, Metadata(buffers=(), optimizer_parameters=("a",)))[2] == {"loss.centers"}
-    assert not kinds_of(shapes, Metadata(buffers=()))[2]
+    assert classify_tensors(shapes, Metadata(buffers=(), optimizer_parameters=("a",)))[2] == {"loss.centers"}
+    assert not classify_tensors(shapes, Metadata(buffers=()))[2]
 
 
 HELD = {"fc.weight": (3,), "bn.running_mean": (3,), "bn.running_var": (3,), "bn.num_batches_tracked": ()}

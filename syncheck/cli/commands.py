@@ -215,7 +215,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
     from syncheck import paths
     from syncheck.report.words import bytes_text
 
-    opened = paths.open_all(arguments.paths)
+    opened = paths.open_checkpoints(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
     for snapshot, place in made.places(opened.snapshots, arguments.output):
         try:

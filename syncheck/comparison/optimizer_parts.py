@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from syncheck.kinds import kinds_of
+from syncheck.kinds import classify_tensors
 from syncheck.messages import Detail
 from syncheck.names import normalize
 from syncheck.records import Reason, TensorDiff
@@ -106,7 +106,7 @@ def _by_number(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> 
     counts: numbered parameters by rank.
     """
     model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
-    parameters = [model[name] for name, kind in kinds_of(model, None).by_name.items() if kind == "parameter"]
+    parameters = [model[name] for name, kind in classify_tensors(model, None).by_name.items() if kind == "parameter"]
     held = {rank: _shapes(snapshots[rank]) for rank, count in counts.items() if count}
     total, several = sum(counts.values()), Counter(shape for of in held.values() for shape in of.values())
     if total > len(parameters) or several - Counter(parameters):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
-from syncheck.names import is_random
+from syncheck.names import is_rng_state
 from syncheck.readers.pickles.keys import Huge, to_plain
 from syncheck.readers.regular_file import open_regular_file
-from syncheck.value_kinds import value_kinds
+from syncheck.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
@@ -30,7 +30,7 @@ def remove_bookkeeping(snapshot: Snapshot) -> Snapshot:
     """
     values = {name: to_plain(value) for name, value in snapshot.values.items()}
     huge = [name for name, value in values.items() if isinstance(value, Huge)]
-    kind_of = value_kinds(values if huge else ())
+    kind_of = make_value_classifier(values if huge else ())
     if invalid := next((name for name in huge if kind_of(name) != "other"), None):
         found, needed = "an integer beyond the range of floats", "a number of steps, a rate or a scale"
         again = "no library writes this; check the origin of the file"
@@ -47,7 +47,7 @@ def remove_bookkeeping(snapshot: Snapshot) -> Snapshot:
 
 def _is_word(name: str) -> bool:
     parts = name.split(".")
-    return parts[-1].isdecimal() and is_random(parts)
+    return parts[-1].isdecimal() and is_rng_state(parts)
 
 
 def _is_number(tensor: Tensor) -> bool:

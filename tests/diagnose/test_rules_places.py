@@ -13,7 +13,7 @@ from test_rules import MEAN, diff, found, group
 
 import syncheck
 from syncheck.records import TensorDiff
-from syncheck.tensor_parallel import replicated
+from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -189,7 +189,7 @@ layers.0.block_sparse_moe.experts.0.w1.weight layers.0.self_attn.o_proj.lora_A.w
 
 def test_names_of_what_is_replicated() -> None:
     """Norms, routers and biases behind row-parallel layers are known by name; whatever may be divided is not."""
-    assert replicated([*REPLICATED, *PERHAPS_DIVIDED]) == set(REPLICATED)
+    assert find_replicated([*REPLICATED, *PERHAPS_DIVIDED]) == set(REPLICATED)
 
 
 def saved(folder: Path, tensors: Mapping[int, Mapping[str, Any]], meshes: Sequence[Mapping[str, int]]) -> Group:

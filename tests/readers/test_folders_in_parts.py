@@ -112,9 +112,7 @@ def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
         left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
         tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
         save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
-        reason = (
-            "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as mp_rank_00/model_optim_rng.pt has. It is of"
-        )
+        reason = "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as in mp_rank_00/model_optim_rng.pt. Its"
     else:
         left, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
         tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}

@@ -48,7 +48,7 @@ def opened(path: str, files: Files) -> Snapshot:
 
     Raises CheckpointError for what cannot be read, UsageError for a folder of several checkpoints and a fingerprint.
     """
-    found = paths.open_all([path])
+    found = paths.open_checkpoints([path])
     for broken in found.unreadable:
         raise UsageError(f"{broken.path}: {broken.reason}")
     if len(found.snapshots) != 1:

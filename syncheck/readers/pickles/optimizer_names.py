@@ -6,7 +6,7 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import AVERAGED, kinds_of
+from syncheck.kinds import AVERAGED, classify_tensors
 from syncheck.names import normalize
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorLocation
@@ -86,7 +86,7 @@ def list_members(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool)
 
 def list_parameters(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
     """List a model's parameters. models: shapes of all tensors by name, in state-dict order."""
-    kinds = kinds_of(models, metadata).by_name
+    kinds = classify_tensors(models, metadata).by_name
     return [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_NOT_MODEL)]
 
 
