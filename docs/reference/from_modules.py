@@ -16,7 +16,7 @@ SYNCHECK = {
         "errors messages dtypes snapshots records names kinds value_kinds tensor_parallel tolerance metadata_block"
     ),
     "Paths, readers and replica groups": (
-        "paths omissions readers layout.grouping layout.names layout.joining layout.groups"
+        "paths omissions readers layout layout.grouping layout.names layout.joining layout.groups"
     ),
     "Comparing bytes": (
         "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
