@@ -78,8 +78,8 @@ def classify_tensors(
     recorded = None if metadata is None or metadata.buffers is None else frozenset(metadata.buffers)
     described = () if metadata is None else (*metadata.frozen, *metadata.optimizer_parameters)
     model = frozenset(parameters) | frozenset(described)
-    trained = _trained(shapes, model | (recorded or frozenset()))
-    known = _Known(
+    trained = _find_trained(shapes, model | (recorded or frozenset()))
+    known = _Evidence(
         shapes, dtypes or {}, model, recorded, bool(metadata and metadata.optimizer_parameters), trained,
         tuple(buffer_globs),
     )  # fmt: skip
@@ -88,7 +88,7 @@ def classify_tensors(
     ]
     candidates = frozenset(averaged)
     found = {name: known.kind(name) for name in shapes if name not in candidates}
-    copies = _copies(averaged, found, known) if averaged else frozenset()
+    copies = _find_copies(averaged, found, known) if averaged else frozenset()
     for name in averaged:
         found[name] = ("ema", True) if name in copies else known.kind(name, sure=False)
     kinds = {name: found[name][0] for name in shapes}
@@ -96,7 +96,7 @@ def classify_tensors(
     return Kinds(kinds, guessed, frozenset(name for name, (_, sure) in found.items() if not sure))
 
 
-def _trained(shapes: Mapping[str, tuple[int, ...]], known: Collection[str]) -> frozenset[str]:
+def _find_trained(shapes: Mapping[str, tuple[int, ...]], known: Collection[str]) -> frozenset[str]:
     """Return the tensors with optimizer state. With several optimizers, the names of states start with a number."""
     states = (name.removeprefix("optimizer.") for name in shapes if name.startswith("optimizer.") and name not in known)
     owners = {name.rpartition(".")[0] for name in states}
@@ -104,7 +104,7 @@ def _trained(shapes: Mapping[str, tuple[int, ...]], known: Collection[str]) -> f
     return frozenset(shapes) & (owners | {rest for number, _, rest in numbered if number.isdecimal()})
 
 
-class _Known(NamedTuple):
+class _Evidence(NamedTuple):
     """Evidence about the tensors of a checkpoint, besides their names.
 
     model: names of parameters. recorded: names of buffers. described: whether the metadata lists optimizer parameters.
@@ -203,7 +203,7 @@ def _named_as_parameter(name: str) -> bool:
     return _PARAMETER.fullmatch(name.rpartition(".")[2]) is not None
 
 
-def _copies(averaged: Iterable[str], found: Mapping[str, tuple[str, bool]], known: _Known) -> frozenset[str]:
+def _find_copies(averaged: Iterable[str], found: Mapping[str, tuple[str, bool]], known: _Evidence) -> frozenset[str]:
     """Return the tensors of averaged copies. averaged: candidates by key. found: kinds of the other tensors.
 
     A key is no proof, because a module may have this name. Below it, every parameter needs a copy of the same name and

@@ -69,7 +69,7 @@ def metadata(
     block: dict[str, Any] = {
         "schema": SCHEMA,
         "run": run,
-        "run_id": run_id if run_id is not None else _launcher_run_id(),
+        "run_id": run_id if run_id is not None else _get_launcher_run_id(),
         "step": step,
         "epoch": epoch,
         "rank": rank,
@@ -80,12 +80,12 @@ def metadata(
         "averaging": dict(averaging or {}),
         "buffers_synced": buffers_synced,
         "config": dict(config or {}),
-        "versions": _versions(),
+        "versions": _list_versions(),
     }
     if model is not None:
         block.update(_describe_model(model))
         if optimizer is not None:
-            block["optimizer_parameters"] = _optimizer_parameters(model, optimizer)
+            block["optimizer_parameters"] = _list_optimizer_parameters(model, optimizer)
     return block
 
 
@@ -174,13 +174,13 @@ def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
     )
 
 
-def _launcher_run_id() -> str | None:
+def _get_launcher_run_id() -> str | None:
     """Return torchrun's run id (random with --standalone); its default 'none' does not identify a run."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if elastic == "none" else elastic
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     """Return the versions of libraries that affect results, if they are already imported."""
     from importlib import metadata as distributions  # only for writing, so that reading starts faster
 
@@ -210,7 +210,7 @@ def _describe_model(model: Any) -> dict[str, Any]:
     }
 
 
-def _optimizer_parameters(model: Any, optimizer: Any) -> list[str]:
+def _list_optimizer_parameters(model: Any, optimizer: Any) -> list[str]:
     """Return the optimizer's parameter names in the order of the integer ids in its state dict."""
     by_identity = {id(p): name for name, p in model.named_parameters()}
     return [by_identity.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]

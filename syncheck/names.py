@@ -21,7 +21,7 @@ _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
 
 
 @lru_cache(maxsize=64)
-def _normalized(names: tuple[str, ...]) -> dict[str, str]:
+def _normalize(names: tuple[str, ...]) -> dict[str, str]:
     plain = {name: _WRAPPER.sub("", name) for name in names}
     while True:
         # RNG states have no prefix; optimizer names are handled below.
@@ -50,7 +50,7 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     `_orig_mod.` and `_fsdp_wrapped_module.` are removed at every level. `module.` is removed only if all tensors of the
     model start with it, because a model may have a submodule of this name. A name that would collide is not changed.
     """
-    return dict(_normalized(tuple(names)))  # cached: ranks have equal names, and live checks repeat
+    return dict(_normalize(tuple(names)))  # cached: ranks have equal names, and live checks repeat
 
 
 def normalize_keys(found: Mapping[str, _Value]) -> dict[str, _Value]:

@@ -30,16 +30,16 @@ def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str
     """
     known: dict[str, dict[tuple[str, ...], str]] = {}
 
-    def learn(key: str, path: str) -> None:
+    def add_name(key: str, path: str) -> None:
         known.setdefault(_DIGITS.sub("*", key), {}).setdefault(tuple(_DIGITS.findall(key)), path)
 
     for path in taken:
         stem = _SUFFIX.sub("", os.path.relpath(path, folder))
-        learn(stem, path)
-        learn(os.path.basename(stem), path)
+        add_name(stem, path)
+        add_name(os.path.basename(stem), path)
         parts = stem.split("/")
         for depth in range(1, len(parts)):
-            learn("/".join(parts[:depth]) + "/", path)
+            add_name("/".join(parts[:depth]) + "/", path)
     for path in others:
         relative = os.path.relpath(path, folder)
         if path.endswith("/"):
@@ -70,7 +70,7 @@ def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[
     by_files: dict[frozenset[tuple[int, int]], str] = {}
     # Links come last, so the kept path is the file itself.
     for snapshot in sorted(snapshots, key=lambda s: os.path.islink(s.path)):
-        files = _identities(snapshot)
+        files = _list_file_ids(snapshot)
         if files and files in by_files:
             aliases.append(Alias(snapshot.path, by_files[files]))
         else:
@@ -86,7 +86,7 @@ def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
     """
     taken: dict[tuple[int, int], str] = {}
     for _, snapshot in ranks if len(ranks) > 1 else ():
-        files = _identities(snapshot)
+        files = _list_file_ids(snapshot)
         known = [taken[file] for file in files if file in taken]
         if known:
             found = f"{len(known)} of its {len(files)} files are links to files of {known[0]}"
@@ -94,7 +94,7 @@ def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
         taken |= dict.fromkeys(files, snapshot.path)
 
 
-def _identities(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
+def _list_file_ids(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
     """Return device and inode of each file with tensors, or of the checkpoint's path if no tensor is in a file."""
     found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
     if not found:

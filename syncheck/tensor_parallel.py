@@ -38,10 +38,10 @@ def find_replicated(names: Iterable[str]) -> frozenset[str]:
     """Return the names of model and optimizer tensors that tensor parallelism replicates."""
     names = tuple(names)
     with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}
-    return frozenset(name for name in names if _is_replicated(_parameter(name), with_experts))
+    return frozenset(name for name in names if _is_replicated(_parameter_name(name), with_experts))
 
 
-def _parameter(name: str) -> str:
+def _parameter_name(name: str) -> str:
     if not name.startswith("optimizer."):
         return name
     return name.removeprefix("optimizer.").rpartition(".")[0]

@@ -55,7 +55,7 @@ def group_replicas(
         return tuple(
             replace(g, ranks=tuple((rank, replace(s, path=given[s.path])) for rank, s in g.ranks)) for g in found
         )
-    ordered = [replace(s, host=split_path(s.path).host) for s in sorted(snapshots, key=lambda s: _natural(s.path))]
+    ordered = [replace(s, host=split_path(s.path).host) for s in sorted(snapshots, key=lambda s: _natural_key(s.path))]
     if group_by is not None:
         groups = _group_by_expression(ordered, re.compile(group_by))
     else:
@@ -66,7 +66,7 @@ def group_replicas(
     return tuple(sorted(make_names_unique(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
 
 
-def _natural(text: str) -> list[tuple[int, int, str]]:
+def _natural_key(text: str) -> list[tuple[int, int, str]]:
     """Return a sort key that places rank_10 after rank_9."""
     parts = re.split(r"(\d+)", text)
     return [(0, int(part), "") if i % 2 else (1, 0, part) for i, part in enumerate(parts)]
@@ -97,7 +97,10 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
     ):
         return [
             ReplicaGroup(
-                title_of(snapshots[0].path), _step(given[0], []), number_replicas(snapshots), (Grouping.SAME_NAME(),)
+                title_of(snapshots[0].path),
+                _find_step(given[0], []),
+                number_replicas(snapshots),
+                (Grouping.SAME_NAME(),),
             )
         ]
     folders = partition_by((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
@@ -106,7 +109,7 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
         return []
     folder_parts = [split_path(folder) for folder in folders]
     if len({parts.texts for parts in folder_parts}) == 1 and (
-        _varying(folder_parts, "step") or _varying(folder_parts, "node")
+        _find_varying(folder_parts, "step") or _find_varying(folder_parts, "node")
     ):
         return []  # steps or machines of one run
     grouping = (Grouping.FOLDER_COPIES(),)
@@ -126,13 +129,13 @@ def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ra
 def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
     split_paths = {s.path: split_path(s.path) for s in snapshots}
     templates = list(partition_by(snapshots, lambda s: split_paths[s.path].texts).values())
-    ranks = [_rank_position([split_paths[s.path] for s in members]) for members in templates]
+    ranks = [_find_rank([split_paths[s.path] for s in members]) for members in templates]
     has_mesh = any("mesh" in parts.roles for parts in split_paths.values())
     if all(at is None for at in ranks) and not has_mesh and (found := _group_by_words(snapshots, split_paths)):
         return found
     groups: list[ReplicaGroup] = []
     for members, at in zip(templates, ranks, strict=True):
-        groups += _template_groups(members, split_paths, at)
+        groups += _group_by_template(members, split_paths, at)
     return groups
 
 
@@ -152,15 +155,15 @@ def _group_by_words(snapshots: list[Snapshot], split_paths: Mapping[str, PathNum
 
     found = partition_by(snapshots, moment_and_part)
     if all(1 < len(members) == len({split_paths[s.path].texts for s in members}) for members in found.values()):
-        return [_without_ranks(members, split_paths) for members in found.values()]
+        return [_make_rankless_group(members, split_paths) for members in found.values()]
     # A file with a step in its name among files without steps, as in best.pth and step_5.pth.
     fixed = {split_paths[s.path].fixed() for s in snapshots} - {()}
     words = len(snapshots) == len({parts.texts for parts in split_paths.values()}) > 1
     one_step = len(fixed) == 1 and [role for role, _ in next(iter(fixed))] == ["step"]
-    return [_without_ranks(snapshots, split_paths)] if words and one_step else []
+    return [_make_rankless_group(snapshots, split_paths)] if words and one_step else []
 
 
-def _without_ranks(members: list[Snapshot], split_paths: Mapping[str, PathNumbers]) -> ReplicaGroup:
+def _make_rankless_group(members: list[Snapshot], split_paths: Mapping[str, PathNumbers]) -> ReplicaGroup:
     parts = [split_paths[s.path] for s in members]
     alike = bool(parts[0].fixed()) and len({part.fixed() for part in parts}) == 1
     at = parts[0].find("step") if alike else None
@@ -168,7 +171,7 @@ def _without_ranks(members: list[Snapshot], split_paths: Mapping[str, PathNumber
     return ReplicaGroup("files", None if at is None else parts[0].numbers[at], tuple(enumerate(members)), grouping)
 
 
-def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
+def _find_rank(parts: Sequence[PathNumbers]) -> int | None:
     """Return the position of the rank among the numbers of paths with equal texts.
 
     In order of preference: a rank in the file's own name, a varying rank in a folder's name, the last varying
@@ -176,23 +179,23 @@ def _rank_position(parts: Sequence[PathNumbers]) -> int | None:
     """
     folder_parts = parts[0].all_of("rank")
     own = [i for i in folder_parts if not parts[0].folders[i]]
-    nodes, plain = _varying(parts, "node"), _varying(parts, "plain")
+    nodes, plain = _find_varying(parts, "node"), _find_varying(parts, "plain")
     if nodes and plain:  # the unnamed number must count each machine's files from 0; otherwise it may be a step
         counted = partition_by(parts, lambda p: p.node()).values()
         if any({p.numbers[plain[-1]] for p in of_node} != set(range(len(of_node))) for of_node in counted):
             plain = []
-    for found in (own, _varying(parts, "rank"), plain, nodes, folder_parts):
+    for found in (own, _find_varying(parts, "rank"), plain, nodes, folder_parts):
         if found:
             return found[-1]
     return None
 
 
-def _varying(parts: Sequence[PathNumbers], role: Role) -> list[int]:
+def _find_varying(parts: Sequence[PathNumbers], role: Role) -> list[int]:
     """Return the positions of this role at which the numbers differ between paths with equal texts."""
     return [i for i in parts[0].all_of(role) if len({p.numbers[i] for p in parts}) > 1]
 
 
-def _template_groups(
+def _group_by_template(
     members: list[Snapshot], split_paths: Mapping[str, PathNumbers], at: int | None
 ) -> list[ReplicaGroup]:
     """Group files whose paths differ only in numbers. at: the position of the rank, or None.
@@ -205,14 +208,16 @@ def _template_groups(
     if at is None and "mesh" not in parts[0].roles:
         grouping = (_explain_single_files(parts),)
         return [
-            ReplicaGroup(_run(split_paths[s.path], []), _step(split_paths[s.path], []), ((0, s),), grouping)
+            ReplicaGroup(_name_run(split_paths[s.path], []), _find_step(split_paths[s.path], []), ((0, s),), grouping)
             for s in members
         ]
     if at is not None:
         # In rank_0/model_rank_0.pth, the second number repeats the rank.
-        opened += [i for i in _varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)]
+        opened += [
+            i for i in _find_varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)
+        ]
         opened = sorted({*opened, at})
-    further = [i for i in _varying(parts, "plain") if i not in opened]
+    further = [i for i in _find_varying(parts, "plain") if i not in opened]
     known = at is None or parts[0].roles[at] != "plain"
     grouping = (Grouping.RANKS_IN_NAMES() if known else Grouping.ONLY_NUMBER(),)
 
@@ -232,9 +237,9 @@ def _template_groups(
 
 def _explain_single_files(parts: Sequence[PathNumbers]) -> Message:
     """Return why files that differ only in numbers, without a rank, are no replicas."""
-    if _varying(parts, "shard"):
+    if _find_varying(parts, "shard"):
         return Grouping.SHARDS_ALONE()
-    if _varying(parts, "part"):
+    if _find_varying(parts, "part"):
         return Grouping.PARTS_ALONE()
     return Grouping.STEPS_ALONE() if len(parts) > 1 else Grouping.NAME_ALONE()
 
@@ -265,23 +270,23 @@ def _make_group(
             grouping = (Grouping.NUMBERED_BY_ORDER(),)
     ranked_members = [(rank, replace(s, mesh=split_paths[s.path].mesh() or s.mesh)) for rank, s in ranked]
     ranked_members.sort(key=lambda pair: pair[0])
-    return ReplicaGroup(_run(first, opened, further), _step(first, further), tuple(ranked_members), grouping)
+    return ReplicaGroup(_name_run(first, opened, further), _find_step(first, further), tuple(ranked_members), grouping)
 
 
-def _step(parts: PathNumbers, further: list[int]) -> int | None:
+def _find_step(parts: PathNumbers, further: list[int]) -> int | None:
     at = parts.find("step")
     if at is None:
-        at = _plain_step(parts, further)
+        at = _find_plain_step(parts, further)
     return None if at is None else parts.numbers[at]
 
 
-def _plain_step(parts: PathNumbers, further: Sequence[int]) -> int | None:
+def _find_plain_step(parts: PathNumbers, further: Sequence[int]) -> int | None:
     """Return the position of a single further number that is a path segment: 500/rank0, but not seed3/rank0."""
     return further[0] if len(further) == 1 and not parts.is_glued(further[0]) else None
 
 
-def _run(parts: PathNumbers, opened: Sequence[int], further: Sequence[int] = ()) -> str:
+def _name_run(parts: PathNumbers, opened: Sequence[int], further: Sequence[int] = ()) -> str:
     steps = parts.all_of("step")
-    if not steps and (at := _plain_step(parts, further)) is not None:
+    if not steps and (at := _find_plain_step(parts, further)) is not None:
         steps = [at]
     return title_of(parts.without(*steps, *opened))

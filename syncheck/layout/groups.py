@@ -176,10 +176,12 @@ def group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
     Different steps do not split files of one folder and pattern, so that stale replicas are found.
     """
     groups: list[ReplicaGroup] = []
-    for (run, run_id), members in partition_by(snapshots, lambda s: (_meta(s).run, _meta(s).run_id)).items():
+    for (run, run_id), members in partition_by(
+        snapshots, lambda s: (_metadata_of(s).run, _metadata_of(s).run_id)
+    ).items():
         for pattern, same in partition_by(members, template_of).items():
             for part in _split_repeated(same):
-                steps = [step for step in (_meta(s).step for s in part) if step is not None]
+                steps = [step for step in (_metadata_of(s).step for s in part) if step is not None]
                 step = max(steps, default=None)
                 groups.append(
                     ReplicaGroup(run or title_of(pattern), step, number_replicas(part), (Grouping.METADATA(),), run_id)
@@ -187,13 +189,13 @@ def group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
     return groups
 
 
-def _meta(snapshot: Snapshot) -> Metadata:
+def _metadata_of(snapshot: Snapshot) -> Metadata:
     assert snapshot.metadata is not None
     return snapshot.metadata
 
 
 def _split_repeated(same: list[Snapshot]) -> list[list[Snapshot]]:
     """Split the files of one pattern by step if a rank appears twice."""
-    if len({_meta(s).rank for s in same}) == len(same):
+    if len({_metadata_of(s).rank for s in same}) == len(same):
         return [same]
-    return list(partition_by(same, lambda s: _meta(s).step).values())
+    return list(partition_by(same, lambda s: _metadata_of(s).step).values())

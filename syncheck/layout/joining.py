@@ -28,7 +28,7 @@ def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     depth = max((template_of(g.ranks[0][1]).count("/") for g in groups), default=0)
     for opened in (None, *range(depth)):
         joined: list[ReplicaGroup] = []
-        for key, same_path in partition_by(groups, lambda g, at=opened: _key(g, at)).items():  # type: ignore[misc]
+        for key, same_path in partition_by(groups, lambda g, at=opened: _path_key(g, at)).items():  # type: ignore[misc]
             # An older step in a file is a finding, not another group, unless ranks repeat.
             parts = [same_path] if _can_join(same_path) else partition_by(same_path, lambda g: g.step).values()
             for part in parts:
@@ -37,9 +37,9 @@ def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     return _join_leftovers(groups)
 
 
-def _key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
+def _path_key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
     """Return the path template of a group with one folder left open, counted from the file's own."""
-    if _ranks([group]) is None:
+    if _list_ranks([group]) is None:
         return None
     segments = template_of(group.ranks[0][1]).split("/")
     if opened is not None:
@@ -52,10 +52,10 @@ def _key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
 def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
     """Whether several groups are of one run and have no rank in common."""
     runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
-    return len(groups) > 1 and len(runs) < 2 and _ranks(groups) is not None
+    return len(groups) > 1 and len(runs) < 2 and _list_ranks(groups) is not None
 
 
-def _ranks(groups: Sequence[ReplicaGroup]) -> list[int] | None:
+def _list_ranks(groups: Sequence[ReplicaGroup]) -> list[int] | None:
     """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
     members = [pair for group in groups for pair in group.ranks]
     known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
@@ -75,7 +75,7 @@ def _join(groups: Sequence[ReplicaGroup], opened: int | None = None) -> ReplicaG
     first = next(filter(_has_metadata, groups), groups[0])
     members = []
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
-    for rank, snapshot in sorted(zip(_ranks(groups) or (), snapshots, strict=True), key=lambda pair: pair[0]):
+    for rank, snapshot in sorted(zip(_list_ranks(groups) or (), snapshots, strict=True), key=lambda pair: pair[0]):
         host = snapshot.host
         if host is None and opened is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - opened]

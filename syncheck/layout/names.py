@@ -121,11 +121,13 @@ def split_path(path: str) -> PathNumbers:
         numbers.append(int(match.group()))
         before = _last_segment(stem[: match.start()])[-_LONGEST:]
         in_address = any(start <= match.start() < end for start, end in addresses)
-        roles.append("node" if in_address else _role(before, stem[match.end() :]))
+        roles.append("node" if in_address else _find_role(before, stem[match.end() :]))
         folders.append(match.start() < name_starts)
         last = match.end()
         if roles[-1] == "node" and host is None:
-            host = before + stem[match.start() :].partition("/")[0] if folders[-1] else _word(before) + match.group()
+            host = (
+                before + stem[match.start() :].partition("/")[0] if folders[-1] else _last_word(before) + match.group()
+            )
     texts.append(stem[last:])
     return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
 
@@ -134,13 +136,13 @@ def _last_segment(path: str) -> str:
     return path[path.rfind("/") + 1 :]
 
 
-def _word(before: str) -> str:
+def _last_word(before: str) -> str:
     """Return the word at the end of a text: node_ of run7_node_."""
     found = re.search(r"[a-z_=-]*$", before, re.IGNORECASE)
     return found.group().lstrip("-_=") if found else ""
 
 
-def _role(before: str, after: str) -> _Found:
+def _find_role(before: str, after: str) -> _Found:
     """Return the role of a number by the text before it in its segment, and the whole text after it."""
     if _MODEL_PARALLEL.search(before) or any(b.search(before) and a.match(after) for b, a in _DEEPSPEED):
         return "shard"

@@ -40,7 +40,7 @@ def remove_bookkeeping(snapshot: Snapshot) -> Snapshot:
     if not notes and not words:
         return replace(snapshot, values=values) if huge else snapshot
     values = {name: value for name, value in values.items() if name not in words}
-    values |= {name: _number(tensor) for name, tensor in notes.items()}
+    values |= {name: _read_number(tensor) for name, tensor in notes.items()}
     tensors = {name: t for name, t in snapshot.tensors.items() if name not in notes}
     return replace(snapshot, tensors=tensors, values=values)
 
@@ -55,7 +55,7 @@ def _is_number(tensor: Tensor) -> bool:
     return stored and tensor.shape == () and not tensor.refused and bool(DTYPES[tensor.dtype].struct)
 
 
-def _number(tensor: Tensor) -> Any:
+def _read_number(tensor: Tensor) -> Any:
     code = (">" if tensor.big_endian else "<") + DTYPES[tensor.dtype].struct
     with open_regular_file(tensor.path) as file:
         file.seek(tensor.offset)

@@ -75,7 +75,7 @@ def read(path: str) -> Snapshot:
     algorithm = document.get("algorithm")
     if not _is_text(algorithm) or not algorithm:
         raise _malformed(path, "algorithm", brief(algorithm), "a name")
-    tensors = _dict(document, "tensors", path)
+    tensors = _get_dict(document, "tensors", path)
     if len(tensors) > limits.MOST_TENSORS:
         raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {limits.MOST_TENSORS}")
     metadata = None if document.get("metadata") is None else parse_metadata(document["metadata"], path)
@@ -83,29 +83,29 @@ def read(path: str) -> Snapshot:
         path,
         FORMAT,
         size,
-        {name: _tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
-        {name: _value(path, name, value) for name, value in _dict(document, "values", path).items()},
-        _texts(document, "stubs", path),
+        {name: _check_tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
+        {name: _check_value(path, name, value) for name, value in _get_dict(document, "values", path).items()},
+        _get_texts(document, "stubs", path),
         metadata,
-        (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _texts(document, "notes", path))),
+        (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _get_texts(document, "notes", path))),
     )
 
 
-def _dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
+def _get_dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
     found = document.get(key)
     if not isinstance(found, dict):
         raise _malformed(path, key, brief(found), "an object by name")
     return found
 
 
-def _texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
+def _get_texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
     found = document.get(key)
     if not isinstance(found, list) or not all(_is_text(text) for text in found):
         raise _malformed(path, key, brief(found), "a list of strings")
     return tuple(found)
 
 
-def _value(path: str, name: str, value: Any) -> Any:
+def _check_value(path: str, name: str, value: Any) -> Any:
     """Read one value; floats that JSON lacks are stored as {"float": "nan"}."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -114,34 +114,34 @@ def _value(path: str, name: str, value: Any) -> Any:
     raise _malformed(path, f"value '{name}'", brief(value), 'a number, a string, null or {"float": "nan"}')
 
 
-def _tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
+def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
     place = f"tensor '{name}'"
     if not isinstance(entry, dict):
         raise _malformed(path, place, brief(entry), "an object")
     dtype, shape, refused, digest = (entry.get(key) for key in ("dtype", "shape", "refused", "digest"))
-    sizes = _naturals(shape, MOST_DIMENSIONS)
+    sizes = _check_naturals(shape, MOST_DIMENSIONS)
     if not _is_text(dtype) or sizes is None or math.prod(sizes) > MOST_ELEMENTS:
         raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
     strides = contiguous_strides(sizes)
     if digest is None and _is_text(refused):
-        return Tensor(name, dtype, sizes, strides, path, 0, refused=_refusal(refused))
+        return Tensor(name, dtype, sizes, strides, path, 0, refused=_find_refusal(refused))
     if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         found = f"digest {brief(digest)}, refused {brief(refused)}"
         raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or a reason for its absence")
     if dtype not in DTYPES:
         raise _malformed(path, place, f"dtype {brief(dtype)}", f"one of {', '.join(DTYPES)}")
-    moments = {key: _number(path, place, key, entry.get(key)) for key in _MOMENTS}
+    moments = {key: _check_number(path, place, key, entry.get(key)) for key in _MOMENTS}
     nonfinite = entry.get("nonfinite")
     if nonfinite is not None and (type(nonfinite) is not int or not 0 <= nonfinite <= math.prod(sizes)):
         raise _malformed(path, place, f"nonfinite {brief(nonfinite)}", "a number of elements")
     return Tensor(
         name, dtype, sizes, strides, path, 0,
-        sharding=None if entry.get("sharding") is None else _sharding(path, place, entry["sharding"]),
+        sharding=None if entry.get("sharding") is None else _check_sharding(path, place, entry["sharding"]),
         digest=Digest(algorithm, digest, nonfinite, **moments),
     )  # fmt: skip
 
 
-def _number(path: str, place: str, key: str, value: Any) -> float | None:
+def _check_number(path: str, place: str, key: str, value: Any) -> float | None:
     if value is None:
         return None
     # JSON integers have no upper limit, and 1e999 is read as infinity.
@@ -150,13 +150,13 @@ def _number(path: str, place: str, key: str, value: Any) -> float | None:
     return float(value)
 
 
-def _sharding(path: str, place: str, entry: Any) -> Sharding:
+def _check_sharding(path: str, place: str, entry: Any) -> Sharding:
     wrong = _malformed(path, place, f"sharding {brief(entry)}", "a mesh, its ranks, and a placement by dimension")
     if not isinstance(entry, dict):
         raise wrong
 
     def naturals(key: str, most: int = MOST_DIMENSIONS) -> tuple[int, ...]:
-        found = _naturals(entry.get(key), most)
+        found = _check_naturals(entry.get(key), most)
         if found is None:
             raise wrong
         return found
@@ -171,7 +171,10 @@ def _sharding(path: str, place: str, entry: Any) -> Sharding:
     beside = entry.get("beside", [])
     if not isinstance(beside, list) or not all(isinstance(at, list) and len(at) == 2 for at in beside):
         raise wrong
-    if not all(_is_text(name) for name, _ in beside) or _naturals([at for _, at in beside], MOST_DIMENSIONS) is None:
+    if (
+        not all(_is_text(name) for name, _ in beside)
+        or _check_naturals([at for _, at in beside], MOST_DIMENSIONS) is None
+    ):
         raise wrong
     root_coordinate = tuple((name, at) for name, at in beside)
     result = Sharding(
@@ -184,7 +187,7 @@ def _sharding(path: str, place: str, entry: Any) -> Sharding:
     return result
 
 
-def _naturals(value: Any, most: int) -> tuple[int, ...] | None:
+def _check_naturals(value: Any, most: int) -> tuple[int, ...] | None:
     """Return a list of sizes or ranks as a tuple, or None if it is invalid."""
     right = isinstance(value, list) and len(value) <= most and are_naturals(value)
     return tuple(value) if right else None
@@ -200,7 +203,7 @@ def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
     )
 
 
-def _refusal(text: str) -> Message:
+def _find_refusal(text: str) -> Message:
     """Return the refusal of a tensor from its text in the fingerprint."""
     known = next((refusal for refusal in Refusal if refusal.value == text), None)
     return known() if known else Refusal.STORED(text=text or "no reason is given")

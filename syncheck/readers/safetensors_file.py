@@ -64,19 +64,19 @@ def read(path: str) -> Snapshot:
         raise _malformed(path, "header", f"{len(header)} tensors", f"at most {limits.MOST_TENSORS}")
     if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
         raise _malformed(path, "__metadata__", "values that are not strings", "strings")
-    tensors = {name: _tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
+    tensors = {name: _check_tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
     _check_cover(path, header, size - 8 - length)
-    values = {name: _number(text) for name, text in strings.items() if name != KEY}
-    return Snapshot(path, FORMAT, size, tensors, values, (), _metadata(path, strings))
+    values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
+    return Snapshot(path, FORMAT, size, tensors, values, (), _read_metadata(path, strings))
 
 
-def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
+def _check_tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
     """Check one entry and return its tensor. data: offset of the tensor data in the file."""
     place = f"tensor '{name}'"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    right = isinstance(code, str) and _naturals(shape, MOST_DIMENSIONS) and _naturals(offsets, 2)
+    right = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS) and _are_naturals(offsets, 2)
     if not right or len(offsets) != 2 or offsets[1] < offsets[0]:
         found = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
         needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
@@ -113,16 +113,16 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
         raise _malformed(path, "data", f"{size} bytes", f"{end}, the end of the last tensor")
 
 
-def _naturals(value: Any, most: int) -> bool:
+def _are_naturals(value: Any, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and are_naturals(value)
 
 
-def _number(text: str) -> Any:
+def _to_number(text: str) -> Any:
     """Convert integers in string metadata to numbers, which other formats store."""
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else text
 
 
-def _metadata(path: str, strings: dict[str, str]) -> Metadata | None:
+def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
     if KEY not in strings:
         return None
     try:

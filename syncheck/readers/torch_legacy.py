@@ -54,7 +54,7 @@ def read(path: str) -> Snapshot:
         tree, stubs = unpickle(stream, path, "object", storages, made=made)
         flat = flatten(tree, path, stream.at - start, made)
         keys, _ = unpickle(stream, path, "storage keys")
-        records = _records(stream, keys, storages, path)
+        records = _locate_records(stream, keys, storages, path)
     tensors = {
         name: locate_tensor(name, place, path, lambda storage: records[storage.key], opened=opened)
         for name, place in flat.tensors.items()
@@ -65,7 +65,7 @@ def read(path: str) -> Snapshot:
     )  # fmt: skip
 
 
-def _records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
+def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
     """Locate the bytes of each storage. stream: at the element count of the first storage."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise MalformedFile(path, place="storage keys", found=brief(keys), needed="strings", next_step=_AGAIN)

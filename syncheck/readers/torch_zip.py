@@ -88,7 +88,7 @@ class Archive:
         self.size = file.seek(0, os.SEEK_END)
         self.locations: dict[str, tuple[int, int]] = {}
         self.stem = ""  # of all records' names, once it is known
-        self.records = self._directory()
+        self.records = self._read_directory()
         pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
             what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
@@ -103,7 +103,7 @@ class Archive:
             if self.stem + name in self.records:
                 self.locate(name)
 
-    def _directory(self) -> dict[str, zipfile.ZipInfo]:
+    def _read_directory(self) -> dict[str, zipfile.ZipInfo]:
         """Return the records by name. Raises MalformedFile for a directory that torch.save would not write."""
         place = "zip directory"
         try:
@@ -133,7 +133,7 @@ class Archive:
         if info is None:
             raise self._malformed(name, "no such record", "", _AGAIN)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _NOT_STORED:
-            raise self._not_stored(name)
+            raise self._unsupported(name)
         if info.external_attr & _IS_FOLDER:
             raise self._malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
         if info.compress_size != info.file_size:
@@ -147,7 +147,7 @@ class Archive:
             raise self._malformed(name, "no record at the offset in the directory", "a local header", _AGAIN)
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(head)
         if method != zipfile.ZIP_STORED or flags & _NOT_STORED:
-            raise self._not_stored(name)
+            raise self._unsupported(name)
         if not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:  # 0 if the sizes follow the data
             found = f"{info.file_size} bytes in the directory, {size} before the record"
             raise self._malformed(name, found, "one size", _AGAIN)
@@ -188,7 +188,7 @@ class Archive:
 
     def tensor(self, name: str, place: TensorLocation, big_endian: bool) -> Tensor:
         """Check that a tensor is within its record, and return it with its offset in the file."""
-        return locate_tensor(name, place, self.path, self._record_of, opened=self.opened, big_endian=big_endian)
+        return locate_tensor(name, place, self.path, self._locate_record, opened=self.opened, big_endian=big_endian)
 
     def check_overlaps(self) -> None:
         """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
@@ -198,13 +198,13 @@ class Archive:
                 raise self._malformed(name, f"it begins at byte {start}, within {before}", "separate records", _STRANGE)
             end, before = max(end, start + size), name
 
-    def _not_stored(self, name: str) -> UnsupportedFormat:
+    def _unsupported(self, name: str) -> UnsupportedFormat:
         return UnsupportedFormat(
             self.path, place=self.stem + name, found="a compressed or encrypted record",
             needed="an uncompressed record, as torch.save writes", next_step="unpack it, or save again with torch.save",
         )  # fmt: skip
 
-    def _record_of(self, storage: Storage) -> Record:
+    def _locate_record(self, storage: Storage) -> Record:
         record = f"data/{storage.key}"
         start, size = self.locate(record)
         return Record(self.stem + record, start, size, self.records[self.stem + record].CRC)

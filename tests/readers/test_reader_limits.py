@@ -70,11 +70,11 @@ def test_a_pickle_at_a_limit(
 
 def test_objects_are_counted_by_opcode() -> None:
     """Arguments are not opcodes; constants, marks and memo reads count 0, and heavy objects 4."""
-    assert pickle_limits._objects(b"K}M}}J}}}}G}}}}}}}}q}r}}\x00\x00h}") == 3
-    assert pickle_limits._objects(b"(()N\x88\x890122.ae") == 0
-    assert pickle_limits._objects(b"c}\n}\nI}}\nS'}'\np5\ng5\n") == 2
-    assert pickle_limits._objects(b"]}t\x85\x86\x87l") == 7
-    assert pickle_limits._objects(b"RQ\x81\x8f\x91\x92dsu") == 9 * 4
+    assert pickle_limits._count_objects(b"K}M}}J}}}}G}}}}}}}}q}r}}\x00\x00h}") == 3
+    assert pickle_limits._count_objects(b"(()N\x88\x890122.ae") == 0
+    assert pickle_limits._count_objects(b"c}\n}\nI}}\nS'}'\np5\ng5\n") == 2
+    assert pickle_limits._count_objects(b"]}t\x85\x86\x87l") == 7
+    assert pickle_limits._count_objects(b"RQ\x81\x8f\x91\x92dsu") == 9 * 4
 
 
 def test_few_opcodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

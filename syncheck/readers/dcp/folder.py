@@ -87,14 +87,14 @@ def read(folder: str) -> Snapshot:
             found.read(name, chunk, entries[name])
     finally:
         found.close()
-    leaves = {name: found.leaf(name, entry) for name, entry in entries.items()}
+    leaves = {name: found.make_leaf(name, entry) for name, entry in entries.items()}
     tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
     flat = flatten(tree, folder, size + found.pickled, found.made)
     unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
     tensors = {name: replace(found.tensors.get(id(place), unread), name=name) for name, place in flat.tensors.items()}
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
-        flat.metadata, (Note.ONE_COPY(), *found.notes(), *_note_unlisted_files(folder, found.sizes)),
+        flat.metadata, (Note.ONE_COPY(), *found.list_notes(), *_note_unlisted_files(folder, found.sizes)),
     )  # fmt: skip
     return remove_bookkeeping(_with_extras(whole))
 
@@ -159,16 +159,16 @@ class _Records:
         if self.file is not None:
             self.file.close()
 
-    def leaf(self, name: str, entry: Entry) -> Any:
+    def make_leaf(self, name: str, entry: Entry) -> Any:
         """Return an entry's leaf in the tree: the pickled object, or the location of a tensor."""
         if entry.shape is None:
             return self.objects[name]
         place = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
-        self.tensors[id(place)] = self._whole(name, entry)
+        self.tensors[id(place)] = self._combine_shards(name, entry)
         self.made.append(place)  # keeps the object alive, so that its id stays unique
         return place
 
-    def notes(self) -> Iterator[Message]:
+    def list_notes(self) -> Iterator[Message]:
         """Yield a note about unreadable records."""
         if self.unknown:
             yield Note.UNKNOWN_RECORDS(count=len(self.unknown), names=tuple(sorted(self.unknown)))
@@ -216,7 +216,7 @@ class _Records:
             )  # fmt: skip
         self.parts.setdefault(name, []).append(Shard(tensor, chunk.start))
 
-    def _whole(self, name: str, entry: Entry) -> Tensor:
+    def _combine_shards(self, name: str, entry: Entry) -> Tensor:
         shape, parts = entry.shape or (), self.parts.get(name, [])
         if len(parts) == 1 and not parts[0].tensor.refused:
             return parts[0].tensor

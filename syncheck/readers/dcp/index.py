@@ -60,7 +60,7 @@ def find_fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
             if len(crossing_chunks) != 1:
                 return f"{len(crossing_chunks) or 'no'} chunks contain element {list(at)}"
             continue
-        for low, crossing in _slabs(crossing_chunks, len(at), shape[len(at)]):
+        for low, crossing in _cut_slabs(crossing_chunks, len(at), shape[len(at)]):
             left -= len(crossing) + 1
             if left < 0:
                 return f"{len(spans)} chunks overlap in too many boxes to check"
@@ -68,7 +68,7 @@ def find_fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
     return ""
 
 
-def _slabs(spans: Sequence[Span], axis: int, length: int) -> Iterator[tuple[int, list[Span]]]:
+def _cut_slabs(spans: Sequence[Span], axis: int, length: int) -> Iterator[tuple[int, list[Span]]]:
     """Cut a dimension at every start and end of a chunk. Yield the start of each slab and the chunks that cross it."""
     edges = sorted({0, length, *(e for start, size in spans for e in (start[axis], start[axis] + size[axis]))})
     ordered = sorted(spans, key=lambda span: span[0][axis])
@@ -113,10 +113,10 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     """
     data = _read_bytes(folder)
     tree, _ = unpickle(Stream(data, most=limits.MOST_INDEX_OBJECTS), folder, METADATA)
-    fields = _fields(tree, "Metadata", folder, METADATA)
+    fields = _get_fields(tree, "Metadata", folder, METADATA)
     known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(known, dict) or not isinstance(stored, dict):
-        raise _broken(folder, METADATA, "no state_dict_metadata or storage_data")
+        raise _malformed(folder, METADATA, "no state_dict_metadata or storage_data")
     paths = fields.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
     locations = _locate_chunks(stored, folder)
@@ -124,14 +124,14 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     entries = {}
     for name in names:
         if not isinstance(name, str):
-            raise _broken(folder, METADATA, f"a name that is not a string: {brief(name)}")
+            raise _malformed(folder, METADATA, f"a name that is not a string: {brief(name)}")
         path = paths.get(name, (name,))
         if not _is_path(path):
-            raise _broken(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}")
+            raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}")
         # torch builds names from keys, and looks entries up by name: torch/distributed/checkpoint/_nested_dict.py.
         if ".".join(map(str, path)) != name:
-            raise _broken(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}", "the segments of its name")
-        entries[name] = _entry(name, tuple(path), known[name], locations, folder)
+            raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}", "the segments of its name")
+        entries[name] = _check_entry(name, tuple(path), known[name], locations, folder)
     return entries, len(data)
 
 
@@ -140,10 +140,10 @@ def _read_bytes(folder: str) -> bytes:
         with open_regular_file(os.path.join(folder, METADATA)) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_SIZE:
-                raise _broken(folder, METADATA, f"{size} bytes", f"at most {MAX_SIZE}")
+                raise _malformed(folder, METADATA, f"{size} bytes", f"at most {MAX_SIZE}")
             return file.read(size)
     except UnreadableFile as error:
-        raise _broken(folder, METADATA, error.reason) from None
+        raise _malformed(folder, METADATA, error.reason) from None
     except FileNotFoundError:
         raise MalformedFile(
             folder, found=f"no {METADATA}", needed="this file, which is written last",
@@ -155,9 +155,9 @@ def _locate_chunks(stored: Mapping[Any, Any], folder: str) -> dict[tuple[str, An
     """Map (flat name, start of the chunk or None) to (file, offset, length)."""
     locations = {}
     for key, value in stored.items():
-        index = _fields(key, "MetadataIndex", folder, METADATA)
+        index = _get_fields(key, "MetadataIndex", folder, METADATA)
         name, start = index.get("fqn"), index.get("offset")
-        info = _fields(value, "_StorageInfo", folder, f"{METADATA}, '{brief(name)}'")
+        info = _get_fields(value, "_StorageInfo", folder, f"{METADATA}, '{brief(name)}'")
         file, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if info.get("transform_descriptors"):
             raise UnsupportedFormat(
@@ -165,60 +165,62 @@ def _locate_chunks(stored: Mapping[Any, Any], folder: str) -> dict[tuple[str, An
                 found=f"chunks transformed by {brief(info['transform_descriptors'])}",
             )  # fmt: skip
         if not isinstance(name, str) or not (start is None or _are_sizes(start)):
-            raise _broken(folder, METADATA, f"a chunk of {brief(name)} at {brief(start)}")
+            raise _malformed(folder, METADATA, f"a chunk of {brief(name)} at {brief(start)}")
         if not isinstance(file, str) or not _are_sizes(numbers) or not _is_below(file):
             found = f"a location {brief(file)}, offset and length {brief(numbers)}"
-            raise _broken(folder, f"{METADATA}, '{name}'", found, "a file in the folder, and numbers of bytes")
+            raise _malformed(folder, f"{METADATA}, '{name}'", found, "a file in the folder, and numbers of bytes")
         locations[name, start] = file, numbers[0], numbers[1]
     return locations
 
 
-def _entry(name: str, path: tuple[str | int, ...], found: Any, locations: Mapping[Any, Any], folder: str) -> Entry:
+def _check_entry(
+    name: str, path: tuple[str | int, ...], found: Any, locations: Mapping[Any, Any], folder: str
+) -> Entry:
     """Check one entry: every chunk has a location, and the chunks cover the tensor exactly."""
     kind = getattr(found, "name", type(found).__name__).rpartition(".")[2]
     place = f"{METADATA}, '{name}'"
     if kind == "BytesStorageMetadata":
         if (name, None) not in locations:
-            raise _broken(folder, place, "its record is not listed")
+            raise _malformed(folder, place, "its record is not listed")
         return Entry(path, (Chunk((), (), *locations[name, None]),))
-    fields = _fields(found, "TensorStorageMetadata", folder, place)
+    fields = _get_fields(found, "TensorStorageMetadata", folder, place)
     shape, listed = fields.get("size"), fields.get("chunks")
     if not _are_sizes(shape) or not isinstance(listed, list) or len(shape) > MOST_DIMENSIONS:
-        raise _broken(folder, place, f"a tensor of size {brief(shape)} in chunks {brief(listed)}")
+        raise _malformed(folder, place, f"a tensor of size {brief(shape)} in chunks {brief(listed)}")
     chunks = []
     for one in listed:
-        spans = _fields(one, "ChunkStorageMetadata", folder, place)
+        spans = _get_fields(one, "ChunkStorageMetadata", folder, place)
         start, size = spans.get("offsets"), spans.get("sizes")
         if not _are_sizes(start) or not _are_sizes(size) or not len(start) == len(size) == len(shape):
             found_chunk = f"a chunk of size {brief(size)} at {brief(start)} of a tensor of size {list(shape)}"
-            raise _broken(folder, place, found_chunk)
+            raise _malformed(folder, place, found_chunk)
         if 0 in size:  # with more ranks than rows, some chunks are empty
             continue
         if (name, start) not in locations:
-            raise _broken(folder, place, f"the record of its chunk at {list(start)} is not listed")
+            raise _malformed(folder, place, f"the record of its chunk at {list(start)} is not listed")
         chunks.append(Chunk(start, size, *locations[name, start]))
     chunks.sort(key=lambda chunk: chunk.start)
     wrong = find_fault(shape, [(chunk.start, chunk.shape) for chunk in chunks])
     if wrong:
-        raise _broken(folder, place, wrong, f"chunks that cover {list(shape)} without gap or overlap")
-    return Entry(path, tuple(chunks), shape, _dtype(fields.get("properties")))
+        raise _malformed(folder, place, wrong, f"chunks that cover {list(shape)} without gap or overlap")
+    return Entry(path, tuple(chunks), shape, _read_dtype(fields.get("properties")))
 
 
-def _dtype(properties: Any) -> DType | None:
+def _read_dtype(properties: Any) -> DType | None:
     """Return the saved dtype, or None if it is not supported."""
     state = properties.given[-1] if isinstance(properties, Inert) and properties.given else ()
     dtype = getattr(state[0], "dtype", None) if isinstance(state, tuple) and state else None
     return dtype if isinstance(dtype, DType) else None
 
 
-def _fields(pickled: Any, kind: str, folder: str, place: str) -> dict[str, Any]:
+def _get_fields(pickled: Any, kind: str, folder: str, place: str) -> dict[str, Any]:
     """Return the fields of a pickled dataclass."""
     if isinstance(pickled, Inert) and pickled.name.rpartition(".")[2] == kind and pickled.given:
         state = pickled.given[-1]
         if isinstance(state, dict):
             return state
     found = pickled.name if isinstance(pickled, Inert) else type(pickled).__name__
-    raise _broken(folder, place, f"a {found:.80}", f"a {kind} of torch.distributed.checkpoint")
+    raise _malformed(folder, place, f"a {found:.80}", f"a {kind} of torch.distributed.checkpoint")
 
 
 def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
@@ -236,5 +238,5 @@ def _is_below(file: str) -> bool:
     return "\0" not in file and not {"", ".", ".."}.intersection(file.split("/"))
 
 
-def _broken(folder: str, place: str, found: str, needed: str = "") -> MalformedFile:
+def _malformed(folder: str, place: str, found: str, needed: str = "") -> MalformedFile:
     return MalformedFile(folder, place=place, found=found, needed=needed, next_step=_AGAIN)

@@ -49,11 +49,11 @@ def _convert(node: Any) -> Any:
         if all(isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in parts):
             return _unflatten(parts)
     elif isinstance(parts.get("param_groups"), list) and parts.keys() <= {"state", "param_groups"}:
-        return _optimizer(parts)
+        return _restore_optimizer(parts)
     return parts
 
 
-def _optimizer(parts: dict[str, Any]) -> dict[str, Any]:
+def _restore_optimizer(parts: dict[str, Any]) -> dict[str, Any]:
     """Undo changes of saving an optimizer's state dict: integer keys became strings, empty states were omitted."""
     state = parts.get("state", {})
     groups = [group for group in parts["param_groups"] if isinstance(group, dict)]
@@ -77,13 +77,13 @@ def _unflatten(parts: dict[str, Any]) -> dict[str, Any]:
         entries.setdefault(parameter, {})[entry] = value
     groups: dict[Hashable, dict[str, Any]] = {}
     for parameter, found in settings.items():
-        settings_key = tuple((name, _comparable(value, parameter)) for name, value in sorted(found.items()))
+        settings_key = tuple((name, _make_comparable(value, parameter)) for name, value in sorted(found.items()))
         group = groups.setdefault(settings_key, {**found, "params": []})
         group["params"].append(parameter)
     return {"state": state, "param_groups": list(groups.values())}
 
 
-def _comparable(value: Any, parameter: str) -> Hashable:
+def _make_comparable(value: Any, parameter: str) -> Hashable:
     """Return a key for comparing settings; a setting that is not a plain value belongs to this parameter only."""
     if isinstance(value, (tuple, list)) and all(isinstance(part, (int, float, str)) for part in value):
         return tuple(value)

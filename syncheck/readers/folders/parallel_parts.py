@@ -38,8 +38,8 @@ def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Snapshot
     opened = [read_file(path) for path, _, _ in parts]
     _check_progress(opened, folder)
     for part, (_, label, optimizer) in zip(opened, parts, strict=True):
-        whole.add(part, _labelled(label, optimizer=optimizer))
-    whole.values |= _shared(opened)
+        whole.add(part, _make_rename(label, optimizer=optimizer))
+    whole.values |= _find_shared_values(opened)
     return whole.snapshot()
 
 
@@ -78,7 +78,7 @@ def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
                 )
 
 
-def _labelled(label: str, *, optimizer: bool) -> Callable[[str], str]:
+def _make_rename(label: str, *, optimizer: bool) -> Callable[[str], str]:
     def rename(name: str) -> str:
         top, dot, inner = name.partition(".")
         if optimizer:
@@ -91,7 +91,7 @@ def _labelled(label: str, *, optimizer: bool) -> Callable[[str], str]:
     return rename
 
 
-def _shared(opened: Sequence[Snapshot]) -> dict[str, Any]:
+def _find_shared_values(opened: Sequence[Snapshot]) -> dict[str, Any]:
     """Return the top-level values that are equal in all files that have them, such as the iteration."""
     first = {name: value for part in reversed(opened) for name, value in part.values.items() if "." not in name}
     return {

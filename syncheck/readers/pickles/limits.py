@@ -74,7 +74,7 @@ class Scan(NamedTuple):
     size: int = 0
 
 
-def _objects(run: bytes) -> int:
+def _count_objects(run: bytes) -> int:
     """Estimate the memory of a run of opcodes, in hundreds of bytes."""
     codes = _OPCODE.sub(rb"\1", run)
     return len(codes.translate(None, _FREE)) + (_HEAVY - 1) * len(codes.translate(None, _LIGHT))
@@ -93,7 +93,7 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
         length = run.end() - at if run else 0
         passed += length
         if passed > _FEW_OPCODES:
-            objects += _objects(data[at : at + length])
+            objects += _count_objects(data[at : at + length])
         at += length
         code = data[at] if at < end else 0
         if width := _COUNTED.get(code):

@@ -96,7 +96,7 @@ def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) 
     return array
 
 
-def _scalar(kind: Any, data: Any = None) -> Any:
+def _read_scalar(kind: Any, data: Any = None) -> Any:
     """Return a numpy scalar as a Python number, or its bytes if it has no Python equivalent."""
     if not isinstance(kind, _NumpyDType) or not isinstance(data, bytes):
         return None
@@ -114,6 +114,6 @@ NUMPY: dict[str, Any] = {
     **{
         f"numpy.{core}.multiarray.{name}": StandIn(call)
         for core in ("_core", "core")
-        for name, call in (("_reconstruct", _NumpyArray), ("scalar", _scalar))
+        for name, call in (("_reconstruct", _NumpyArray), ("scalar", _read_scalar))
     },
 }

@@ -40,7 +40,7 @@ def match_parameters(
     # If the ids match the tensors outside of `ema` and similar keys, the tensors below these keys are averages.
     plain = [name for name in ordered if name.partition(".")[0] not in AVERAGED]
     ordered = plain if len(plain) == len(ids) else ordered
-    shapes = {key: _shapes(state["state"].get(key)) for key in ids}
+    shapes = {key: _state_shapes(state["state"].get(key)) for key in ids}
     # Parameters within a group are in model order, but the order of the groups is the user's.
     for parts in ([ids], groups) if len(ids) == len(ordered) or len(groups) == 1 else (groups,):
         names = [name for part in parts for name in _align([shapes[key] for key in part], ordered, models)]
@@ -112,7 +112,7 @@ def _as_list(group: Any, key: str) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _shapes(entries: Any) -> set[tuple[int, ...]]:
+def _state_shapes(entries: Any) -> set[tuple[int, ...]]:
     """Return the shapes of the tensors in one parameter's state."""
     values = entries.values() if isinstance(entries, dict) else ()
     return {value.shape for value in values if isinstance(value, TensorLocation)}
@@ -129,14 +129,14 @@ def _align(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[st
         return list(ordered) if all(map(_fits, states, (models[name] for name in ordered))) else []
     modules = [list(names) for _, names in groupby(ordered, lambda name: name.rpartition(".")[0])]
     for runs in ([[name] for name in ordered], modules):
-        both = (_first_choice(states, runs, models), _last_choice(states, runs, models))
+        both = (_choose_first(states, runs, models), _choose_last(states, runs, models))
         found = [names for names in both if len(names) == len(states)]
         if found and found[0] == found[-1]:
             return found[0]
     return []
 
 
-def _first_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+def _choose_first(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
     """Assign states to names in order, as many of the first names of each run as fit."""
     names: list[str] = []
     for run in runs:
@@ -145,7 +145,7 @@ def _first_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: 
     return names
 
 
-def _last_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+def _choose_last(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
     """Assign states to names from the end."""
     names: list[str] = []
     for run in reversed(runs):

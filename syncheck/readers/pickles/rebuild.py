@@ -79,7 +79,7 @@ def _rebuild_with_state(data: Any, _grad: Any = None, _hooks: Any = None, state:
     return Compound.wrap(data, state) if state and isinstance(data, TensorLocation) else data
 
 
-def _default(_factory: Any = None, *items: Any) -> Ordered:
+def _make_ordered(_factory: Any = None, *items: Any) -> Ordered:
     """Stand in for defaultdict."""
     return Ordered(*items)
 
@@ -91,7 +91,7 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode(encoding)
 
 
-def _bytes(*given: Any) -> bytes:
+def _make_bytes(*given: Any) -> bytes:
     """Stand in for bytes(), with which protocol 2 writes empty bytes; bytes(10**12) would allocate 1 TB."""
     if given:
         raise pickle.UnpicklingError("bytes() with arguments")
@@ -110,7 +110,7 @@ def _refuse(reason: Message) -> StandIn:
     return StandIn(refuse)
 
 
-def _sparse(_layout: Any, parts: Any) -> TensorLocation:
+def _refuse_sparse(_layout: Any, parts: Any) -> TensorLocation:
     """Stand in for a sparse tensor of indices, values and size; compressed layouts have two index tensors."""
     listed = list(parts) if isinstance(parts, (tuple, list)) else []
     at = next((i for i, part in enumerate(listed) if not isinstance(part, TensorLocation)), 0)
@@ -120,18 +120,18 @@ def _sparse(_layout: Any, parts: Any) -> TensorLocation:
     return refused_tensor(Refusal.SPARSE(), listed[at] if at else (), getattr(values, "dtype", None), inner)
 
 
-def _quantized(
+def _refuse_quantized(
     storage: Any, _offset: Any, shape: Any, _strides: Any = None, scheme: Any = None, *_: Any
 ) -> TensorLocation:
     return refused_tensor(Refusal.QUANTIZED(), shape, inner={"storage": storage, "quantizer": scheme})
 
 
-def _meta(dtype: Any, shape: Any, *_: Any) -> TensorLocation:
+def _refuse_meta(dtype: Any, shape: Any, *_: Any) -> TensorLocation:
     known = dtype.dtype if isinstance(dtype, DTypeName) else None
     return refused_tensor(Refusal.META(), shape, known)
 
 
-def _text(*parts: Any) -> str:
+def _describe(*parts: Any) -> str:
     """Return a description as torch prints it: torch.device('cuda', 1) is cuda:1."""
     if not all(isinstance(part, (str, int)) for part in parts):
         raise pickle.UnpicklingError(f"a device or layout of {brief(parts)}")
@@ -140,11 +140,11 @@ def _text(*parts: Any) -> str:
 
 REBUILT: dict[str, Any] = {
     "collections.OrderedDict": Ordered,
-    "collections.defaultdict": StandIn(_default),
+    "collections.defaultdict": StandIn(_make_ordered),
     "builtins.set": StandIn(make_set),
     "builtins.frozenset": StandIn(make_frozenset),
     "builtins.complex": StandIn(Complex),
-    "builtins.bytes": StandIn(_bytes),
+    "builtins.bytes": StandIn(_make_bytes),
     "_codecs.encode": StandIn(_encode),
     "copyreg._reconstructor": StandIn(_reconstructor),
     "torch.Size": StandIn(check_sizes),
@@ -162,13 +162,13 @@ REBUILT: dict[str, Any] = {
     **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *NOT_READ)},
     **{f"torch.{name}": TypeName(name) for name in ("Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")},
     **{f"torch.per_{scheme}": f"torch.per_{scheme}" for scheme in ("tensor_affine", "channel_affine")},
-    "torch.device": StandIn(_text),
-    "torch.serialization._get_layout": StandIn(_text),
+    "torch.device": StandIn(_describe),
+    "torch.serialization._get_layout": StandIn(_describe),
     "torch._utils._rebuild_wrapper_subclass": _refuse(Refusal.WRAPPER()),
-    "torch._utils._rebuild_qtensor": StandIn(_quantized),
-    "torch._utils._rebuild_sparse_tensor": StandIn(_sparse),
-    "torch._utils._rebuild_sparse_csr_tensor": StandIn(_sparse),
+    "torch._utils._rebuild_qtensor": StandIn(_refuse_quantized),
+    "torch._utils._rebuild_sparse_tensor": StandIn(_refuse_sparse),
+    "torch._utils._rebuild_sparse_csr_tensor": StandIn(_refuse_sparse),
     "torch._utils._rebuild_nested_tensor": _refuse(Refusal.NESTED()),
-    "torch._utils._rebuild_meta_tensor_no_storage": StandIn(_meta),
+    "torch._utils._rebuild_meta_tensor_no_storage": StandIn(_refuse_meta),
     "torch._utils._rebuild_device_tensor_from_numpy": _refuse(Refusal.AS_NUMPY()),
 }

@@ -66,7 +66,7 @@ class Flat:
             # At the absolute limit, the file may really contain this many parts.
             many = self.most == limits.MOST_ENTRIES and self.letters <= MAX_LETTERS
             found = f"more than {self.most} parts" if many else "containers unfold without end"
-            raise _endless(path, name, found, f"at most {self.most} parts")
+            raise _endless_error(path, name, found, f"at most {self.most} parts")
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
         """Return the name, or `name#2` if it is taken: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
@@ -97,11 +97,11 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorLo
             _flatten(tree, path, flat)
         _add_lost(made, flat, path)
     except keys.UnboundedKey:
-        raise _endless(path, "a key", "it has parts without end", "a string or a number") from None
+        raise _endless_error(path, "a key", "it has parts without end", "a string or a number") from None
     return flat
 
 
-def _endless(path: str, place: str, found: str, needed: str) -> MalformedFile:
+def _endless_error(path: str, place: str, found: str, needed: str) -> MalformedFile:
     return MalformedFile(
         path, place=place or "top level", found=found, needed=needed,
         next_step="no library writes this; check the origin of the file",
@@ -122,7 +122,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         names = known or match_parameters(state, models, ordered)
         if len(optimizers) == 1 and not known and (not names or len(names) < len(ordered)):
             flat.numbered = tuple(names.get(key) or keys.to_text(key) for key in list_ids(state) if type(key) is int)
-        parts = _optimizer_parts(state, prefix, names, known)
+        parts = _name_optimizer_parts(state, prefix, names, known)
         flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))
         flat.count(path, prefix, len(parts))
         _walk(parts, flat, path)
@@ -198,7 +198,7 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
         name, node, above = stack.pop()
         if len(above) > MAX_DEPTH or id(node) in above:
             limit = "a container contains itself" if id(node) in above else "containers are nested without end"
-            raise _endless(path, name, limit, f"at most {MAX_DEPTH} levels")
+            raise _endless_error(path, name, limit, f"at most {MAX_DEPTH} levels")
         if isinstance(node, TensorLocation):
             flat.tensors[flat.unique_name(name, flat.tensors)] = node
             if isinstance(node, Compound) and node.inner:
@@ -233,7 +233,7 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(part, TensorLocation) for part in value.values())
 
 
-def _optimizer_parts(
+def _name_optimizer_parts(
     state: Any, prefix: str, names: Mapping[Any, str], known: Mapping[Any, str]
 ) -> list[tuple[str, Any]]:
     """Name the parts of an optimizer's state dict. names: of parameters by id. known: names stored in the file."""
