@@ -43,7 +43,7 @@ _MESH = re.compile(
 )
 # Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
 _AMBIGUOUS: dict[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
-# Megatron's and DeepSpeed's model-parallel coordinate: files that differ here hold different parts of the model.
+# Megatron's and DeepSpeed's model-parallel coordinate: files that differ here contain different parts of the model.
 _MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
 # DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline, by the text before and
 # after the number. ZeRO's model states have a rank in their names too, and are replicas.

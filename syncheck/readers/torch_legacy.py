@@ -56,8 +56,8 @@ def read(path: str) -> Snapshot:
         keys, _ = unpickle(stream, path, "storage keys")
         records = _locate_records(stream, keys, storages, path)
     tensors = {
-        name: locate_tensor(name, place, path, lambda storage: records[storage.key], opened=opened)
-        for name, place in flat.tensors.items()
+        name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened=opened)
+        for name, location in flat.tensors.items()
     }
     return Snapshot(
         path, FORMAT, opened.st_size, tensors, flat.values, stubs, flat.metadata,

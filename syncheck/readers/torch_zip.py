@@ -59,7 +59,7 @@ def read(path: str) -> Snapshot:
         tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl", made=made)
         flat = flatten(tree, path, len(pickled), made)
         big = archive.is_big_endian()
-        tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
+        tensors = {name: archive.tensor(name, location, big) for name, location in flat.tensors.items()}
         archive.check_overlaps()
     return Snapshot(
         path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata,
@@ -186,14 +186,14 @@ class Archive:
             raise self._malformed("byteorder", repr(order[:20]), "little or big", _AGAIN)
         return order == b"big"
 
-    def tensor(self, name: str, place: TensorLocation, big_endian: bool) -> Tensor:
+    def tensor(self, name: str, location: TensorLocation, big_endian: bool) -> Tensor:
         """Check that a tensor is within its record, and return it with its offset in the file."""
-        return locate_tensor(name, place, self.path, self._locate_record, opened=self.opened, big_endian=big_endian)
+        return locate_tensor(name, location, self.path, self._locate_record, opened=self.opened, big_endian=big_endian)
 
     def check_overlaps(self) -> None:
         """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
         end, before = 0, ""
-        for (start, size), name in sorted((place, name) for name, place in self.locations.items()):
+        for (start, size), name in sorted((location, name) for name, location in self.locations.items()):
             if start < end and size:
                 raise self._malformed(name, f"it begins at byte {start}, within {before}", "separate records", _STRANGE)
             end, before = max(end, start + size), name

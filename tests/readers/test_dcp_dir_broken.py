@@ -124,10 +124,10 @@ def test_chunk_of_another_size_or_dtype_than_recorded(tmp_path: Path) -> None:
     tensor = torch.arange(16.0).reshape(4, 4)
     swapped = [((0, 0), (1, 4)), ((1, 0), (1, 4)), ((2, 0), (2, 4))]
     folder = assemble(tmp_path / "a", {"w": (tensor, [*HALVES, ((1, 0), (1, 4))])}, listed={"w": swapped})
-    assert "the record holds float32 [2, 4]; needed float32 [1, 4]" in error(folder)
+    assert "the record contains float32 [2, 4]; needed float32 [1, 4]" in error(folder)
     folder = assemble(tmp_path / "b", {"w": (tensor, HALVES)})
     change(folder, lambda content: setattr(content.state_dict_metadata["w"].properties, "dtype", torch.float64))
-    assert "the record holds float32 [2, 4]; needed float64 [2, 4]" in error(folder)
+    assert "the record contains float32 [2, 4]; needed float64 [2, 4]" in error(folder)
 
 
 @pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/etc/passwd", "", "a//b", "a\0b", "."])

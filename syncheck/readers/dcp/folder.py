@@ -91,7 +91,9 @@ def read(folder: str) -> Snapshot:
     tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
     flat = flatten(tree, folder, size + found.pickled, found.made)
     unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
-    tensors = {name: replace(found.tensors.get(id(place), unread), name=name) for name, place in flat.tensors.items()}
+    tensors = {
+        name: replace(found.tensors.get(id(location), unread), name=name) for name, location in flat.tensors.items()
+    }
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
         flat.metadata, (Note.ONE_COPY(), *found.list_notes(), *_note_unlisted_files(folder, found.sizes)),
@@ -106,7 +108,7 @@ class _Records:
     folder: str
     tensors: dict[int, Tensor] = field(default_factory=dict)
     """By the id of the tensor's TensorLocation in the tree."""
-    parts: dict[str, list[Shard]] = field(default_factory=dict)
+    shards: dict[str, list[Shard]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     made: list[TensorLocation] = field(default_factory=list)
     """All stored tensors; each needs a name."""
@@ -140,13 +142,13 @@ class _Records:
             tree, stubs = unpickle(data, archive.path, f"{archive.stem}data.pkl", made=made)
             if entry.shape is None:
                 big = archive.is_big_endian()
-                self.tensors |= {id(place): _shift_offset(archive.tensor(name, place, big), chunk) for place in made}
+                self.tensors |= {id(part): _shift_offset(archive.tensor(name, part, big), chunk) for part in made}
                 self.made += made
                 self.objects[name] = tree
                 self.pickled += len(data)
                 self.stubs |= set(stubs)
             else:
-                self._add_part(name, tree, archive, chunk, entry)
+                self._add_shard(name, tree, archive, chunk, entry)
         except CheckpointError as error:
             if error.path == self.folder:
                 raise
@@ -163,10 +165,10 @@ class _Records:
         """Return an entry's leaf in the tree: the pickled object, or the location of a tensor."""
         if entry.shape is None:
             return self.objects[name]
-        place = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
-        self.tensors[id(place)] = self._combine_shards(name, entry)
-        self.made.append(place)  # keeps the object alive, so that its id stays unique
-        return place
+        location = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
+        self.tensors[id(location)] = self._combine_shards(name, entry)
+        self.made.append(location)  # keeps the object alive, so that its id stays unique
+        return location
 
     def list_notes(self) -> Iterator[Message]:
         """Yield a note about unreadable records."""
@@ -200,35 +202,35 @@ class _Records:
     def _add_unknown(self, name: str) -> None:
         """Count an object of a custom planner, so that it is reported as missing if another replica can be read."""
         self.unknown.append(name)
-        place = refused_tensor(Refusal.UNKNOWN_RECORD())
-        self.tensors[id(place)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=place.refused)
-        self.objects[name] = place
+        location = refused_tensor(Refusal.UNKNOWN_RECORD())
+        self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
+        self.objects[name] = location
 
-    def _add_part(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
+    def _add_shard(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
         if not isinstance(tree, TensorLocation):
             tree = TensorLocation(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
         tensor = _shift_offset(archive.tensor(name, tree, archive.is_big_endian()), chunk)
         dtype = entry.dtype.name if entry.dtype is not None else "unknown"
         if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
             raise MalformedFile(
-                archive.path, found=f"the record holds {tensor.dtype} {list(tensor.shape)}",
+                archive.path, found=f"the record contains {tensor.dtype} {list(tensor.shape)}",
                 needed=f"{dtype} {list(chunk.shape)}, as in {METADATA}", next_step=_AGAIN,
             )  # fmt: skip
-        self.parts.setdefault(name, []).append(Shard(tensor, chunk.start))
+        self.shards.setdefault(name, []).append(Shard(tensor, chunk.start))
 
     def _combine_shards(self, name: str, entry: Entry) -> Tensor:
-        shape, parts = entry.shape or (), self.parts.get(name, [])
-        if len(parts) == 1 and not parts[0].tensor.refused:
-            return parts[0].tensor
-        refused = next((part.tensor.refused for part in parts if part.tensor.refused), None)
+        shape, shards = entry.shape or (), self.shards.get(name, [])
+        if len(shards) == 1 and not shards[0].tensor.refused:
+            return shards[0].tensor
+        refused = next((shard.tensor.refused for shard in shards if shard.tensor.refused), None)
         dtype = entry.dtype.name if entry.dtype is not None else "unknown"
         if entry.dtype is None:
             refused = refused or Refusal.UNKNOWN_DTYPE()
-        parts = [] if refused else sorted(parts, key=lambda part: part.start)
-        path = parts[0].tensor.path if parts else self.folder
-        data = None if parts else b""  # for a tensor without elements
+        shards = [] if refused else sorted(shards, key=lambda shard: shard.start)
+        path = shards[0].tensor.path if shards else self.folder
+        data = None if shards else b""  # for a tensor without elements
         return Tensor(
-            name, dtype, shape, contiguous_strides(shape), path, 0, refused=refused, data=data, shards=tuple(parts)
+            name, dtype, shape, contiguous_strides(shape), path, 0, refused=refused, data=data, shards=tuple(shards)
         )
 
 

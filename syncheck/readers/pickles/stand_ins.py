@@ -87,8 +87,8 @@ class TensorLocation(_Frozen):
         return TensorLocation(**(_fields(self) | {"sharding": sharding}))
 
 
-def _fields(place: TensorLocation) -> dict[str, Any]:
-    return {field.name: getattr(place, field.name) for field in fields(TensorLocation)}
+def _fields(location: TensorLocation) -> dict[str, Any]:
+    return {field.name: getattr(location, field.name) for field in fields(TensorLocation)}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -103,10 +103,10 @@ class Compound(TensorLocation):
     hidden: tuple[Any, ...] = ()
 
     @classmethod
-    def wrap(cls, place: TensorLocation, inner: Any, *hidden: Any) -> Compound:
+    def wrap(cls, location: TensorLocation, inner: Any, *hidden: Any) -> Compound:
         """Return a tensor with additional content. inner: the state of an object, or components by name."""
-        before = place.inner if isinstance(place, Compound) else {}
-        return cls(**_fields(place), inner={**before, **attributes_of(inner)}, hidden=(place, *hidden))
+        before = location.inner if isinstance(location, Compound) else {}
+        return cls(**_fields(location), inner={**before, **attributes_of(inner)}, hidden=(location, *hidden))
 
 
 def attributes_of(state: Any) -> dict[Any, Any]:
@@ -175,5 +175,7 @@ def refused_tensor(reason: Message, shape: Any = (), dtype: Any = None, inner: A
 
     shape, dtype: if known. inner: its components; tensors among them are compared.
     """
-    place = TensorLocation(None, dtype if isinstance(dtype, DType) else None, 0, check_sizes(shape), (), refused=reason)
-    return Compound.wrap(place, inner) if inner else place
+    location = TensorLocation(
+        None, dtype if isinstance(dtype, DType) else None, 0, check_sizes(shape), (), refused=reason
+    )
+    return Compound.wrap(location, inner) if inner else location

@@ -34,7 +34,7 @@ class Record:
 
 def locate_tensor(
     name: str,
-    place: TensorLocation,
+    location: TensorLocation,
     path: str,
     record_of: Callable[[Storage], Record],
     *,
@@ -42,49 +42,60 @@ def locate_tensor(
     big_endian: bool = False,
 ) -> Tensor:
     """Check that a tensor is within the record of its storage, and return it with its offset in the file."""
-    if place.data is not None and place.dtype is not None:
-        return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, place.big_endian, data=place.data)
-    if place.refused or place.dtype is None or place.storage is None:
-        reason = place.refused or Refusal.STORAGE_WITHOUT_DTYPE()
-        dtype = place.dtype.name if place.dtype else "unknown"
-        return Tensor(name, dtype, place.shape, place.strides, path, 0, refused=reason)
-    record = record_of(place.storage)
-    if len(place.shape) == 1:  # a shortcut for the most frequent shape
-        elements, last = place.shape[0], (place.shape[0] - 1) * place.strides[0]
+    if location.data is not None and location.dtype is not None:
+        return Tensor(
+            name,
+            location.dtype.name,
+            location.shape,
+            location.strides,
+            path,
+            0,
+            location.big_endian,
+            data=location.data,
+        )
+    if location.refused or location.dtype is None or location.storage is None:
+        reason = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
+        dtype = location.dtype.name if location.dtype else "unknown"
+        return Tensor(name, dtype, location.shape, location.strides, path, 0, refused=reason)
+    record = record_of(location.storage)
+    if len(location.shape) == 1:  # a shortcut for the most frequent shape
+        elements, last = location.shape[0], (location.shape[0] - 1) * location.strides[0]
     else:
-        elements = math.prod(place.shape)
-        last = sum((n - 1) * stride for n, stride in zip(place.shape, place.strides, strict=True))
-    whole = not place.offset and last + 1 == elements == record.size / place.dtype.size
-    end = 0 if 0 in place.shape else (place.offset + last + 1) * place.dtype.size
+        elements = math.prod(location.shape)
+        last = sum((n - 1) * stride for n, stride in zip(location.shape, location.strides, strict=True))
+    whole = not location.offset and last + 1 == elements == record.size / location.dtype.size
+    end = 0 if 0 in location.shape else (location.offset + last + 1) * location.dtype.size
     if end > record.size:
         raise MalformedFile(
             path,
             place=record.label,
             found=f"tensor '{name}' ends at byte {end} of a record of {record.size}",
-            needed=f"{end} bytes for {place.dtype.name} {list(place.shape)}",
+            needed=f"{end} bytes for {location.dtype.name} {list(location.shape)}",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    itemsize = place.storage.itemsize or place.dtype.size
-    stored = place.storage.numel * itemsize
+    itemsize = location.storage.itemsize or location.dtype.size
+    stored = location.storage.numel * itemsize
     # Storages that are shared between dtypes may have a remainder.
     if not 0 <= record.size - stored < itemsize:
         raise MalformedFile(
             path,
             place=record.label,
-            found=f"a storage of {place.storage.numel} elements, {stored} bytes, in a record of {record.size}",
+            found=f"a storage of {location.storage.numel} elements, {stored} bytes, in a record of {record.size}",
             needed="equal sizes, up to a partial element",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    if (shown := elements * place.dtype.size) > MOST_ELEMENTS:
+    if (shown := elements * location.dtype.size) > MOST_ELEMENTS:
         raise MalformedFile(
-            path, place=record.label, found=f"tensor '{name}' of sizes {brief(place.shape)} has more than 2**63 bytes",
-            needed="fewer", next_step="no library writes this; check the origin of the file",
+            path, place=record.label,
+            found=f"tensor '{name}' of sizes {brief(location.shape)} has more than 2**63 bytes", needed="fewer",
+            next_step="no library writes this; check the origin of the file",
         )  # fmt: skip
     if shown > max(record.size, _MOST_SHOWN):
         reason = Refusal.HUGE_VIEW(stored=record.size, shown=shown)
-        return Tensor(name, place.dtype.name, place.shape, place.strides, path, 0, refused=reason)
+        return Tensor(name, location.dtype.name, location.shape, location.strides, path, 0, refused=reason)
+    offset = record.start + location.offset * location.dtype.size
     return Tensor(
-        name, place.dtype.name, place.shape, place.strides, path, record.start + place.offset * place.dtype.size,
-        big_endian, place.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
-        record=(record.crc32, record.start, record.size) if record.crc32 else None, sharding=place.sharding,
+        name, location.dtype.name, location.shape, location.strides, path, offset,
+        big_endian, location.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
+        record=(record.crc32, record.start, record.size) if record.crc32 else None, sharding=location.sharding,
     )  # fmt: skip

@@ -114,7 +114,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         tree = {key: value for key, value in tree.items() if key != KEY}
     optimizers: list[Any] = []
     _walk([("", tree)], flat, path, optimizers)
-    models = {name: place.shape for name, place in flat.tensors.items()}
+    models = {name: location.shape for name, location in flat.tensors.items()}
     ordered = list_parameters(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
@@ -131,22 +131,22 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
 def _add_lost(made: Sequence[TensorLocation], flat: Flat, path: str) -> None:
     """Name the tensors outside the tree: keys of dictionaries, and tensors without a reference."""
     reached = set(map(id, flat.tensors.values()))
-    lost = [place for place in made if id(place) not in reached]
+    lost = [location for location in made if id(location) not in reached]
     if not lost:
         return
-    compounds = [place for place in (*flat.tensors.values(), *made) if isinstance(place, Compound)]
-    waiting = [part for place in compounds for part in place.hidden]
+    compounds = [location for location in (*flat.tensors.values(), *made) if isinstance(location, Compound)]
+    waiting = [part for location in compounds for part in location.hidden]
     while waiting:
         node = waiting.pop()
         if id(node) not in reached:
             reached.add(id(node))
             nested = [*node.hidden, node.inner] if isinstance(node, Compound) else None
             waiting += nested or [part for _, part in children(node) or []]
-    for place in lost:
-        if id(place) not in reached:
-            reached.add(id(place))
+    for location in lost:
+        if id(location) not in reached:
+            reached.add(id(location))
             flat.count(path, LOST, 1)
-            _walk([(LOST, place)], flat, path)
+            _walk([(LOST, location)], flat, path)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -182,8 +182,8 @@ def _sort_set(parts: AbstractSet[Any]) -> list[Any]:
     counts = Counter(keys.sort_key(part) for part in found if isinstance(part, TensorLocation))
     for i, part in enumerate(found):
         if counts[keys.sort_key(part)] > 1:
-            place = refused_tensor(Refusal.SET_MEMBER(), part.shape, part.dtype)
-            found[i] = Compound.wrap(place, None, part)
+            location = refused_tensor(Refusal.SET_MEMBER(), part.shape, part.dtype)
+            found[i] = Compound.wrap(location, None, part)
     return found
 
 
@@ -206,8 +206,8 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
                 flat.count(path, name, len(inside))
                 stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
         elif isinstance(node, Inert) and node.name.endswith(".ShardedTensor"):
-            place = refused_tensor(Refusal.SHARDED_TENSOR())
-            flat.tensors[flat.unique_name(name, flat.tensors)] = Compound.wrap(place, None, node)
+            location = refused_tensor(Refusal.SHARDED_TENSOR())
+            flat.tensors[flat.unique_name(name, flat.tensors)] = Compound.wrap(location, None, node)
         elif isinstance(node, Storage):
             flat.tensors[flat.unique_name(name, flat.tensors)] = node.as_tensor()
         elif optimizers is not None and is_optimizer(node):
