@@ -290,7 +290,7 @@ def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: byt
 
 @pytest.mark.parametrize(
     ("at", "value", "reason"),
-    [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed the same number")],
+    [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed equal sizes")],
 )
 def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, reason: str) -> None:
     """A record that torch.load would fill with uninitialized memory is malformed."""

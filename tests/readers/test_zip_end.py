@@ -41,9 +41,9 @@ def test_an_intact_file_is_read(data: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"count": 3}, "4 records in a directory that lists 3; needed the same number"),
+        ({"count": 3}, "4 records in a directory that lists 3; needed equal numbers"),
         ({"here": 5}, "4 records in a directory that lists 5"),
-        ({"disk": 1}, "several disks"),
+        ({"disk": 1}, "multi-disk zip"),
     ],
 )
 @pytest.mark.parametrize("zip64", [False, True])

@@ -40,7 +40,7 @@ def sniff_folder(folder: str) -> ModuleType | None:
 
 
 def read_folder(folder: str) -> Snapshot | None:
-    """Open a folder that is a single checkpoint, or return None.  Raises CheckpointError as `read` does."""
+    """Open a folder that is a single checkpoint, or return None. Raises CheckpointError as `read` does."""
     reader = sniff_folder(folder)
     if reader is None:
         return None

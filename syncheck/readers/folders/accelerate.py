@@ -17,6 +17,7 @@ def matches_folder(folder: str) -> bool:
     names = list_names(folder)
     return huggingface.has_weights(names) and any(_RANDOM.fullmatch(name) for name in names)
 
+
+def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for a missing or unreadable file."""
-    """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is missing or broken."""
     return huggingface.read(folder, FORMAT)
