@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from syncheck.readers.folders import huggingface
 from syncheck.readers.folders.listing import list_names
+
+if TYPE_CHECKING:
+    from syncheck.snapshots import Snapshot
 
 FORMAT = "accelerate"
 holds = huggingface.holds
