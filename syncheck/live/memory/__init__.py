@@ -45,7 +45,7 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     flat = flatten(tree.root, path)
     for name, kind in tree.hidden:
         place = HeldPlace(None, (), None, Refusal.IN_UNREAD_OBJECT(name=kind))
-        flat.tensors[flat.free(name, flat.tensors)] = place
+        flat.tensors[flat.unique_name(name, flat.tensors)] = place
     tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
     # With a partitioned optimizer, the groups of each rank are of its own parameters.
