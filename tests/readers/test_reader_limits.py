@@ -52,7 +52,7 @@ def refused(path: Path) -> str:
         ("MOST_OBJECTS", b"](" + b"}" * 19 + b"e", "more than 19 objects"),
         ("MOST_OBJECTS", b"](" + b"cx\nY\n)\x81" * 4 + b"]]]" + b"e", "more than 19 objects"),
         ("MOST_OBJECTS", b"}(" + b"M\x00\x08N" * 15 + b"u", "more than 19 objects"),
-        ("MOST_CLASSES", b"](" + b"".join(b"cx\nY%d\n" % i for i in range(20)) + b"e", "more than 19 classes"),
+        ("MOST_CLASSES", b"](" + b"".join(b"cx\nY%d\n" % i for i in range(20)) + b"e", "more than 19 unknown classes"),
     ],
     ids=["texts", "parts", "containers", "instances", "keys that are numbers", "classes"],
 )
