@@ -117,7 +117,7 @@ def test_glob_without_a_match(cli: Run, tmp_path: Path) -> None:
     """A pattern that matches nothing is said to be one, with what is there in place of a match."""
     one_line(cli("compare", "ckpts/*.pth"), "ckpts/*.pth: no file matches this pattern. ckpts: no such file")
     (tmp_path / "ckpts").mkdir()
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts holds nothing.")
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts contains nothing.")
     for name in ("b.pt", "a.pt", "c\x1b[31m.pt", ".hidden"):
         (tmp_path / "ckpts" / name).touch()
     one_line(cli("compare", "ckpts/*.pth"), "ckpts holds a.pt, b.pt and 1 more.")
