@@ -120,9 +120,9 @@ def test_glob_without_a_match(cli: Run, tmp_path: Path) -> None:
     one_line(cli("compare", "ckpts/*.pth"), "ckpts contains nothing.")
     for name in ("b.pt", "a.pt", "c\x1b[31m.pt", ".hidden"):
         (tmp_path / "ckpts" / name).touch()
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts holds a.pt, b.pt and 1 more.")
-    one_line(cli("compare", "ckpts/**/x.pth"), "ckpts holds a.pt")
-    one_line(cli("compare", "*.pth"), "This folder holds ckpts")
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts contains a.pt, b.pt and 1 more.")
+    one_line(cli("compare", "ckpts/**/x.pth"), "ckpts contains a.pt")
+    one_line(cli("compare", "*.pth"), "This folder contains ckpts")
 
 
 def test_folder_without_checkpoints(cli: Run, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def locate_tensor(
     """Check that a tensor is within the record of its storage, and return it with its offset in the file."""
     if location.data is not None and location.dtype is not None:
         return Tensor(
-            name, location.dtype.name, location.shape, location.strides, path, 0, location.big_endian, data=location.data
+            name, location.dtype.name, location.shape, location.strides, path, 0,
+            location.big_endian, data=location.data,
         )  # fmt: skip
     if location.refused or location.dtype is None or location.storage is None:
         reason = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
