@@ -9,9 +9,10 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from fuzz.guard import Guard
-from syncheck import api, layout
+from syncheck import api
 from syncheck.errors import CheckpointError, SyncheckError, brief
 from syncheck.fingerprint import fingerprint
+from syncheck.layout.grouping import group_replicas
 from syncheck.report import files, json_document
 from syncheck.snapshots import Snapshot
 
@@ -95,7 +96,7 @@ def _read(read: Read, path: str) -> Snapshot | CheckpointError:
 def _use(first: Snapshot, copy: Snapshot) -> None:
     """Do with two equal snapshots what the commands do; they must not differ, and no step may fail."""
     try:
-        report = api.judge(api.Found(layout.group([first, copy])))
+        report = api.judge(api.Found(group_replicas([first, copy])))
         text = json_document.render(report, "0") + files.drawn("text", report)
     except CheckpointError:
         return  # of a single tensor, such as one that lies beyond the file's end

@@ -12,7 +12,7 @@ from fuzz.held import hold
 from syncheck import readers
 from syncheck.readers import fingerprint_file, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.files import READERS
-from syncheck.readers.pickles.places import Record, tensor_at
+from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot
@@ -60,7 +60,7 @@ def _read_pickle(path: str) -> Snapshot:
     tree, stubs = unpickle(data, path, "data.pkl", made=made)
     flat = flatten(tree, path, len(data), made)
     tensors = {
-        name: tensor_at(name, place, path, lambda storage: _record(storage, len(data)), opened=opened)
+        name: locate_tensor(name, place, path, lambda storage: _record(storage, len(data)), opened=opened)
         for name, place in flat.tensors.items()
     }
     return Snapshot(path, "torch-zip", len(data), tensors, flat.values, stubs, flat.metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, layout, series
+from syncheck import comparison, kinds, series
 from syncheck import paths as files
 from syncheck.comparison import Selection, reference
 from syncheck.comparison import compare as compare_group
@@ -13,10 +13,11 @@ from syncheck.comparison.values import holds_counted
 from syncheck.errors import CheckpointError, UsageError
 from syncheck.evidence.stale import with_stale
 from syncheck.kernel.blocks import broken_files
-from syncheck.layout.groups import last_steps
+from syncheck.layout.grouping import group_replicas
+from syncheck.layout.groups import select_last_steps
 from syncheck.messages import Note
 from syncheck.names import normalize
-from syncheck.omissions import shared_files, without_aliases
+from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.options import Options as Options  # users import it from here too
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
@@ -93,11 +94,11 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
         baseline.read(options.baseline)  # a broken baseline raises before anything is compared
     if not paths:
         raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
-    opened = files.open_all([str(path) for path in paths])
-    snapshots, linked = without_aliases(opened.snapshots)
-    spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
-    groups = layout.group(snapshots, options.group_by, opened.roots, spelled)
-    unreadable = (*opened.unreadable, *(found for replicas in groups for found in shared_files(replicas.ranks)))
+    opened = files.open_checkpoints([str(path) for path in paths])
+    snapshots, linked = remove_aliases(opened.snapshots)
+    spelled = files.unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
+    groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
+    unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
     reference.check(options.reference, groups, unreadable)
     return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
 
@@ -119,7 +120,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     """
     options = options or Options()
     unreadable = list(found.unreadable)
-    last = last_steps(found.groups) if histograms else ()
+    last = select_last_steps(found.groups) if histograms else ()
     compared = [
         _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
         for replicas in found.groups

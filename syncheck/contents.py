@@ -10,7 +10,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import brief
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.moments import NAMES, moments_of
-from syncheck.kinds import kinds_in
+from syncheck.kinds import classify_snapshot
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Metadata, Tensor
@@ -23,7 +23,7 @@ def describe(path: str) -> dict[str, Any]:
     Returns JSON values. Raises CheckpointError for a file that cannot be read.
     """
     snapshot = readers.read(path)
-    kinds, guessed, _ = kinds_in(snapshot)
+    kinds, guessed, _ = classify_snapshot(snapshot)
     rows = []
     with Files() as files:
         for name, tensor in snapshot.tensors.items():

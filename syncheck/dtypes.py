@@ -1,4 +1,4 @@
-"""The dtypes of a checkpoint: one table, by torch's names."""
+"""Supported dtypes in one table, by torch's names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Family = Literal["float", "int", "uint", "bool", "complex"]
 class DType:
     """One row of the table.
 
-    size: bytes per element. numpy: the numpy or ml_dtypes name that reads it. storage: torch's typed storage class,
-    empty where torch saves the dtype through `_rebuild_tensor_v3`. safetensors: its code in that format's header, empty
-    where it has none. struct: the code of Python's struct module, empty where that has none.
+    size: bytes per element. numpy: name of the dtype in numpy or ml_dtypes. storage: torch's typed storage class, empty
+    if torch saves the dtype with `_rebuild_tensor_v3`. safetensors: the code in a safetensors header, empty if none.
+    struct: the format character of Python's struct module, empty if none.
     """
 
     name: str
@@ -26,7 +26,7 @@ class DType:
     struct: str = ""
 
     def dtype(self) -> Any:
-        """Return the numpy dtype; ml_dtypes is imported only for the types that numpy lacks."""
+        """Return the numpy dtype; import ml_dtypes only for dtypes that numpy lacks."""
         import numpy as np
 
         if self.numpy.startswith(("bfloat", "float8")):
@@ -56,13 +56,13 @@ _ROWS = (
     DType("uint16", "uint", 2, "uint16", "", "U16", "H"),
     DType("uint32", "uint", 4, "uint32", "", "U32", "I"),
     DType("uint64", "uint", 8, "uint64", "", "U64", "Q"),
-    # A bool byte other than 0 and 1 can only be damage, so bools are read as bytes.
+    # Read as bytes: a bool other than 0 and 1 is damage, which a conversion would hide.
     DType("bool", "bool", 1, "uint8", "BoolStorage", "BOOL", "?"),
 )
 
 DTYPES = {row.name: row for row in _ROWS}
 BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
-# What else torch calls a dtype: tensors of these are counted, with their name and shape, and not read.
+# torch's other dtypes: their tensors are listed with name and shape, but not read.
 NOT_READ = frozenset(
     "complex32 bcomplex32 float4_e2m1fn_x2 bit bits8 bits16 bits1x8 bits2x4 bits4x2 qint8 qint32 quint8 quint4x2 "
     "quint2x4 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7".split()

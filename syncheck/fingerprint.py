@@ -18,9 +18,9 @@ from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
 from syncheck.kernel.digests import ALGORITHM, hasher
 from syncheck.kernel.moments import Moments
-from syncheck.kinds import kinds_in
+from syncheck.kinds import classify_snapshot
 from syncheck.metadata_block import SCHEMA
-from syncheck.readers import ENDINGS, fingerprint_file, keep
+from syncheck.readers import EXTENSIONS, fingerprint_file, refuse_overwrite
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def fingerprint(snapshot: Snapshot) -> str:
     Raises CheckpointError when the file can no longer be read.
     """
     tensors = snapshot.tensors
-    kinds = kinds_in(snapshot).by_name
+    kinds = classify_snapshot(snapshot).by_name
     source = os.path.basename(os.path.normpath(snapshot.path))
     found = counted(snapshot)
     values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}
@@ -90,7 +90,7 @@ def places(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, s
         if other != path:
             raise UsageError(f"{other} and {path}: both would be written to {place}; do them one at a time")
         if os.path.exists(place):
-            keep(place, but=fingerprint_file)
+            refuse_overwrite(place, replaceable=fingerprint_file)
             with writing(place):
                 check_place(place)
     return [(snapshot, found[snapshot.path]) for snapshot in wanted]
@@ -115,7 +115,7 @@ def _below(paths: Sequence[str]) -> dict[str, str]:
     for path, folder in zip(paths, folders, strict=True):
         name = os.path.basename(os.path.normpath(path))
         stem, ending = os.path.splitext(name)
-        name = (stem if ending.lower() in ENDINGS else name) + ENDING
+        name = (stem if ending.lower() in EXTENSIONS else name) + ENDING
         names[path] = os.path.normpath(os.path.join(os.path.relpath(folder, common), name))
     return names
 

@@ -1,10 +1,10 @@
-"""The metadata block: what a trainer writes beside its tensors so that no one has to guess later.
+"""The metadata block: information that a trainer saves beside its tensors.
 
-A saved state dict does not say which run, step or rank it belongs to, nor which of its tensors are buffers.
-`metadata()` collects that as plain JSON values. Put the result under the top-level key ``syncheck`` of what
-`torch.save` writes, or, in a safetensors file, as JSON text under ``__metadata__["syncheck"]``.
+A state dict does not contain the run, step or rank, nor which of its tensors are buffers. `metadata()` collects this as
+plain JSON values. Save the result in a torch.save file under the top-level key ``syncheck``, or in a safetensors file
+as JSON text under ``__metadata__["syncheck"]``.
 
-Torch is never imported here: a model is only asked for its `named_buffers()` and the like.
+This module does not import torch; it only calls methods of the model, such as `named_buffers()`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEY = "syncheck"
 SCHEMA = 1
-# Bounds on what an untrusted file may claim: far above any run, and small enough to count up to and to print.
+# Limits for untrusted files: far above any run, and small enough to loop over and print.
 MOST_STEPS = 2**63 - 1
 _MOST_PARTS, _MOST_LEVELS = 200_000, 100
 MOST = {"rank": 1_000_000, "world_size": 1_000_000}
@@ -44,32 +44,32 @@ def metadata(
     config: Mapping[str, Any] | None = None,
     host: str | None = None,
 ) -> dict[str, Any]:
-    """Describe one rank's checkpoint in plain JSON values, to be saved beside its tensors under the key `syncheck`.
+    """Describe one rank's checkpoint in plain JSON values, to save beside its tensors under the key `syncheck`.
 
         block = metadata(run="ddp", rank=rank, world_size=2, step=100, model=ddp.module, optimizer=optimizer)
         torch.save({"model": ddp.module.state_dict(), "syncheck": block}, f"ckpts/rank{rank}.pth")
 
-    run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that
-    files of two launches are never taken for replicas of each other; by default torchrun's own id, if it has one.
-    step, epoch: optimizer steps and epochs done. model: the unwrapped module, asked for its buffer names, frozen
-    parameters and BatchNorm momentum. optimizer: asked for the order of its parameters. buffers_synced: True if the
-    method synchronizes buffers at least once a step (SyncBatchNorm; plain DDP, with one step's lag), False if it
-    never does (DDP with forward_sync_buffers=False, FSDP), None where that is not known.
-    mesh: coordinates of this rank by mesh dimension. optimizer_sharded: True where each rank holds its own part of the
-    optimizer's state, as with ZeRO; give its own optimizer then, whose parameters say which part that is. averaging: of
-    local SGD, when models are averaged: `period` and `warmup_steps` in optimizer steps, `last_step` the last at
-    which they were (0: not yet).
-    config: what distinguishes this run from others; runs that differ in `sync_bn` only are reported as a pair.
-    host: the machine's name; by default that of this one.
+    run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that files of
+    two launches are not compared as replicas; by default torchrun's run id, if it is set.
+    step, epoch: number of completed optimizer steps and epochs. model: the unwrapped module, to record the names of
+    buffers and frozen parameters, and the BatchNorm momentum. optimizer: for the order of its parameters.
+    buffers_synced: True if the method synchronizes buffers at least once per step (SyncBatchNorm, or plain DDP with a
+    lag of one step), False if never (DDP with forward_sync_buffers=False, FSDP), None if unknown.
+    mesh: coordinate of this rank by mesh dimension. optimizer_sharded: True if each rank has its own shard of the
+    optimizer state, as with ZeRO; then pass the rank's own optimizer, whose parameters define the shard. averaging: for
+    local SGD, `period` and `warmup_steps` in optimizer steps, and `last_step`, the step of the last averaging (0 if
+    none yet).
+    config: settings that distinguish runs; runs that differ only in `sync_bn` are reported as a pair.
+    host: name of the machine, by default this machine's.
 
     Raises ValueError for a rank outside 0..world_size-1.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of a world of {world_size}: needs 0 <= rank < world_size")
+        raise ValueError(f"rank: must be from 0 to world_size - 1 ({rank} given, world_size {world_size})")
     block: dict[str, Any] = {
         "schema": SCHEMA,
         "run": run,
-        "run_id": run_id if run_id is not None else _launcher_run_id(),
+        "run_id": run_id if run_id is not None else _get_launcher_run_id(),
         "step": step,
         "epoch": epoch,
         "rank": rank,
@@ -80,51 +80,51 @@ def metadata(
         "averaging": dict(averaging or {}),
         "buffers_synced": buffers_synced,
         "config": dict(config or {}),
-        "versions": _versions(),
+        "versions": _list_versions(),
     }
     if model is not None:
         block.update(_describe_model(model))
         if optimizer is not None:
-            block["optimizer_parameters"] = _optimizer_parameters(model, optimizer)
+            block["optimizer_parameters"] = _list_optimizer_parameters(model, optimizer)
     return block
 
 
-def parse(block: object, path: str) -> Metadata:
-    """Check a block read from an untrusted file and return it as a record; unknown keys are kept out.
+def parse_metadata(block: object, path: str) -> Metadata:
+    """Check a block from an untrusted file and convert it to a record, without unknown keys.
 
-    Raises MalformedFile when a known key holds a value of another type.
+    Raises MalformedFile for a known key with a value of the wrong type.
     """
     if not isinstance(block, dict):
-        raise _malformed(path, "the block", block, "a mapping")
+        raise _malformed(path, "the block", _describe(block), "a mapping")
 
     def get(key: str, kind: type | tuple[type, ...], default: Any) -> Any:
         value = block.get(key)
         if value is None:
             return default
-        # bool is an int in Python, but a rank of True is a mistake.
+        # bool is a subclass of int, but a rank of True is an error.
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            raise _malformed(path, key, value, getattr(kind, "__name__", str(kind)))
+            raise _malformed(path, key, _describe(value), getattr(kind, "__name__", str(kind)))
         if isinstance(value, int) and kind is int and not 0 <= value <= MOST.get(key, MOST_STEPS):
-            raise _malformed(path, key, value, f"a number from 0 to {MOST.get(key, MOST_STEPS)}")
+            raise _malformed(path, key, _describe(value), f"a number from 0 to {MOST.get(key, MOST_STEPS)}")
         return value
 
     def names(key: str) -> tuple[str, ...]:
         value = get(key, (list, tuple), ())
         if not all(isinstance(name, str) for name in value):
-            raise _malformed(path, key, value, "a list of names")
+            raise _malformed(path, key, _describe(value), "a list of names")
         return tuple(value)
 
     def numbers(key: str) -> dict[str, int]:
         value: dict[str, int] = get(key, dict, {})
         if not all(isinstance(name, str) and type(n) is int and 0 <= n <= MOST_STEPS for name, n in value.items()):
-            raise _malformed(path, key, value, "numbers by name")
+            raise _malformed(path, key, _describe(value), "numbers by name")
         return value
 
     for key in ("config", "versions", "bn_momentum"):
-        if not _ends(get(key, dict, {})):
-            raise _malformed(path, key, "containers within containers", f"at most {_MOST_LEVELS} levels that end")
+        if not _is_bounded(get(key, dict, {})):
+            raise _malformed(path, key, "nested without end", f"at most {_MOST_LEVELS} levels")
     if get("schema", int, SCHEMA) > SCHEMA:
-        raise _malformed(path, "schema", block["schema"], f"at most {SCHEMA}; a newer syncheck reads it")
+        raise _malformed(path, "schema", _describe(block["schema"]), f"at most {SCHEMA} (install a newer syncheck)")
     return Metadata(
         run=get("run", str, None),
         run_id=get("run_id", str, None),
@@ -146,8 +146,8 @@ def parse(block: object, path: str) -> Metadata:
     )
 
 
-def _ends(value: object) -> bool:
-    """Whether containers of a pickle can be compared: they may hold themselves, or each the next one twice."""
+def _is_bounded(value: object) -> bool:
+    """Whether nested containers are bounded; in a pickle they can contain themselves or each other many times."""
     waiting, left = [(value, 0)], _MOST_PARTS
     while waiting:
         node, level = waiting.pop()
@@ -160,25 +160,29 @@ def _ends(value: object) -> bool:
     return True
 
 
-def _malformed(path: str, place: str, found: object, needed: str) -> MalformedFile:
+def _describe(value: object) -> str:
+    return f"{type(value).__name__} {brief(value)}"
+
+
+def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
     return MalformedFile(
         path,
         place=f"metadata block '{KEY}', {place}",
-        found=f"{type(found).__name__} {brief(found)}",
+        found=found,
         needed=needed,
         next_step="write it with syncheck.metadata()",
     )
 
 
-def _launcher_run_id() -> str | None:
-    """Torchrun's id, random under --standalone; its default 'none' tells runs apart as little as no id does."""
+def _get_launcher_run_id() -> str | None:
+    """Return torchrun's run id (random with --standalone); its default 'none' does not identify a run."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if elastic == "none" else elastic
 
 
-def _versions() -> dict[str, str]:
-    """Versions of what decides the bits, of those libraries that are loaded already."""
-    from importlib import metadata as distributions  # for writers only: readers start faster without it
+def _list_versions() -> dict[str, str]:
+    """Return the versions of libraries that affect results, if they are already imported."""
+    from importlib import metadata as distributions  # only for writing, so that reading starts faster
 
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "numpy"):
@@ -197,7 +201,7 @@ def _describe_model(model: Any) -> dict[str, Any]:
     return {
         "buffers": [name for name, _ in model.named_buffers() if name in saved],
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        # momentum=None is the cumulative average of BatchNorm: kept as null.
+        # momentum=None selects BatchNorm's cumulative average.
         "bn_momentum": {
             name: module.momentum
             for name, module in modules.items()
@@ -206,7 +210,7 @@ def _describe_model(model: Any) -> dict[str, Any]:
     }
 
 
-def _optimizer_parameters(model: Any, optimizer: Any) -> list[str]:
-    """Names of the optimizer's parameters in the order of their integer ids in its state dict."""
+def _list_optimizer_parameters(model: Any, optimizer: Any) -> list[str]:
+    """Return the optimizer's parameter names in the order of the integer ids in its state dict."""
     by_identity = {id(p): name for name, p in model.named_parameters()}
     return [by_identity.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""Names of tensors: what surrounds a state dict and what wrappers put in front."""
+"""Tensor names: container keys, wrapper prefixes, and names of RNG states."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
-# Keys under which trainers keep the model's state dict; they are no part of a tensor's name.
+# Top-level keys of the model's state dict in checkpoints; they are not part of tensor names.
 MODEL_CONTAINERS = frozenset(
     "model state_dict model_state_dict model_state module net network weights params app module_state_dict".split()
 )
 _RNG = ("rng", "random_state", "random_states", "rng_state")
-# What torch.compile and FSDP put into names, wherever they wrapped.
+# torch.compile and FSDP insert these at any level of a name.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
 
 
 @lru_cache(maxsize=64)
-def _normalized(names: tuple[str, ...]) -> dict[str, str]:
+def _normalize(names: tuple[str, ...]) -> dict[str, str]:
     plain = {name: _WRAPPER.sub("", name) for name in names}
     while True:
-        # A generator's state lies beside the model and has no prefix; the optimizer is looked at below.
+        # RNG states have no prefix; optimizer names are handled below.
         model = [
             name
             for name, short in plain.items()
-            if not short.startswith("optimizer.") and (short.startswith("module.") or not is_random(short.split(".")))
+            if not short.startswith("optimizer.")
+            and (short.startswith("module.") or not is_rng_state(short.split(".")))
         ]
         if not model or not all(plain[name].startswith("module.") for name in model):
             break
@@ -44,34 +45,33 @@ def _normalized(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def normalize(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the one without wrapper prefixes.
+    """Map each name to the name without wrapper prefixes.
 
-    `_orig_mod.` and `_fsdp_wrapped_module.` are taken out wherever they stand; no one names a module so. `module.` is
-    taken off only where every tensor of the model has it in front, for a model may well have a submodule of that name.
-    A name that would become equal to another one stays as it is.
+    `_orig_mod.` and `_fsdp_wrapped_module.` are removed at every level. `module.` is removed only if all tensors of the
+    model start with it, because a model may have a submodule of this name. A name that would collide is not changed.
     """
-    return dict(_normalized(tuple(names)))  # a thousand ranks have the same, and a live check asks again and again
+    return dict(_normalize(tuple(names)))  # cached: ranks have equal names, and live checks repeat
 
 
-def by_normal_name(found: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return what is kept by names of one checkpoint by these names without wrapper prefixes."""
+def normalize_keys(found: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Replace the keys of a mapping by names without wrapper prefixes."""
     return {normal: found[name] for name, normal in normalize(found).items()}
 
 
-def free_name(name: str, taken: Container[str]) -> str:
-    """Return a name that is not taken: the name itself, else `name#2`, `name#3` and so on."""
+def make_unique_name(name: str, taken: Container[str]) -> str:
+    """Return the name, or `name#2`, `name#3`, ... if it is taken."""
     free, i = name, 2
     while free in taken:
         free, i = f"{name}#{i}", i + 1
     return free
 
 
-def is_random(parts: Iterable[str]) -> bool:
-    """Whether the parts of a name say that it is of a random number generator."""
+def is_rng_state(parts: Iterable[str]) -> bool:
+    """Whether a name, split at its dots, belongs to an RNG state."""
     return any(part in _RNG or part.endswith("_rng_state") for part in parts)
 
 
-def bn_sibling(name: str, of: str) -> str:
-    """Name of the tensor `of` beside `name` in the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
+def sibling_name(name: str, of: str) -> str:
+    """Return the name of a tensor of the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
     prefix, dot, _ = name.rpartition(".")
     return f"{prefix}{dot}{of}"

@@ -21,7 +21,7 @@ _SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECAS
 _NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
 
 
-def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
+def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
     """Yield files and folders without a checkpoint whose names differ from a checkpoint's only in the numbers.
 
     Examples beside rank_0 and rank_2: an empty rank_1, rank_1.npz, a folder rank_1/ without a checkpoint. A file with
@@ -30,16 +30,16 @@ def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) ->
     """
     known: dict[str, dict[tuple[str, ...], str]] = {}
 
-    def learn(key: str, path: str) -> None:
+    def add_name(key: str, path: str) -> None:
         known.setdefault(_DIGITS.sub("*", key), {}).setdefault(tuple(_DIGITS.findall(key)), path)
 
     for path in taken:
         stem = _SUFFIX.sub("", os.path.relpath(path, folder))
-        learn(stem, path)
-        learn(os.path.basename(stem), path)
+        add_name(stem, path)
+        add_name(os.path.basename(stem), path)
         parts = stem.split("/")
         for depth in range(1, len(parts)):
-            learn("/".join(parts[:depth]) + "/", path)
+            add_name("/".join(parts[:depth]) + "/", path)
     for path in others:
         relative = os.path.relpath(path, folder)
         if path.endswith("/"):
@@ -56,21 +56,21 @@ def unlike_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) ->
             if numbers and alike and numbers not in alike:
                 what = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
                 like = os.path.relpath(next(iter(alike.values())), folder)
-                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or leave it out")
+                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or remove it")
                 break
 
 
-def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
-    """Keep one of several paths to the same file, or to folders of the same files, and return the others as aliases.
+def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
+    """Keep one path of each checkpoint, and return the other paths to the same files as aliases.
 
-    Symbolic links, hard links and links to folders count alike.
+    Symbolic links, hard links and links to folders count equally.
     """
     kept: dict[str, Snapshot] = {}
     aliases: list[Alias] = []
     by_files: dict[frozenset[tuple[int, int]], str] = {}
     # Links come last, so the kept path is the file itself.
     for snapshot in sorted(snapshots, key=lambda s: os.path.islink(s.path)):
-        files = _identities(snapshot)
+        files = _list_file_ids(snapshot)
         if files and files in by_files:
             aliases.append(Alias(snapshot.path, by_files[files]))
         else:
@@ -79,22 +79,22 @@ def without_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list
     return [snapshot for snapshot in snapshots if snapshot.path in kept], aliases
 
 
-def shared_files(ranks: Ranked) -> Iterator[Unreadable]:
+def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
     """Yield the replicas of a group that share some of their files with another replica, by links.
 
-    The shared files equal themselves, so such a replica may be out of sync but never in sync.
+    A shared file equals itself, so the comparison may be out of sync but never in sync.
     """
     taken: dict[tuple[int, int], str] = {}
     for _, snapshot in ranks if len(ranks) > 1 else ():
-        files = _identities(snapshot)
+        files = _list_file_ids(snapshot)
         known = [taken[file] for file in files if file in taken]
         if known:
-            found = f"{len(known)} of its {len(files)} files are links to those of {known[0]}"
+            found = f"{len(known)} of its {len(files)} files are links to files of {known[0]}"
             yield Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead")
         taken |= dict.fromkeys(files, snapshot.path)
 
 
-def _identities(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
+def _list_file_ids(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
     """Return device and inode of each file with tensors, or of the checkpoint's path if no tensor is in a file."""
     found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
     if not found:

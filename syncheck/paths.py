@@ -1,4 +1,4 @@
-"""From what a user typed to the files to open."""
+"""Find and open the checkpoints under the paths that a user passed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.messages import names_text
-from syncheck.omissions import unlike_siblings
+from syncheck.omissions import find_unread_siblings
 from syncheck.records import Alias, Unreadable
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Opened:
-    """The checkpoints found under the paths given.
+    """Checkpoints found under the given paths.
 
-    roots: for each checkpoint found in a folder, that folder. skipped: number of files in folders that are no
-    checkpoints. aliases: links to folders that were entered under another name.
+    roots: the folder in which a checkpoint was found, by its path. skipped: number of files in folders that are not
+    checkpoints. aliases: links to folders that were also reached by another path.
     """
 
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -39,39 +39,39 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A folder that is itself one checkpoint."""
+    """A folder that is a single checkpoint."""
 
     path: str
 
 
-def open_all(paths: Sequence[str]) -> Opened:
+def open_checkpoints(paths: Sequence[str]) -> Opened:
     """Open every checkpoint under the paths: files, folders, or globs that the shell did not expand.
 
-    A folder that is itself a checkpoint is one, wherever it is found, and its files are none of their own. A path named
-    by the user that cannot be opened is kept as unreadable. In a folder, files that are no checkpoints are counted and
-    skipped, but one with a checkpoint's ending, or named like a checkpoint there, is unreadable.
+    A folder in a folder format counts as a single checkpoint, and its files are not opened separately. A path passed by
+    the user is reported as unreadable if it cannot be opened. Within a folder, files that are not checkpoints are
+    counted and skipped, unless they have a checkpoint's file extension, or a name like the checkpoints beside them.
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
-    seen: dict[str, bool] = {}  # a path written in two ways is one file
-    for path in _expanded(paths):
+    seen: dict[str, bool] = {}  # by absolute path, because a path can be given in several spellings
+    for path in _expand_globs(paths):
         before = opened.skipped
         if os.path.isdir(path):
-            # The shell completes a folder's name with a slash, behind which no name is left to take a rank from.
-            if not _add_folder(path.rstrip("/") or path, opened, seen):
+            # Shell completion appends a slash, which would leave an empty name to take the rank from.
+            if not _open_folder(path.rstrip("/") or path, opened, seen):
                 skipped = opened.skipped - before
                 raise UsageError(
-                    f"{path}: no checkpoint in this folder ({skipped} other files); needs files of "
-                    "torch.save or safetensors. Train with --save-per-rank, or name the right folder."
+                    f"{path}: no checkpoint in this folder ({skipped} other files); pass a folder with torch.save or "
+                    "safetensors files, or train with --save-per-rank"
                 )
-        elif _place(path) not in seen:
-            _add(path, opened)
-            seen[_place(path)] = True
+        elif _absolute_path(path) not in seen:
+            _open_checkpoint(path, opened)
+            seen[_absolute_path(path)] = True
     return opened
 
 
-def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
-    """Open the checkpoints of a folder, and return whether there is any. seen: by path, whether it was taken."""
+def _open_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
+    """Open the checkpoints of a folder and return whether it has any. seen: whether a path is a checkpoint."""
     taken: list[str] = []
     others: list[str] = []
     unreadable = len(opened.unreadable)
@@ -83,31 +83,31 @@ def _add_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
             opened.aliases.append(found)
             continue
         path = found.path if isinstance(found, Whole) else found
-        place = _place(path)
-        if place not in seen:
+        absolute = _absolute_path(path)
+        if absolute not in seen:
             if isinstance(found, Whole):
-                seen |= dict.fromkeys(map(_place, _add(path, opened)), True)
-                seen[place] = True
+                seen |= dict.fromkeys(map(_absolute_path, _open_checkpoint(path, opened)), True)
+                seen[absolute] = True
             else:
-                seen[place] = not path.endswith("/") and _add_from_folder(path, opened)
-            if seen[place]:
+                seen[absolute] = not path.endswith("/") and _open_folder_file(path, opened)
+            if seen[absolute]:
                 opened.roots[path] = folder
-        (taken if seen[place] else others).append(path)
+        (taken if seen[absolute] else others).append(path)
     if taken == [folder]:
-        opened.roots.pop(folder, None)  # it was named itself, and nothing in it
-    opened.unreadable += unlike_siblings(folder, taken, others)
+        opened.roots.pop(folder, None)  # the user passed this checkpoint itself
+    opened.unreadable += find_unread_siblings(folder, taken, others)
     return bool(taken) or len(opened.unreadable) > unreadable
 
 
-def _place(path: str) -> str:
-    """Return a path from the top, the same however it was written; the shell may know this folder by a link."""
+def _absolute_path(path: str) -> str:
+    """Return one absolute path for all spellings of a path; $PWD may contain a link to the current folder."""
     try:
-        if "/../" in f"{path}/":  # above a folder that is a link lies the folder that the link leads to
+        if "/../" in f"{path}/":  # the parent of a linked folder is the parent of the link's target
             above, _, rest = f"{path}/".rpartition("/../")
             path = os.path.join(os.path.realpath(f"{above}/.."), rest)
         path, shell = os.path.abspath(path), os.environ.get("PWD", "")
     except FileNotFoundError:
-        raise UsageError(f"{path}: the current folder was removed; go to one that is there") from None
+        raise UsageError(f"{path}: the current folder was removed; change to an existing folder") from None
     if path.startswith(f"{shell}/") and os.path.isabs(shell):
         with contextlib.suppress(OSError):
             if os.path.samefile(shell, "."):
@@ -115,20 +115,22 @@ def _place(path: str) -> str:
     return path
 
 
-def alike(paths: Iterable[str]) -> dict[str, str]:
-    """Return for each path how it is written if all are written in one way: without detours, and from one place.
+def unify_paths(paths: Iterable[str]) -> dict[str, str]:
+    """Return how to print each path, so that all are relative or all are absolute, without `.` and `..`.
 
-    Where they mix, those below the current folder are seen from there and all others from the top.
+    In a mixture, paths below the current folder are relative to it, and all other paths are absolute.
     """
     paths = list(paths)
     kinds = {os.path.isabs(path) for path in paths}
     if len(kinds) < 2:
         return {path: os.path.normpath(path) for path in paths}
-    here = f"{os.getcwd()}/"
-    return {path: place.removeprefix(here) for path, place in zip(paths, map(_place, paths), strict=True)}
+    current = f"{os.getcwd()}/"
+    return {
+        path: absolute.removeprefix(current) for path, absolute in zip(paths, map(_absolute_path, paths), strict=True)
+    }
 
 
-def _expanded(paths: Sequence[str]) -> list[str]:
+def _expand_globs(paths: Sequence[str]) -> list[str]:
     found: list[str] = []
     for path in paths:
         if os.path.lexists(path) or not glob.has_magic(path):
@@ -136,13 +138,13 @@ def _expanded(paths: Sequence[str]) -> list[str]:
             continue
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise UsageError(f"{path}: no file matches this pattern. {_beside(path)}")
+            raise UsageError(f"{path}: no file matches this pattern. {_describe_folder(path)}")
         found += matches
     return found
 
 
-def _beside(pattern: str) -> str:
-    """Say what is where a pattern was to match: a folder that is not there, or some of what it holds."""
+def _describe_folder(pattern: str) -> str:
+    """Explain a glob without a match: its folder does not exist, or contains other names."""
     folder = os.path.dirname(pattern)
     while glob.has_magic(folder):
         folder = os.path.dirname(folder)
@@ -150,11 +152,11 @@ def _beside(pattern: str) -> str:
         names = sorted(name for name in os.listdir(folder or ".") if not name.startswith("."))
     except OSError as error:
         return f"{folder}: {UnreadableFile.because(folder, error).reason}."
-    return f"{folder or 'This folder'} holds {names_text(names, 2) or 'nothing'}."
+    return f"{folder or 'This folder'} contains {names_text(names, 2) or 'nothing'}."
 
 
 def holds_checkpoint(path: str) -> bool:
-    """Whether a path is a file that `open_all` would take from a folder, or a folder with a checkpoint in it."""
+    """Whether `open_checkpoints` would find a checkpoint at this path, a file or a folder."""
     if os.path.isdir(path):
         return any(
             isinstance(found, Whole) or (isinstance(found, str) and _is_checkpoint(found)) for found in _walk(path)
@@ -166,99 +168,98 @@ def _is_checkpoint(path: str) -> bool:
     if os.path.basename(path) in readers.SETTINGS:
         return False
     try:
-        return path.lower().endswith(readers.ENDINGS) or readers.sniff(path) is not None
+        return path.lower().endswith(readers.EXTENSIONS) or readers.sniff(path) is not None
     except UnreadableFile:
         return False
 
 
 def _walk(folder: str) -> Iterator[str | Whole | Alias | Unreadable]:
-    """Yield all files below a folder in a fixed order, folders with a slash, and each that cannot be entered.
+    """Yield the files below a folder in a fixed order, folders with a trailing slash, and folders that cannot be read.
 
-    A folder that is one checkpoint comes in place of the files that belong to it. Hidden files and folders are left
-    alone. Links to folders come last, and each folder is entered once: a link to a folder that was entered is an alias,
-    and one to a folder above shows nothing new.
+    A folder that is a single checkpoint replaces its files. Hidden files and folders are ignored. Links to folders come
+    last, and each folder is entered once: a second path to a folder is an alias, and links to a parent are ignored.
     """
-    entered: dict[tuple[int, int], str] = {}
+    visited: dict[tuple[int, int], str] = {}
     with contextlib.suppress(OSError):
         above = Path(folder).resolve().parents
-        entered = {(at.st_dev, at.st_ino): "" for at in map(os.stat, above)}
-    waiting, links = [_Inside(folder)], list[_Inside]()
+        visited = {(at.st_dev, at.st_ino): "" for at in map(os.stat, above)}
+    waiting, links = [_Folder(folder)], list[_Folder]()
     while waiting or links:
-        inside = waiting.pop() if waiting else links.pop(0)
-        here = inside.path
+        folder_entry = waiting.pop() if waiting else links.pop(0)
+        current = folder_entry.path
         try:
-            at = os.stat(here)
-            known = entered.setdefault((at.st_dev, at.st_ino), here)
-            if known != here:
+            at = os.stat(current)
+            known = visited.setdefault((at.st_dev, at.st_ino), current)
+            if known != current:
                 if known:
-                    yield Alias(here, known)
+                    yield Alias(current, known)
                 continue
-            entries = _visible(here)
-            reader = readers.sniff_folder(here)
+            entries = _list_visible(current)
+            reader = readers.sniff_folder(current)
         except (OSError, UnreadableFile) as error:
-            wrong = error if isinstance(error, UnreadableFile) else UnreadableFile.because(here, error)
-            yield Unreadable(here, f"{wrong.reason}: what lies in this folder is not known")
+            wrong = error if isinstance(error, UnreadableFile) else UnreadableFile.because(current, error)
+            yield Unreadable(current, f"{wrong.reason}: could not list this folder")
             continue
         if reader is not None:
-            inside = _Inside(here, here, reader)
-            yield Whole(here)
+            folder_entry = _Folder(current, current, reader)
+            yield Whole(current)
         folders = []
         for entry in entries:
-            # Of a path that is too long for the system, only the entry itself says that it is a folder.
+            # For a path that exceeds the system's limit, only the directory entry knows whether it is a folder.
             if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path):
                 folders.append(entry)
-            elif not inside.belongs(entry.path):
+            elif not folder_entry.contains(entry.path):
                 yield entry.path
-        if here != folder and reader is None:
-            yield f"{here}/"
-        waiting += [replace(inside, path=entry.path) for entry in reversed(folders) if not entry.is_symlink()]
-        links += [replace(inside, path=entry.path) for entry in folders if entry.is_symlink()]
+        if current != folder and reader is None:
+            yield f"{current}/"
+        waiting += [replace(folder_entry, path=entry.path) for entry in reversed(folders) if not entry.is_symlink()]
+        links += [replace(folder_entry, path=entry.path) for entry in folders if entry.is_symlink()]
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """A folder to enter. whole: the folder at or above it that is one checkpoint, if any; reader: of that."""
+class _Folder:
+    """A folder to enter. whole: the enclosing folder that is a single checkpoint, if any. reader: its format."""
 
     path: str
     whole: str = ""
     reader: ModuleType | None = None
 
-    def belongs(self, path: str) -> bool:
-        """Whether a file is part of the checkpoint that the folder lies in."""
+    def contains(self, path: str) -> bool:
+        """Whether a file is part of the enclosing checkpoint."""
         return self.reader is not None and bool(self.reader.holds(os.path.relpath(path, self.whole)))
 
 
-def _visible(folder: str) -> list[os.DirEntry[str]]:
+def _list_visible(folder: str) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as scanned:
         return sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
-def _add(path: str, opened: Opened) -> set[str]:
-    """Open a checkpoint that was named or found, and return the files that its tensors lie in."""
+def _open_checkpoint(path: str, opened: Opened) -> set[str]:
+    """Open a checkpoint and return the files that contain its tensors."""
     try:
         snapshot = readers.read(path)
     except CheckpointError as error:
-        inside = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
-        opened.unreadable.append(Unreadable(path, f"{inside}{error.reason}"))
+        prefix = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
+        opened.unreadable.append(Unreadable(path, f"{prefix}{error.reason}"))
         return set()
     opened.snapshots.append(snapshot)
     return {tensor.path for tensor in snapshot.tensors.values()}
 
 
-def _add_from_folder(path: str, opened: Opened) -> bool:
-    """Open a file of a folder if it is a checkpoint by ending or content; return whether it was taken."""
+def _open_folder_file(path: str, opened: Opened) -> bool:
+    """Open a file of a folder if its extension or content is a checkpoint's; return whether it is a checkpoint."""
     if os.path.basename(path) in readers.SETTINGS:
         opened.skipped += 1
         return False
-    if path.lower().endswith(readers.ENDINGS):
-        _add(path, opened)
+    if path.lower().endswith(readers.EXTENSIONS):
+        _open_checkpoint(path, opened)
         return True
     try:
         if readers.sniff(path) is not None:
             opened.snapshots.append(readers.read(path))
             return True
     except (NotACheckpoint, UnreadableFile):
-        pass  # a zip of something else; a pipe or a dangling link that is no checkpoint by its name
+        pass  # an unrelated zip, a pipe or a dangling link without a checkpoint's extension
     except CheckpointError as error:
         opened.unreadable.append(Unreadable(path, error.reason))
         return True

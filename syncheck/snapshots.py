@@ -1,4 +1,4 @@
-"""What the readers find in checkpoints: names and places of tensors, values, and how shards lie over ranks; no data."""
+"""Records of an opened checkpoint: tensors with their location on disk, values, and shards; no tensor data."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
 
     from syncheck.messages import Message
 
-# What any tensor may have, of whatever format: torch counts elements and bytes in 63 bits, and has 64 dimensions.
+# torch's limits for any tensor: elements and bytes fit in 63 bits, and there are at most 64 dimensions.
 MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
 
 
 def are_naturals(numbers: Iterable[object]) -> bool:
-    """Whether all are what a size, a stride, an offset or a rank can be: integers from 0 to MOST_ELEMENTS."""
-    for n in numbers:  # noqa: SIM110 - twice as fast as all(), and called twice a tensor
+    """Whether all numbers are valid as sizes, strides, offsets or ranks: integers from 0 to MOST_ELEMENTS."""
+    for n in numbers:  # noqa: SIM110 - twice as fast as all(), and called twice for each tensor
         if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
             return False
     return True
 
 
-def in_c_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a tensor without gaps."""
-    if len(shape) == 1:  # as most of many small ones
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    if len(shape) == 1:  # a shortcut for the most frequent shape
         return (1,)
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def flat_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
-    """Return where in C order an element stands; the first where no index is given."""
-    return sum(at * stride for at, stride in zip(index or (), in_c_order(shape), strict=False))
+def ravel_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
+    """Return the position of an element in C order; 0 without an index."""
+    return sum(at * stride for at, stride in zip(index or (), contiguous_strides(shape), strict=False))
 
 
-def index_at(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the element that stands at this place in C order; () of a tensor without dimensions."""
+def unravel_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element at a position in C order; () for a scalar."""
     index: list[int] = []
     for size in reversed(shape):
         flat, at = divmod(flat, size)
@@ -47,7 +47,7 @@ def index_at(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What `syncheck.metadata()` wrote into a checkpoint, checked."""
+    """The validated content of a `syncheck.metadata()` block."""
 
     run: str | None = None
     run_id: str | None = None
@@ -57,12 +57,12 @@ class Metadata:
     world_size: int | None = None
     host: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    buffers: tuple[str, ...] | None = None  # names of the saved ones; None: no model was described
+    buffers: tuple[str, ...] | None = None  # names of the saved buffers; None if no model was described
     frozen: tuple[str, ...] = ()
     bn_momentum: Mapping[str, float | None] = field(default_factory=dict)
-    optimizer_parameters: tuple[str, ...] = ()  # names in the order of the optimizer's integer ids
+    optimizer_parameters: tuple[str, ...] = ()  # in the order of the optimizer's integer ids
     buffers_synced: bool | None = None
-    # Whether each rank holds a part of the optimizer's state; when local SGD averages. See `syncheck.metadata()`.
+    # Whether each rank has a shard of the optimizer state; when local SGD averages. See `syncheck.metadata()`.
     optimizer_sharded: bool = False
     averaging: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -70,20 +70,20 @@ class Metadata:
 
 
 class Sliced(Protocol):
-    """Bytes that lie elsewhere, such as in a live tensor: `[start:stop]` gives those, as of `bytes`."""
+    """Data that is not in memory: `[start:stop]` reads bytes, as for `bytes`."""
 
     def __getitem__(self, part: slice, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a DTensor is laid over a mesh of ranks; the `Tensor` it belongs to is one rank's part of it.
+    """The layout of a DTensor on a mesh of ranks; its `Tensor` is one rank's shard.
 
-    mesh: sizes of the mesh's dimensions. names: the dimensions' names, empty if the mesh has none. ranks: the ranks of
-    the mesh, flattened in C order. placements: one for each dimension of the mesh, as torch prints them: "R" for
-    replicated, "S(0)" for sharded along the tensor's dimension 0, "P(sum)" for a part of a sum.
-    shape: of the whole tensor. coordinate: where this rank stands in the mesh; empty where that is not known. beside:
-    where it stands along the other dimensions of the root mesh, if the mesh is a part of one and the file says it.
+    mesh: sizes of the mesh dimensions. names: of the mesh dimensions, empty if unnamed. ranks: of the mesh, flattened
+    in C order. placements: one per mesh dimension, as torch prints them: "R" for replicated, "S(0)" for sharded along
+    tensor dimension 0, "P(sum)" for partial.
+    shape: of the full tensor. coordinate: of this rank in the mesh, empty if unknown. beside: this rank's coordinates
+    in the other dimensions of the root mesh, if the mesh is a submesh and the file contains its root.
     """
 
     mesh: tuple[int, ...]
@@ -96,8 +96,8 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a tensor that is stored in several pieces. start: where it begins, in elements by dimension."""
+class Shard:
+    """A box of a tensor that is stored in several boxes. start: its first index in the full tensor."""
 
     tensor: Tensor
     start: tuple[int, ...]
@@ -105,9 +105,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a fingerprint keeps of a tensor's bytes (in C order, little-endian).
+    """The digest and statistics of a tensor in a fingerprint, over its bytes in C order, little-endian.
 
-    Digests of different algorithms are never compared. Moments are over finite elements, None where there are none.
+    Digests of different algorithms are not comparable. Statistics cover finite elements, and are None without any.
     """
 
     algorithm: str
@@ -121,45 +121,45 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of one checkpoint: what it is and where its bytes lie. The bytes stay on disk.
+    """One tensor of a checkpoint: its description and the location of its bytes, which stay on disk.
 
-    shape: elements by dimension, as torch has it; empty for a scalar. path: of the file that its bytes lie in.
-    big_endian: whether the most significant byte of an element comes first.
+    shape: () for a scalar. path: the file that contains the bytes. big_endian: whether elements are stored with the
+    most significant byte first.
     """
 
     name: str
-    """As stored, without its container; optimizer state is `optimizer.<parameter>.<state>`."""
+    """As stored, without its container key; optimizer state is `optimizer.<parameter>.<state>`."""
     dtype: str
-    """Torch's name without `torch.`: float32, bfloat16, int64, ..."""
+    """torch's name without `torch.`: float32, bfloat16, int64, ..."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements, as torch counts them."""
+    """In elements."""
     path: str
     offset: int
-    """Of the first element, in bytes from the start of the file."""
+    """Position of the first element in the file, in bytes."""
     big_endian: bool = False
     lazy: str = ""
-    """"conj" or "neg": the operation that torch left to be done on reading."""
+    """"conj" or "neg": an operation that torch stored as a flag and applies on reading."""
     refused: Message | None = None
-    """Why the bytes of this tensor cannot be compared: a `Refusal`."""
+    """Why the tensor cannot be compared: a `Refusal`."""
     data: bytes | Sliced | None = None
-    """The bytes themselves, of a numpy array that lies in a pickle or of a tensor in memory; else they stay on disk."""
+    """The bytes, for tensors in memory and numpy arrays within a pickle; None if they are on disk."""
     parameter: bool = False
-    """Whether it is known to be a parameter, whatever its name: of a module in memory."""
+    """Whether the tensor is a module's parameter in memory, regardless of its name."""
     opened: os.stat_result | None = None
-    """The file as it was when the tensor's place was read; None for what lies in no file."""
+    """The file's status when the checkpoint was opened; None without a file."""
     crc32: int | None = None
-    """What torch.save stored for these bytes and no others; None where it stored none (its 0 proves nothing)."""
+    """The checksum that torch.save stored for exactly these bytes; None without a checksum, or with checksum 0."""
     record: tuple[int, int, int] | None = None
-    """(CRC-32, first byte, bytes) of the record that these, and perhaps others, lie in; None where none is stored."""
-    parts: tuple[Part, ...] = ()
-    """Of a tensor that is stored in pieces: these cover it, without overlap; then its own place means nothing."""
+    """(CRC-32, first byte, length) of the zip record with these bytes; None without a checksum."""
+    shards: tuple[Shard, ...] = ()
+    """For a tensor in several boxes: they cover it without overlap, and replace its own path and offset."""
     sharding: Sharding | None = None
-    """Of a DTensor: these bytes are this rank's part."""
+    """For a DTensor, whose bytes are one rank's shard."""
     digest: Digest | None = None
-    """Of a fingerprint: stands for the bytes, which are not there."""
+    """For a tensor of a fingerprint, which has no bytes."""
     same: bytes = b""
-    """Where given: equal on replicas of equal bytes and on no others, so that these are told without reading any."""
+    """If set, equal on two replicas if and only if their bytes are equal, so that the bytes need not be read."""
 
     @property
     def numel(self) -> int:
@@ -169,10 +169,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One replica's checkpoint, opened: names and places, no data.
+    """One opened checkpoint, without tensor data.
 
-    path: of the file or folder. format: how it was read, such as `torch-zip`. bytes: of the file, or of all files of
-    the folder. tensors: by name. metadata: what `syncheck.metadata()` wrote, None where there is no such block.
+    path: of the file or folder. format: such as `torch-zip`. bytes: size of the file, or of all files of the folder.
+    tensors: by name. metadata: the `syncheck.metadata()` block, if the file has one.
     """
 
     path: str
@@ -182,18 +182,18 @@ class Snapshot:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Python numbers, strings and None by dotted name: step, epoch, param_groups, ..."""
     stubs: tuple[str, ...] = ()
-    """Globals of the pickle that became inert: not compared."""
+    """Unknown classes and functions in the pickle, whose objects are not compared."""
     metadata: Metadata | None = None
     notes: tuple[Message, ...] = ()
-    """What a reader of the answer must know of this file or its format."""
+    """Limits of the file or its format that readers of a result should know."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Names of one tensor, where the tensors have no places that tell it: those of another process's file."""
+    """Groups of names of one tensor, if it has no location to show this because another process read the file."""
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """The rank's coordinate by dimension of the mesh, if the file's name has it."""
+    """The rank's mesh coordinate by dimension, if the path contains it."""
     host: str | None = None
-    """The machine, if the path names it."""
+    """The machine, if the path contains it."""
     numbered: tuple[str, ...] = ()
-    """Parameters of an optimizer that numbers them, by their names if the shapes of tensors give these, else by number.
+    """Parameters of an optimizer that numbers its parameters: names if tensor shapes determine them, else numbers.
     Empty if the file names the parameters."""
-    shards: frozenset[str] = frozenset()
-    """Labels of the parts that a folder holds, if other folders may hold others: they stand in the tensors' names."""
+    shard_labels: frozenset[str] = frozenset()
+    """Labels (within tensor names) of the shards in a folder, if other folders can contain other shards."""

@@ -1,10 +1,10 @@
-"""Which plain tensors every tensor-parallel rank holds whole, by their names.
+"""Find plain tensors that tensor parallelism replicates, by name.
 
-Nothing in a file tells a part from a copy, and a part that is taken for a copy is a wrong alarm. So only names are
-taken that Megatron, transformers and torchtitan give to what is replicated over the tensor-parallel ranks: norms at
-the width of the model, routers, and the biases that row-parallel layers add after their sum. Not taken are norms of
-queries and keys, and those within a layer's own width (of a state-space mixer, of an expert, inside an attention or
-an MLP), which some models divide, and biases of column-parallel layers, which are divided.
+A file does not record whether a plain tensor is a shard or a replica, and to compare shards as replicas would be a
+false alarm. Only names used by Megatron, transformers and torchtitan for replicated tensors are accepted: norms over
+the hidden size, routers, and biases that row-parallel layers add after their reduction. Norms of queries and keys and
+norms within a layer (state-space mixers, experts, attention, MLP) are excluded because some models shard them, and
+biases of column-parallel layers because they are sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Of a mesh of ranks, as the libraries and their examples call it. `mp` may be pipeline stages too.
+# Names of the tensor-parallel mesh dimension. `mp` is excluded: it may be the pipeline's dimension.
 TENSOR_PARALLEL = frozenset({"tp", "tensor", "tensor_parallel"})
 
 _PLACE = "input|post|pre|final|self|cross|attn|attention|mlp|ffn|feed_?forward|word|embeddings?|embed|layer|rms"
@@ -23,25 +23,25 @@ _NORM = re.compile(
     rf"(?:(?:{_PLACE})_?)*(?:layer_?norm|rms_?norm|norm)(?:_?(?:f|final|\d))?|ln(?:_?(?:\d|f|final|attn|mlp))?|norm\d"
 )
 _NORM_LEAVES = frozenset({"weight", "bias"})
-# TransformerEngine keeps a norm in the linear layer that follows it.
+# TransformerEngine stores a norm in the linear layer after it.
 _FUSED = frozenset({"layer_norm_weight", "layer_norm_bias"})
 _ROUTER_LEAVES = frozenset({"weight", "bias", "expert_bias", "e_score_correction_bias"})
 _ROW_PARALLEL = frozenset({"o_proj", "down_proj", "linear_proj", "linear_fc2", "dense_4h_to_h"})
 _ATTENTION = frozenset({"self_attention", "attention", "inter_attention"})
-# Parts of names above a tensor whose own layers may be divided in other ways.
+# Name segments of modules whose layers may be sharded in another way.
 _DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
-# A norm right in one of these is of its inner width.
+# Modules whose norms are over an inner dimension.
 _INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
 
 
-def replicated(names: Iterable[str]) -> frozenset[str]:
-    """Return those of a model's tensors, and of its optimizer's, that tensor parallelism does not divide."""
+def find_replicated(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of model and optimizer tensors that tensor parallelism replicates."""
     names = tuple(names)
     with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}
-    return frozenset(name for name in names if _is_replicated(_parameter(name), with_experts))
+    return frozenset(name for name in names if _is_replicated(_parameter_name(name), with_experts))
 
 
-def _parameter(name: str) -> str:
+def _parameter_name(name: str) -> str:
     if not name.startswith("optimizer."):
         return name
     return name.removeprefix("optimizer.").rpartition(".")[0]

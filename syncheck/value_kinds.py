@@ -1,4 +1,4 @@
-"""Classify the Python values beside the tensors: by name, and by the values that share a container with them."""
+"""Classify Python values of a checkpoint by their names and by the other keys of their containers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.names import is_random
+from syncheck.names import is_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from syncheck.records import ValueKind
 
-# Values that belong to a rank by their last name.
+# Last name segments of values that differ between ranks by design.
 _OWN = frozenset(
     "rank local_rank global_rank node_rank process_rank dp_rank tp_rank pp_rank ep_rank cp_rank mp_rank host hostname "
     "nodename node_id device device_id device_index gpu gpu_id cuda_device pid process_id process_index "
     "local_process_index ip ip_address time timestamp wall_time elapsed_time "
-    "prev_loss".split()  # LBFGS keeps the loss of the rank's own batch
+    "prev_loss".split()  # LBFGS stores the loss of the rank's own batch
 )
-# Keys that only a loss scaler's state has, of torch, apex, DeepSpeed and Megatron, and names of the scale itself.
+# Keys of loss-scaler states in torch, apex, DeepSpeed and Megatron; SCALES are the names of the scale itself.
 _SCALER_KEYS = frozenset(
     "growth_factor backoff_factor growth_interval _growth_tracker growth_tracker hysteresis_tracker unskipped "
     "last_overflow_iter".split()
 )
 SCALES = frozenset("scale _scale loss_scale cur_scale".split())
-# Keys of a learning-rate scheduler's state; two of them tell it from other containers.
+# Keys of learning-rate scheduler states. Two of them identify a scheduler.
 _SCHEDULER_KEYS = frozenset("last_epoch _step_count _get_lr_called_within_step num_bad_epochs cooldown_counter".split())
 SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
 _SCALER = re.compile(r"scaler|^amp$|_amp_|^amp_|_amp$|^loss_scale$|^skipped_steps$")
@@ -39,9 +39,9 @@ _PROGRESS = re.compile(
     rf"_*(?:(?:{_WORD})_)*(?:(?:step|epoch|iter|iteration|update)s?|it)(?:_(?:{_WORD}))*|global_samples|"
     r"consumed_(?:train_)?samples|(?:global_|current_|cur_)?batch|batch_(?:idx|index)|_?batches_(?:seen|done|that_stepped)"
 )
-# Lightning counts each of these for what its loops run, as in `loops.fit_loop.epoch_progress.current.completed`.
+# Lightning's progress counters, as in `loops.fit_loop.epoch_progress.current.completed`.
 _LOOP_COUNTS = frozenset("ready started processed completed".split())
-# Words of containers whose counters and rates are notes or data of each rank; those of what the user configured.
+# Containers of logs or of each rank's own data, containers of the user's configuration, and averaged models.
 _ASIDE = frozenset(
     "callbacks callback metrics metric meters meter log logs logger loggers results loader dataloader dataloaders "
     "sampler dataset data val valid validate validation eval evaluation test predict best stats profiler".split()
@@ -50,29 +50,29 @@ _CONFIG = frozenset("args cfg config conf hparams hyper".split())
 _AVERAGES = frozenset("ema swa average averaged averager".split())
 
 
-def is_own(name: str) -> bool:
-    """Whether a value differs between ranks by design: a rank, host, device, time, or random number state."""
+def differs_by_design(name: str) -> bool:
+    """Whether a value differs between ranks by design: a rank, host, device, time, or RNG state."""
     parts = name.split(".")
-    return parts[-1].lower() in _OWN or is_random(parts)
+    return parts[-1].lower() in _OWN or is_rng_state(parts)
 
 
-def value_kinds(names: Iterable[str]) -> Callable[[str], ValueKind]:
-    """Return a function that classifies the values of a checkpoint. names: of all of them, for their containers."""
+def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
+    """Return a function that classifies the values of a checkpoint. names: all of them, to recognize containers."""
     keys: dict[str, set[str]] = defaultdict(set)
     for name in names:
-        home, _, key = name.rpartition(".")
-        keys[home].add(key)
-    scalers = {home for home, of in keys.items() if home and of & _SCALER_KEYS and of & SCALES}
-    schedulers = {home for home, of in keys.items() if home and len(of & _SCHEDULER_KEYS) > 1}
+        container, _, key = name.rpartition(".")
+        keys[container].add(key)
+    scalers = {container for container, of in keys.items() if container and of & _SCALER_KEYS and of & SCALES}
+    schedulers = {container for container, of in keys.items() if container and len(of & _SCHEDULER_KEYS) > 1}
 
     def kind_of(name: str) -> ValueKind:
         lowered = name.lower().split(".")
-        homes = {name[:at] for at, letter in enumerate(name) if letter == "."}
+        containers = {name[:at] for at, letter in enumerate(name) if letter == "."}
         if "param_groups" in lowered or (lowered[0] == "optimizer" and lowered[-1] == "step"):
             return "counter" if lowered[-1] == "step" else "setting"
-        if any(map(_SCALER.search, lowered)) or homes & scalers:
+        if any(map(_SCALER.search, lowered)) or containers & scalers:
             return "scaler"
-        if lowered[0] == "optimizer" or any(map(_SCHEDULER.search, lowered)) or homes & schedulers:
+        if lowered[0] == "optimizer" or any(map(_SCHEDULER.search, lowered)) or containers & schedulers:
             return "setting"
         words = {word for part in lowered[:-1] for word in re.split(r"[^a-z]+", part)}
         if words & _ASIDE:

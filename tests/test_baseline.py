@@ -12,8 +12,9 @@ import pytest
 from checkpoints import changed, network, save, snapshot
 
 import syncheck
-from syncheck import baseline, layout, testing
+from syncheck import baseline, testing
 from syncheck.errors import OutOfSync, UsageError
+from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Fact
 from syncheck.report import words
 
@@ -237,7 +238,7 @@ def test_runs_of_one_name_are_told_apart_wherever_they_lie(tmp_path: Path) -> No
 
 def test_labels_have_no_run_id_and_no_step() -> None:
     """Launches of one run in two folders are told apart by these, with steps and ranks in the folders left open."""
-    found = layout.group(
+    found = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/ddp_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank, step=step)
             for job in ("a", "b")
@@ -246,7 +247,7 @@ def test_labels_have_no_run_id_and_no_step() -> None:
         ]
     )
     assert {(replicas.run_id, replicas.label) for replicas in found} == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
-    plain = layout.group(
+    plain = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/files/ddp_rank{rank}.pth")
             for job in ("a", "b")
@@ -255,7 +256,7 @@ def test_labels_have_no_run_id_and_no_step() -> None:
         ]
     )
     assert [replicas.label for replicas in plain] == ["a/ddp"] * 2 + ["b/ddp"] * 2
-    again = layout.group(
+    again = group_replicas(
         [
             snapshot(f"ckpts/ddp_{job}_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank)
             for job in ("a", "b")

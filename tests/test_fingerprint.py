@@ -187,7 +187,7 @@ def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
         places([a, b], "out")
     with pytest.raises(UsageError, match="need a folder"):
         places([a, b], a.path)
-    with pytest.raises(UsageError, match="a checkpoint lies there"):
+    with pytest.raises(UsageError, match="would overwrite a checkpoint"):
         places([a], b.path)
     with pytest.raises(UsageError, match="already"):
         places([read_back(a, tmp_path / "f.json")], "out")

@@ -119,10 +119,14 @@ def test_errors_must_be_one_line_on_the_file(text: str, tmp_path: Path, monkeypa
 def test_reads_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second read of the same bytes gives the same; NaN is the same as NaN."""
     count = iter(range(10))
-    real = files.settled
-    monkeypatch.setattr(files, "settled", lambda s: real(Snapshot(**{**parts(s), "values": {"n": next(count)}})))
+    real = files.remove_bookkeeping
+    monkeypatch.setattr(
+        files, "remove_bookkeeping", lambda s: real(Snapshot(**{**parts(s), "values": {"n": next(count)}}))
+    )
     assert broken(tmp_path).kind == "two reads of one file are not the same"
-    monkeypatch.setattr(files, "settled", lambda s: real(Snapshot(**{**parts(s), "values": {"n": float("nan")}})))
+    monkeypatch.setattr(
+        files, "remove_bookkeeping", lambda s: real(Snapshot(**{**parts(s), "values": {"n": float("nan")}}))
+    )
     TARGETS["zip"].check(SMALL, tmp_path)
 
 

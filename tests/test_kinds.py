@@ -1,4 +1,4 @@
-"""What each tensor is, and how sure that is."""
+"""Kinds of tensors, and their certainty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from checkpoints import save
 
 import syncheck
-from syncheck.kinds import KINDS, kinds_of, selector
+from syncheck.kinds import KINDS, classify_tensors, make_selector
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -40,72 +40,77 @@ BN = {"bn.running_mean": (4,), "bn.running_var": (4,), "bn.num_batches_tracked":
     ],
 )
 def test_well_known_names(name: str, kind: str) -> None:
-    """A name that libraries use for one thing is that thing, and one that only looks alike is not."""
+    """Well-known names of libraries have their kind, and similar names do not."""
     shape = () if name.endswith(("step", "scale")) else (3,)
-    assert kinds_of({name: shape}, None)[0] == {name: kind}
+    assert classify_tensors({name: shape}, None)[0] == {name: kind}
     assert kind in KINDS
 
 
 def test_batchnorm_by_siblings() -> None:
-    """Running statistics are known by their siblings; a parameter that is merely called so is none."""
-    assert list(kinds_of(BN, None)[0].values()) == ["bn_mean", "bn_var", "bn_count"]
-    assert kinds_of({"x.running_mean": (4,)}, None)[0] == {"x.running_mean": "parameter"}
-    assert list(kinds_of({"running_mean": (4,), "running_var": (4,)}, None)[0].values()) == ["bn_mean", "bn_var"]
+    """Running statistics are confirmed by their siblings; a parameter with such a name is a parameter."""
+    assert list(classify_tensors(BN, None)[0].values()) == ["bn_mean", "bn_var", "bn_count"]
+    assert classify_tensors({"x.running_mean": (4,)}, None)[0] == {"x.running_mean": "parameter"}
+    assert list(classify_tensors({"running_mean": (4,), "running_var": (4,)}, None)[0].values()) == [
+        "bn_mean",
+        "bn_var",
+    ]
 
 
-def test_metadata_is_believed_over_names() -> None:
-    """Recorded buffer names decide, in both directions, and nothing is guessed."""
+def test_metadata_precedes_names() -> None:
+    """Recorded buffer names decide in both directions, and nothing is guessed."""
     shapes = {"a": (2,), "x.inv_freq": (2,)} | BN
-    kinds, guessed, _ = kinds_of(shapes, Metadata(buffers=("a", *BN)), ["x.*"])
+    kinds, guessed, _ = classify_tensors(shapes, Metadata(buffers=("a", *BN)), ["x.*"])
     assert (kinds["a"], kinds["x.inv_freq"], guessed) == ("buffer", "parameter", False)
     assert kinds["bn.running_mean"] == "bn_mean"
 
 
 def test_a_submodule_may_have_the_name_of_a_helper() -> None:
-    """What is known to be a parameter or buffer is that, though it is called as an optimizer, scaler or generator."""
+    """Known parameters and buffers keep their kind with a name of an optimizer, scaler or RNG state."""
     names = [f"{of}.weight" for of in ("rng", "random_state", "ema", "scaler", "optimizer")]
     shapes = dict.fromkeys(names, (2,))
-    assert set(kinds_of(shapes, Metadata(buffers=tuple(names)))[0].values()) == {"buffer"}
-    assert set(kinds_of(shapes, Metadata(buffers=(), optimizer_parameters=tuple(names)))[0].values()) == {"parameter"}
-    assert set(kinds_of(shapes, None, parameters=names)[0].values()) == {"parameter"}
+    assert set(classify_tensors(shapes, Metadata(buffers=tuple(names)))[0].values()) == {"buffer"}
+    assert set(classify_tensors(shapes, Metadata(buffers=(), optimizer_parameters=tuple(names)))[0].values()) == {
+        "parameter"
+    }
+    assert set(classify_tensors(shapes, None, parameters=names)[0].values()) == {"parameter"}
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("uint8", "rng"), ("uint32", "rng"), ("float32", "parameter"), ("int64", "rng")]
 )
-def test_the_state_of_a_generator_has_no_floats(dtype: str, kind: str) -> None:
-    """A tensor of floats below `rng` is a layer's; one of bytes or words is the state of a generator."""
-    assert kinds_of({"rng.torch": (5,)}, None, dtypes={"rng.torch": dtype})[0] == {"rng.torch": kind}
+def test_rng_states_have_no_floats(dtype: str, kind: str) -> None:
+    """Floats below `rng` belong to a layer; bytes or words are an RNG state."""
+    assert classify_tensors({"rng.torch": (5,)}, None, dtypes={"rng.torch": dtype})[0] == {"rng.torch": kind}
 
 
-def test_the_optimizer_tells_parameters() -> None:
-    """What the optimizer trains is a parameter, whatever its name; with all covered nothing is guessed."""
+def test_the_optimizer_identifies_parameters() -> None:
+    """Tensors with optimizer state are parameters; if all have states, nothing is guessed."""
     shapes = {"x.inv_freq": (2,), "optimizer.x.inv_freq.exp_avg": (2,)}
-    assert kinds_of(shapes, None) == (
+    assert classify_tensors(shapes, None) == (
         {"x.inv_freq": "parameter", "optimizer.x.inv_freq.exp_avg": "optimizer"},
         False,
         frozenset(),
     )
-    assert kinds_of(shapes | {"fc.weight": (2,)}, None)[1:] == (True, {"fc.weight"})
+    assert classify_tensors(shapes | {"fc.weight": (2,)}, None)[1:] == (True, {"fc.weight"})
 
 
 def test_globs_name_buffers() -> None:
-    """--buffers GLOB makes buffers of names that the file says nothing about."""
-    assert kinds_of({"a.table": (2,), "a.weight": (2,)}, None, ["*.table"])[0] == {
+    """--buffers GLOB makes buffers of tensors that the metadata does not describe."""
+    assert classify_tensors({"a.table": (2,), "a.weight": (2,)}, None, ["*.table"])[0] == {
         "a.table": "buffer",
         "a.weight": "parameter",
     }
 
 
 def test_selector() -> None:
-    """--only, --include and --exclude must all let a tensor through; globs match whole names, case and all."""
-    wanted = selector(frozenset({"buffer"}), ["a.*"], ["*.b"])
+    """--only, --include and --exclude must all accept a tensor; globs match full names with case."""
+    wanted = make_selector(frozenset({"buffer"}), ["a.*"], ["*.b"])
     assert wanted("a.c", "buffer")
     assert not wanted("a.c", "parameter")
     assert not wanted("b.a.c", "buffer")
     assert not wanted("a.b", "buffer")
     assert not wanted("A.c", "buffer")
-    assert selector(frozenset(), [], [])("anything", "parameter")
+    assert make_selector(frozenset(), [], [])("anything", "parameter")
 
 
 WEIGHTS = {"fc.weight": (3, 2), "fc.bias": (3,), "head.weight": (1, 3)}
@@ -131,31 +136,31 @@ def below(key: str, *, dots: bool = True) -> dict[str, tuple[int, ...]]:
 )
 @pytest.mark.parametrize("states", [{}, STATES], ids=["model", "model and optimizer"])
 def test_an_averaged_copy_mirrors_the_model(copy: Any, states: Any) -> None:
-    """A tensor is of an average if all parameters have a copy of their name and shape there; other shapes are none."""
-    kinds, _, unsure = kinds_of(WEIGHTS | copy | states, None)
+    """A tensor is averaged if all parameters have a copy with their name and shape below its key."""
+    kinds, _, unsure = classify_tensors(WEIGHTS | copy | states, None)
     assert {kinds[name] for name in copy} == {"ema"}
     assert unsure.isdisjoint(copy)
     first = next(name for name, shape in copy.items() if shape)
-    kinds, _, unsure = kinds_of(WEIGHTS | copy | states | {first: (7, 7)}, None)
+    kinds, _, unsure = classify_tensors(WEIGHTS | copy | states | {first: (7, 7)}, None)
     assert "ema" not in kinds.values()
     assert first in unsure
 
 
 def test_an_averaged_copy_beside_its_module() -> None:
-    """`ema_model` mirrors `model`, though a loss network lies beside both; `swa` below a layer mirrors nothing."""
+    """`ema_model` mirrors `model`, although a loss network is beside both; `swa` within a layer mirrors nothing."""
     shapes = {f"{key}.{name}": shape for key in ("model", "ema_model") for name, shape in WEIGHTS.items()}
-    kinds, _, unsure = kinds_of(shapes | {"vgg.conv.weight": (3, 3)}, None)
+    kinds, _, unsure = classify_tensors(shapes | {"vgg.conv.weight": (3, 3)}, None)
     assert {kinds[name] for name in shapes if name.startswith("ema_model.")} == {"ema"}
     assert not unsure
-    kinds, _, unsure = kinds_of(WEIGHTS | {"fc.swa.weight": (3, 2)}, None)
+    kinds, _, unsure = classify_tensors(WEIGHTS | {"fc.swa.weight": (3, 2)}, None)
     assert (kinds["fc.swa.weight"], unsure) == ("parameter", {"fc.swa.weight"})
 
 
 def test_a_gradient_scaler_has_its_fields() -> None:
-    """A scaler is known by two of its fields, or by an attribute; another module called so is the model's."""
-    assert set(kinds_of({"scaler.scale": (), "scaler.growth_tracker": ()}, None)[0].values()) == {"scaler"}
+    """A scaler is recognized by two of its fields or by an attribute; other modules belong to the model."""
+    assert set(classify_tensors({"scaler.scale": (), "scaler.growth_tracker": ()}, None)[0].values()) == {"scaler"}
     for shapes in ({"scaler.scale": ()}, {"scaler.scale": (3,), "scaler.growth_tracker": (3,)}, {"scaler.a": ()}):
-        assert set(kinds_of(shapes, None)[0].values()) == {"parameter"}
+        assert set(classify_tensors(shapes, None)[0].values()) == {"parameter"}
 
 
 UNSURE = {
@@ -183,28 +188,28 @@ SURE = {
 
 
 @pytest.mark.parametrize("name", UNSURE)
-def test_what_only_a_name_tells_is_unsure(name: str) -> None:
-    """A tensor that may be a parameter or a buffer is asked for with either of the two, and not with the optimizer."""
-    kinds, _, unsure = kinds_of({name: (3,)} | UNSURE[name], None)
+def test_kinds_by_name_are_unsure(name: str) -> None:
+    """A tensor that may be a parameter or a buffer is selected with either kind, but not with the optimizer."""
+    kinds, _, unsure = classify_tensors({name: (3,)} | UNSURE[name], None)
     assert name in unsure
     for only in ("parameter", "buffer"):
-        assert selector(frozenset({only}), [], [], unsure)(name, kinds[name])
-    assert not selector(frozenset({"optimizer_step"}), [], [], unsure)(name, kinds[name])
+        assert make_selector(frozenset({only}), [], [], unsure)(name, kinds[name])
+    assert not make_selector(frozenset({"optimizer_step"}), [], [], unsure)(name, kinds[name])
 
 
 @pytest.mark.parametrize("name", SURE)
-def test_what_other_tensors_tell_is_sure(name: str) -> None:
-    """The optimizer, siblings, and the names of torch.nn settle the kind."""
+def test_kinds_by_other_tensors_are_sure(name: str) -> None:
+    """The optimizer, siblings, and names of torch.nn determine the kind."""
     others, kind = SURE[name]
-    kinds, _, unsure = kinds_of({name: (3,)} | others, None)
+    kinds, _, unsure = classify_tensors({name: (3,)} | others, None)
     assert (kinds[name], name in unsure) == (kind, False)
 
 
 def test_metadata_describes_its_own_modules(tmp_path: Path) -> None:
-    """Beside a described model and optimizer, a tensor of another module is unsure unless it is called weight."""
+    """Beside a described model and optimizer, another module's tensor is unsure unless it is called weight."""
     shapes = {"a": (2,), "loss.centers": (2,), "head.weight": (2,)}
-    assert kinds_of(shapes, Metadata(buffers=(), optimizer_parameters=("a",)))[2] == {"loss.centers"}
-    assert not kinds_of(shapes, Metadata(buffers=()))[2]
+    assert classify_tensors(shapes, Metadata(buffers=(), optimizer_parameters=("a",)))[2] == {"loss.centers"}
+    assert not classify_tensors(shapes, Metadata(buffers=()))[2]
 
 
 HELD = {"fc.weight": (3,), "bn.running_mean": (3,), "bn.running_var": (3,), "bn.num_batches_tracked": ()}
@@ -231,8 +236,8 @@ HELD = {"fc.weight": (3,), "bn.running_mean": (3,), "bn.running_var": (3,), "bn.
         ("buffers", "fc.weight", 0),
     ],
 )
-def test_only_never_drops_what_may_be_asked_for(tmp_path: Path, only: str, odd: str, code: int) -> None:
-    """A tensor that differs is left out only if its kind is sure, and what is left out is counted."""
+def test_only_keeps_unsure_tensors(tmp_path: Path, only: str, odd: str, code: int) -> None:
+    """A tensor that differs is skipped only if its kind is sure, and skipped tensors are counted."""
     for rank in range(2):
         state = {name: np.ones(shape, np.float32) for name, shape in ({odd: (3,)} | HELD).items()}
         state[odd] = state[odd] + np.float32(rank)
@@ -244,8 +249,8 @@ def test_only_never_drops_what_may_be_asked_for(tmp_path: Path, only: str, odd: 
     assert (odd in group.evidence.names) == (code == 1)
 
 
-def test_another_rank_may_show_that_it_is_no_generator(tmp_path: Path) -> None:
-    """A row of bytes called `rng` on one rank, and floats on another, is a difference in whatever order."""
+def test_another_rank_may_show_floats_below_rng(tmp_path: Path) -> None:
+    """Bytes called `rng` on one rank and floats on another are a difference in any order."""
     for order in ((0, 1), (1, 0)):
         for rank, kind in enumerate(order):
             odd = np.ones(8, (np.int64, np.float32)[kind])

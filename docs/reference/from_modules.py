@@ -15,7 +15,9 @@ SYNCHECK = {
     "Shared records and tables": (
         "errors messages dtypes snapshots records names kinds value_kinds tensor_parallel tolerance metadata_block"
     ),
-    "Paths, readers and replica groups": ("paths omissions readers layout layout.names layout.joining layout.groups"),
+    "Paths, readers and replica groups": (
+        "paths omissions readers layout layout.grouping layout.names layout.joining layout.groups"
+    ),
     "Comparing bytes": (
         "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
         "kernel.moments"

@@ -147,7 +147,7 @@ def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
     if ranks.leads():
         for path in run.output:
             files.check_place(path, output_name)
-            readers.keep(path, output_name)
+            readers.refuse_overwrite(path, output_name)
     if from_file and not run.quiet:
         # Options that accept differences are shown, because the user may have forgotten the file.
         output.tell(f"options from {project.path}: {', '.join(from_file)}")
@@ -218,7 +218,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
     from syncheck import paths
     from syncheck.report.words import bytes_text
 
-    opened = paths.open_all(arguments.paths)
+    opened = paths.open_checkpoints(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
     for snapshot, place in made.places(opened.snapshots, arguments.output):
         try:

@@ -14,11 +14,11 @@ from syncheck.comparison.tensors import ambiguous, compare_tensor, not_asked_for
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, lacking, stores_progress
 from syncheck.kernel.blocks import Files
-from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
+from syncheck.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.messages import Note
 from syncheck.names import normalize
 from syncheck.records import Comparison, Counts, GroupEvidence, Replica, Shards, TensorDiff
-from syncheck.tensor_parallel import replicated
+from syncheck.tensor_parallel import find_replicated
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def compare(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
     found = _align(snapshots, names)
     kinds, guessed, unsure = _kinds(found, snapshots, selection)
-    wanted = selector(selection.only, selection.include, selection.exclude, unsure)
+    wanted = make_selector(selection.only, selection.include, selection.exclude, unsure)
     tally = _Tally()
     if len(snapshots) > 1:
         _compare_all(found, kinds, snapshots, wanted, selection, tally, parts)
@@ -74,7 +74,7 @@ def compare(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         if kind in tally.by_kind
     }
     metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
-    kept = selector(frozenset(), (), selection.exclude)
+    kept = make_selector(frozenset(), (), selection.exclude)
     values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
     return Comparison(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
@@ -176,7 +176,7 @@ def _compare_all(
 ) -> None:
     """Compare every tensor that is asked for, by name, and count how each ended."""
     ranks, places = tuple(snapshots), positions_of(snapshots)
-    whole = replicated(found) if places.plain else frozenset()
+    whole = find_replicated(found) if places.plain else frozenset()
     with Files(jobs=selection.jobs) as files:
         for name, tensors in list(found.items()):
             kind = kinds[name]
@@ -240,7 +240,7 @@ def kinds_asked_for(snapshots: Mapping[int, Snapshot], selection: Selection) -> 
     """Return the kind of each tensor of a group that is asked for, by its name without wrappers' prefixes."""
     found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
     kinds, _, unsure = _kinds(found, snapshots, selection)
-    wanted = selector(selection.only, selection.include, selection.exclude, unsure)
+    wanted = make_selector(selection.only, selection.include, selection.exclude, unsure)
     return {name: kind for name, kind in kinds.items() if wanted(name, kind)}
 
 
@@ -262,7 +262,7 @@ def _kinds(found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Sn
         (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
         None,
     )
-    kinds = kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    kinds = classify_tensors(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
     # The first rank that has a tensor does not decide what it is if another rank's has another shape or dtype.
     asked = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
     unlike = {name for name in asked if len({(t.shape, t.dtype) for t in found[name].values()}) > 1}

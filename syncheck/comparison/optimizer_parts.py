@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from syncheck.kinds import kinds_of
+from syncheck.kinds import classify_tensors
 from syncheck.messages import Detail
 from syncheck.names import normalize
 from syncheck.records import Reason, TensorDiff
@@ -58,8 +58,8 @@ def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapsho
     }
     if len(blocks) == len(snapshots):
         return snapshots, Parts({rank: _full(block.optimizer_parameters) for rank, block in blocks.items()})
-    if any(snapshot.shards for snapshot in snapshots.values()):
-        return snapshots, _by_label([snapshot.shards for snapshot in snapshots.values()], snapshots)
+    if any(snapshot.shard_labels for snapshot in snapshots.values()):
+        return snapshots, _by_label([snapshot.shard_labels for snapshot in snapshots.values()], snapshots)
     lists = {snapshot.numbered for snapshot in snapshots.values()}
     names = [name for numbered in lists for name in numbered]
     if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):
@@ -106,7 +106,7 @@ def _by_number(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> 
     counts: numbered parameters by rank.
     """
     model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
-    parameters = [model[name] for name, kind in kinds_of(model, None).by_name.items() if kind == "parameter"]
+    parameters = [model[name] for name, kind in classify_tensors(model, None).by_name.items() if kind == "parameter"]
     held = {rank: _shapes(snapshots[rank]) for rank, count in counts.items() if count}
     total, several = sum(counts.values()), Counter(shape for of in held.values() for shape in of.values())
     if total > len(parameters) or several - Counter(parameters):

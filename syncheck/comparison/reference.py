@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
 from syncheck.messages import names_text, ranks_text
-from syncheck.snapshots import index_at
+from syncheck.snapshots import unravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def described(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files:
         max_abs=gaps.max_abs,
         max_rel=gaps.max_rel,
         max_ulp=gaps.max_ulp,
-        index=None if gaps.worst is None else index_at(gaps.worst, diff.shape),
+        index=None if gaps.worst is None else unravel_index(gaps.worst, diff.shape),
     )
 
 

@@ -20,7 +20,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from syncheck.messages import ranks_text
-from syncheck.snapshots import Part, Tensor, in_c_order
+from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
@@ -263,9 +263,11 @@ def wholes(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         alike = len({tensor.dtype for tensor in found.values()}) == 1
         if not alike or sum(tensor.numel for tensor in found.values()) != math.prod(shape):
             return {}
-        parts = tuple(Part(tensor, start) for start, tensor in sorted(found.items()) if tensor.numel)
-        whole = Tensor(first.name, first.dtype, shape, in_c_order(shape), first.path, 0, data=None if parts else b"")
-        made[key] = replace(whole, parts=parts)
+        parts = tuple(Shard(tensor, start) for start, tensor in sorted(found.items()) if tensor.numel)
+        whole = Tensor(
+            first.name, first.dtype, shape, contiguous_strides(shape), first.path, 0, data=None if parts else b""
+        )
+        made[key] = replace(whole, shards=parts)
     return {rank: made[keys[rank]] if rank in keys else tensor for rank, tensor in tensors.items()}
 
 

@@ -10,7 +10,7 @@ from syncheck.comparison.replica_groups import is_whole, layout_text, sets_text
 from syncheck.kernel import clusters
 from syncheck.messages import SHARD_REFUSALS, Detail, ranks_text
 from syncheck.records import Reason, TensorDiff
-from syncheck.snapshots import index_at
+from syncheck.snapshots import unravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -254,7 +254,7 @@ def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tol
         max_abs=gaps.max_abs,
         max_rel=gaps.max_rel,
         max_ulp=gaps.max_ulp,
-        index=None if gaps.worst is None else index_at(gaps.worst, bare.shape),
+        index=None if gaps.worst is None else unravel_index(gaps.worst, bare.shape),
         nonfinite=dict(sorted(nonfinite.items())),
         extent=gaps.extent(bare.numel),
     )

@@ -7,9 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Note
-from syncheck.names import is_random
+from syncheck.names import is_rng_state
 from syncheck.records import ValueDiff
-from syncheck.value_kinds import SCALES, is_own, value_kinds
+from syncheck.value_kinds import SCALES, differs_by_design, make_value_classifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +45,10 @@ def compare_values(
         for name, value in of.items():
             if not is_partial(name):
                 by_name[name][rank] = value
-    kind_of, keys = value_kinds(by_name), cache(lambda rank: _containers((*values[rank], *snapshots[rank].tensors)))
+    kind_of, keys = (
+        make_value_classifier(by_name),
+        cache(lambda rank: _containers((*values[rank], *snapshots[rank].tensors))),
+    )
     one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
     diffs = []
     for name, found in by_name.items():
@@ -66,7 +69,7 @@ def compare_values(
             missing = missing and (bool(lost) or no_scale or _differ(name, keys(next(iter(found))), map(keys, lacking)))
         asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
         # A rank's own loss in LBFGS's state may differ, but not be lost with the state.
-        own = is_own(name) and not (lost and name.startswith("optimizer."))
+        own = differs_by_design(name) and not (lost and name.startswith("optimizer."))
         counts = (differ or missing) and asked and not own
         by_rank = {rank: found.get(rank) for rank in snapshots}
         diffs.append(ValueDiff(name, by_rank, counts=counts, kind=kind, lost=lost))
@@ -115,7 +118,7 @@ def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> li
     gone: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for top in sorted(set().union(*tops.values()) - counted):
         ranks = tuple(rank for rank, of in tops.items() if top not in of)
-        if ranks and not is_random((top,)):
+        if ranks and not is_rng_state((top,)):
             gone[ranks].append(top)
     notes = [
         Note.VALUES_ABSENT(ranks=ranks, names=tuple(f"{name:.80}" for name in names))
@@ -139,14 +142,14 @@ def holds_counted(snapshot: Snapshot) -> bool:
 def counted(snapshot: Snapshot) -> dict[str, Any]:
     """Return the Python values of a checkpoint that make a group out of sync when they differ."""
     values = _values(snapshot)
-    kind_of = value_kinds(values)
-    return {name: value for name, value in values.items() if kind_of(name) != "other" and not is_own(name)}
+    kind_of = make_value_classifier(values)
+    return {name: value for name, value in values.items() if kind_of(name) != "other" and not differs_by_design(name)}
 
 
 def stores_progress(snapshot: Snapshot) -> bool:
     """Whether a checkpoint says at which step or epoch it was written."""
     values = _values(snapshot)
-    kind_of = value_kinds(values)
+    kind_of = make_value_classifier(values)
     return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
 
 

@@ -9,7 +9,7 @@ from syncheck.diagnose.case import element_name, parameter_of
 from syncheck.evidence.suspects import sets_within
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
-from syncheck.snapshots import flat_index
+from syncheck.snapshots import ravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -107,7 +107,7 @@ def _is_within(other: TensorDiff, hit: TensorDiff) -> bool:
     if hit.extent == "one":
         return other.extent == "one" and other.index == hit.index
     first = hit.evidence.first if hit.evidence else None
-    return first is None or first <= flat_index(other.index, other.shape) < first + (hit.mismatched or 0)
+    return first is None or first <= ravel_index(other.index, other.shape) < first + (hit.mismatched or 0)
 
 
 def is_one_bit(diff: TensorDiff) -> bool:

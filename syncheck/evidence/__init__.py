@@ -15,7 +15,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.evidence.suspects import sets_within
 from syncheck.kernel.blocks import is_plain
 from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence
-from syncheck.snapshots import flat_index
+from syncheck.snapshots import ravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> di
     row = DTYPES[diff.dtype]
     sides = _sides(diff, tensors)
     bits = {
-        ranks: bytes(files.read(tensor, flat_index(diff.index, diff.shape), 1, 0)) for ranks, tensor in sides.items()
+        ranks: bytes(files.read(tensor, ravel_index(diff.index, diff.shape), 1, 0)) for ranks, tensor in sides.items()
     }
     numbers = [int.from_bytes(data, "little") for data in bits.values()]
     known: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def _start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dic
     sides = list(_sides(diff, tensors).values())
     if not sides:
         return {}
-    worst = flat_index(diff.index, diff.shape)
+    worst = ravel_index(diff.index, diff.shape)
     step = _step(len(sides))
     for at in range(max(0, worst - (diff.mismatched or 1) + 1), worst, step):
         count = min(step, worst - at)

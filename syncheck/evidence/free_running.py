@@ -26,8 +26,8 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import BN_STATISTICS
-from syncheck.layout.groups import by_step
-from syncheck.names import bn_sibling, by_normal_name
+from syncheck.layout.groups import group_by_step
+from syncheck.names import normalize_keys, sibling_name
 from syncheck.records import FreeRunning, Unreadable
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def with_free_running(
     `unreadable`.
     """
     found = list(groups)
-    runs = by_step(replicas for _, replicas in compared)
+    runs = group_by_step(replicas for _, replicas in compared)
     for i, (group, (_, now)) in enumerate(zip(groups, compared, strict=True)):
         steps = runs.get(now.run, {})
         if now.step is None or len(steps) < 2 or now.step != max(steps) or not _apart(group):
@@ -166,15 +166,15 @@ def _moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Mome
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts = set()
     for rank, snapshot in replicas.ranks[: RANKS + 1]:
-        tensors = by_normal_name(snapshot.tensors)
+        tensors = normalize_keys(snapshot.tensors)
         values[rank] = {}
         for mean in names:
-            for name in (mean, bn_sibling(mean, "running_var")):
+            for name in (mean, sibling_name(mean, "running_var")):
                 vector = _read(tensors.get(name), files)
                 if vector is None:
                     return None
                 values[rank][name] = vector
-            count = _read(tensors.get(bn_sibling(mean, "num_batches_tracked")), files)
+            count = _read(tensors.get(sibling_name(mean, "num_batches_tracked")), files)
             if count is None or count.size != 1:
                 return None
             counts.add(int(count[0]))

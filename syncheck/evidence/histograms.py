@@ -11,7 +11,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.evidence.suspects import sets_within
 from syncheck.gaps.floats import pairs, widened
 from syncheck.records import DECADES, Histogram
-from syncheck.snapshots import flat_index
+from syncheck.snapshots import ravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +65,7 @@ def _starts(diff: TensorDiff) -> list[int]:
     blocks, most = -(-diff.numel // _BLOCK), ELEMENTS // _BLOCK
     chosen = set(range(blocks))
     if blocks > most:
-        worst = flat_index(diff.index, diff.shape)
+        worst = ravel_index(diff.index, diff.shape)
         chosen = {i * blocks // (most - 1) for i in range(most - 1)} | {worst // _BLOCK}
     return [block * _BLOCK for block in sorted(chosen)]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from syncheck.errors import CheckpointError
 from syncheck.kernel import clusters
 from syncheck.kernel.blocks import Files
-from syncheck.layout.groups import by_step
-from syncheck.names import by_normal_name
+from syncheck.layout.groups import group_by_step
+from syncheck.names import normalize_keys
 from syncheck.records import Unreadable
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def with_stale(
     compared: groups with their files. quick: by stored checksums only. A file that breaks while it is read is added to
     `unreadable`.
     """
-    runs = by_step(replicas for _, replicas in compared)
+    runs = group_by_step(replicas for _, replicas in compared)
     found = []
     for group, now in compared:
         step = now.step
@@ -76,7 +76,7 @@ def _stale_ranks(
 
 
 def _named(replicas: ReplicaGroup) -> dict[int, dict[str, Tensor]]:
-    return {rank: by_normal_name(snapshot.tensors) for rank, snapshot in replicas.ranks}
+    return {rank: normalize_keys(snapshot.tensors) for rank, snapshot in replicas.ranks}
 
 
 def _is_at(

@@ -46,7 +46,7 @@ class Files(OpenFiles):
         The result is valid until the next call with the same slot; threads use slots of their own. Raises
         MalformedFile when the file has become shorter since it was opened.
         """
-        if tensor.parts:
+        if tensor.shards:
             return pieces.assemble(tensor, start, count, lambda part, at, length: self.read(part, at, length, slot))
         if is_plain(tensor):
             size = DTYPES[tensor.dtype].size
@@ -93,7 +93,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's bytes lie in the file as they are to be compared."""
     return (
         not tensor.lazy
-        and not tensor.parts
+        and not tensor.shards
         and tensor.big_endian == (sys.byteorder == "big")
         and is_contiguous(tensor.shape, tensor.strides)
     )

@@ -110,7 +110,7 @@ def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
 
 
 def _changed(path: str, found: str = "it was changed while it was read") -> MalformedFile:
-    return MalformedFile(path, found=found, next_step="run again when nothing writes it")
+    return MalformedFile(path, found=found, next_step="run again when no process writes to it")
 
 
 def shrunk(tensor: Tensor, where: str = "the tensor's last element") -> MalformedFile:
@@ -119,5 +119,5 @@ def shrunk(tensor: Tensor, where: str = "the tensor's last element") -> Malforme
         tensor.path,
         place=f"tensor '{tensor.name}'",
         found=f"the file ends before {where}",
-        next_step="it was changed while it was read: run again when nothing writes it",
+        next_step="it was changed while it was read: run again when no process writes to it",
     )

@@ -15,7 +15,7 @@ from syncheck.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from syncheck.snapshots import Part, Tensor
+    from syncheck.snapshots import Shard, Tensor
 
     Fetch = Callable[[Tensor, int, int], bytes | bytearray]
 
@@ -49,7 +49,7 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
     at = 0
     for box in boxes(tensor.shape, start, count):
         volume = _volume(box)
-        for part in tensor.parts:
+        for part in tensor.shards:
             cut = _cut(box, part)
             if cut is None:
                 continue
@@ -65,7 +65,7 @@ def _volume(box: Box) -> int:
     return math.prod(span.stop - span.start for span in box)
 
 
-def _cut(box: Box, part: Part) -> Box | None:
+def _cut(box: Box, part: Shard) -> Box | None:
     """Return what a box and a part have in common, None if nothing."""
     cut = []
     for span, start, length in zip(box, part.start, part.tensor.shape, strict=True):
@@ -76,7 +76,7 @@ def _cut(box: Box, part: Part) -> Box | None:
     return tuple(cut)
 
 
-def _first(cut: Box, part: Part) -> int:
+def _first(cut: Box, part: Shard) -> int:
     """Return the place of a cut's first element in the C order of the part."""
     flat = 0
     for span, start, length in zip(cut, part.start, part.tensor.shape, strict=True):

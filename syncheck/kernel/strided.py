@@ -17,7 +17,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import UnreadableFile
 from syncheck.kernel import pieces
 from syncheck.kernel.open_files import shrunk
-from syncheck.snapshots import in_c_order
+from syncheck.snapshots import contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def _gathered(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     if len(data) != reach * reads:
         raise shrunk(tensor)
     order = (*outer, *inner)
-    steps = [*(stride * reach for stride in in_c_order(places.shape)), *(strides[axis] for axis in inner)]
+    steps = [*(stride * reach for stride in contiguous_strides(places.shape)), *(strides[axis] for axis in inner)]
     found: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, steps)
     back = sorted(range(len(order)), key=order.__getitem__)
     return np.ascontiguousarray(found.transpose(back)).reshape(-1)

@@ -1,6 +1,6 @@
-"""Join groups with different ranks of one step of one run: a folder for each host, or a file under another name.
+"""Join groups with different ranks of one run: a folder per host, or a file under another name.
 
-Separate groups would each be in sync, and no host would be compared with another.
+Separate groups would each be in sync, and the hosts would not be compared with each other.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.layout.groups import classes, rank_by_name, rank_of, template_of, title_of
-from syncheck.layout.names import take_apart
+from syncheck.layout.groups import partition_by, rank_in_path, rank_of, template_of, title_of
+from syncheck.layout.names import split_path
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     """Join groups with known ranks if no rank repeats.
 
-    First, groups whose paths differ only in the rank, or in the rank and one folder (the host). Then a group of the
-    same run by its metadata, or a single file, joins the only group without its ranks.
+    First join groups whose paths differ only in the rank, or in the rank and one folder (the host). Then join a group
+    of the same run by metadata, or a single file, with the only group that lacks its ranks.
     """
     depth = max((template_of(g.ranks[0][1]).count("/") for g in groups), default=0)
     for opened in (None, *range(depth)):
         joined: list[ReplicaGroup] = []
-        for key, alike in classes(groups, lambda g, at=opened: _key(g, at)).items():  # type: ignore[misc]
+        for key, same_path in partition_by(groups, lambda g, at=opened: _path_key(g, at)).items():  # type: ignore[misc]
             # An older step in a file is a finding, not another group, unless ranks repeat.
-            parts = [alike] if _fit(alike) else classes(alike, lambda g: g.step).values()
+            parts = [same_path] if _can_join(same_path) else partition_by(same_path, lambda g: g.step).values()
             for part in parts:
-                joined += [_joined(part, opened)] if key is not None and _fit(part) else part
+                joined += [_join(part, opened)] if key is not None and _can_join(part) else part
         groups = joined
     return _join_leftovers(groups)
 
 
-def _key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
+def _path_key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
     """Return the path template of a group with one folder left open, counted from the file's own."""
-    if _ranks([group]) is None:
+    if _list_ranks([group]) is None:
         return None
     segments = template_of(group.ranks[0][1]).split("/")
     if opened is not None:
@@ -49,18 +49,18 @@ def _key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
     return tuple(segments)
 
 
-def _fit(groups: Sequence[ReplicaGroup]) -> bool:
-    """Whether groups may be one: several, of one run, no rank twice."""
+def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
+    """Whether several groups are of one run and have no rank in common."""
     runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
-    return len(groups) > 1 and len(runs) < 2 and _ranks(groups) is not None
+    return len(groups) > 1 and len(runs) < 2 and _list_ranks(groups) is not None
 
 
-def _ranks(groups: Sequence[ReplicaGroup]) -> list[int] | None:
+def _list_ranks(groups: Sequence[ReplicaGroup]) -> list[int] | None:
     """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
     members = [pair for group in groups for pair in group.ranks]
     known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
-    named = [rank for _, snapshot in members if (rank := rank_by_name(snapshot)) is not None]
-    for ranks in (known, named):
+    ranks_in_paths = [rank for _, snapshot in members if (rank := rank_in_path(snapshot)) is not None]
+    for ranks in (known, ranks_in_paths):
         if len(ranks) == len(set(ranks)) == len(members):
             return ranks
     return None
@@ -70,12 +70,12 @@ def _has_metadata(group: ReplicaGroup) -> bool:
     return any(s.metadata is not None and s.metadata.rank is not None for _, s in group.ranks)
 
 
-def _joined(groups: Sequence[ReplicaGroup], opened: int | None = None) -> ReplicaGroup:
-    """Join groups to one. opened: which folder, from the file's own upward, is the host."""
+def _join(groups: Sequence[ReplicaGroup], opened: int | None = None) -> ReplicaGroup:
+    """Join groups into a single group. opened: level of the host's folder, counted from the file's own folder."""
     first = next(filter(_has_metadata, groups), groups[0])
     members = []
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
-    for rank, snapshot in sorted(zip(_ranks(groups) or (), snapshots, strict=True), key=lambda pair: pair[0]):
+    for rank, snapshot in sorted(zip(_list_ranks(groups) or (), snapshots, strict=True), key=lambda pair: pair[0]):
         host = snapshot.host
         if host is None and opened is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - opened]
@@ -100,21 +100,21 @@ def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     while True:
         for group in groups:
             if any(rank == 0 for rank, _ in group.ranks):
-                continue  # of two groups to join, at most one has rank 0; the other one is tried
-            others = [other for other in groups if other is not group and _belong(group, other)]
-            if others and _fit([group, *others]):
+                continue  # the other group of a pair is tried instead
+            others = [other for other in groups if other is not group and _belong_together(group, other)]
+            if others and _can_join([group, *others]):
                 groups = [g for g in groups if g is not group and g not in others]
-                groups.append(_joined([group, *others]))
+                groups.append(_join([group, *others]))
                 break
         else:
             return groups
 
 
-def _belong(group: ReplicaGroup, other: ReplicaGroup) -> bool:
+def _belong_together(group: ReplicaGroup, other: ReplicaGroup) -> bool:
     """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
-    if not _fit([group, other]):
+    if not _can_join([group, other]):
         return False
-    fixed = [take_apart(g.ranks[0][1].path).fixed() for g in (group, other)]
+    fixed = [split_path(g.ranks[0][1].path).fixed() for g in (group, other)]
     if _has_metadata(group) and _has_metadata(other):
         return fixed[0] == fixed[1] or (group.step is not None and group.step == other.step)
     alone = 1 in (len(group.ranks), len(other.ranks))

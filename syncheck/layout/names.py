@@ -12,7 +12,7 @@ Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"
 _Found = Role | Literal["short", "device"]  # before the other words of the path are known
 
 _NUMBER = re.compile(r"\d+")
-_LONGEST = 80  # characters before a number that can have a meaning: bounds the time for long names
+_LONGEST = 80  # characters before a number that are searched, to limit the time for long names
 _START = r"(?:^|[^a-z])"
 # Words right before the number of a step or an epoch, which is never a rank.
 _STEP = re.compile(
@@ -41,9 +41,9 @@ _ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]
 _MESH = re.compile(
     _START + r"(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$", re.IGNORECASE
 )
-# These words also abbreviate an epoch or a checkpoint: mesh dimensions only beside another one, or with the word rank.
+# Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
 _AMBIGUOUS: dict[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
-# Megatron's and DeepSpeed's model-parallel coordinate: files that differ here hold different parts of the model.
+# Megatron's and DeepSpeed's model-parallel coordinate: files that differ here contain different parts of the model.
 _MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
 # DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline, by the text before and
 # after the number. ZeRO's model states have a rank in their names too, and are replicas.
@@ -52,7 +52,7 @@ _DEEPSPEED = (
     (re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
     (re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
 )
-_ENDINGS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
+_EXTENSIONS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class PathNumbers:
     host: str | None = None
 
     def without(self, *positions: int) -> str:
-        """Return the path with the numbers at these positions left open: `*` stands for them."""
+        """Return the path with `*` for the numbers at the given positions."""
         parts = [self.texts[0]]
         for i, number in enumerate(self.numbers):
             parts += ["*" if i in positions else str(number), self.texts[i + 1]]
         return "".join(parts)
 
     def fixed(self) -> tuple[tuple[Role, int], ...]:
-        """Return the numbers that replicas have in common: step, part and shard."""
+        """Return the numbers with equal values for all replicas: step, part and shard."""
         return tuple(
             (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role in ("step", "part", "shard")
         )
@@ -91,7 +91,7 @@ class PathNumbers:
         return max(self.all_of(role), default=None)
 
     def node(self) -> tuple[int, ...]:
-        """Return the numbers that name the machine."""
+        """Return the numbers of the machine."""
         return tuple(self.numbers[i] for i in self.all_of("node"))
 
     def mesh(self) -> dict[str, int]:
@@ -104,14 +104,14 @@ class PathNumbers:
         return found
 
     def is_glued(self, position: int) -> bool:
-        """Whether a letter precedes the number, as in seed3: such a number is part of a name, not a step."""
+        """Whether a letter precedes the number, as in seed3: then the number is part of a name, not a step."""
         return self.texts[position][-1:].isalpha()
 
 
 @lru_cache(maxsize=2**16)
-def take_apart(path: str) -> PathNumbers:
+def split_path(path: str) -> PathNumbers:
     """Split a path at its numbers and classify them by the text before them. The file extension is removed."""
-    stem = _ENDINGS.sub("", path.replace(os.sep, "/"))
+    stem = _EXTENSIONS.sub("", path.replace(os.sep, "/"))
     name_starts = stem.rfind("/") + 1
     addresses = [match.span() for match in _ADDRESS.finditer(stem)]
     texts, numbers, folders, last, host = [], [], [], 0, None
@@ -121,27 +121,29 @@ def take_apart(path: str) -> PathNumbers:
         numbers.append(int(match.group()))
         before = _last_segment(stem[: match.start()])[-_LONGEST:]
         in_address = any(start <= match.start() < end for start, end in addresses)
-        roles.append("node" if in_address else _role(before, stem[match.end() :]))
+        roles.append("node" if in_address else _find_role(before, stem[match.end() :]))
         folders.append(match.start() < name_starts)
         last = match.end()
         if roles[-1] == "node" and host is None:
-            host = before + stem[match.start() :].partition("/")[0] if folders[-1] else _word(before) + match.group()
+            host = (
+                before + stem[match.start() :].partition("/")[0] if folders[-1] else _last_word(before) + match.group()
+            )
     texts.append(stem[last:])
-    return PathNumbers(tuple(texts), tuple(numbers), _settled(roles, texts), tuple(folders), host)
+    return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
 
 
 def _last_segment(path: str) -> str:
     return path[path.rfind("/") + 1 :]
 
 
-def _word(before: str) -> str:
+def _last_word(before: str) -> str:
     """Return the word at the end of a text: node_ of run7_node_."""
     found = re.search(r"[a-z_=-]*$", before, re.IGNORECASE)
     return found.group().lstrip("-_=") if found else ""
 
 
-def _role(before: str, after: str) -> _Found:
-    """Return the role of a number by the text around it within its segment, and by all that follows."""
+def _find_role(before: str, after: str) -> _Found:
+    """Return the role of a number by the text before it in its segment, and the whole text after it."""
     if _MODEL_PARALLEL.search(before) or any(b.search(before) and a.match(after) for b, a in _DEEPSPEED):
         return "shard"
     if _NODE.search(before):
@@ -163,26 +165,28 @@ def _role(before: str, after: str) -> _Found:
     return "device" if _DEVICE.search(before) else "plain"
 
 
-def _settled(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
-    """Resolve the roles that depend on other words of the path."""
+def _resolve_roles(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
+    """Resolve roles by the other words of the path."""
     dimensions = {i: match for i, role in enumerate(roles) if role == "mesh" and (match := _MESH.search(texts[i]))}
     certain = any(match[1].lower() not in _AMBIGUOUS for match in dimensions.values())
     only_data = all(match[1].lower() == "dp" for match in dimensions.values())
     has = set(roles)
-    settled: list[Role] = []
+    resolved: list[Role] = []
     for i, role in enumerate(roles):
         if role == "short":
-            settled.append("plain" if has & {"rank", "local"} else "rank")
+            resolved.append("plain" if has & {"rank", "local"} else "rank")
         elif role == "device":
-            settled.append("plain" if has & {"rank", "local", "short"} or "node" not in has else "local")
+            resolved.append("plain" if has & {"rank", "local", "short"} or "node" not in has else "local")
         elif role == "mesh":
             dimension, with_rank = dimensions[i][1].lower(), dimensions[i][2]
             doubtful = dimension in _AMBIGUOUS and not certain and not with_rank
-            settled.append(_AMBIGUOUS[dimension] if doubtful else "rank" if only_data and "rank" not in has else "mesh")
+            resolved.append(
+                _AMBIGUOUS[dimension] if doubtful else "rank" if only_data and "rank" not in has else "mesh"
+            )
         elif role == "part" and i and roles[i - 1] == "rank" and texts[i].startswith("-of-"):
-            settled.append("plain")  # rank_0-of-4: the number of ranks
+            resolved.append("plain")  # rank_0-of-4: the number of ranks
         else:
-            settled.append(role)
-    if "rank" not in settled:  # beside a global rank, the one within the node says nothing more
-        settled = ["rank" if role == "local" else role for role in settled]
-    return tuple(settled)
+            resolved.append(role)
+    if "rank" not in resolved:  # beside a global rank, a local rank adds nothing
+        resolved = ["rank" if role == "local" else role for role in resolved]
+    return tuple(resolved)

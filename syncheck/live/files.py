@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError, UsageError, brief
 from syncheck.kernel.blocks import Files
-from syncheck.kinds import selector
+from syncheck.kinds import make_selector
 from syncheck.layout.groups import title_of
 from syncheck.live.channel import MOST_TOLD, by_answer
 from syncheck.live.exchange import compare_snapshots
@@ -79,7 +79,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
 
 def _asked(tensors: Mapping[str, Tensor], options: Options) -> Mapping[str, Tensor]:
     """Return the tensors, and of those that no report will tell of the name alone: their bytes need not be read."""
-    asked = selector(frozenset(), options.include, options.exclude)
+    asked = make_selector(frozenset(), options.include, options.exclude)
     short = normalize(tensors)
     return {name: t if asked(short[name], "") else replace(t, data=b"") for name, t in tensors.items()}
 

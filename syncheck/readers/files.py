@@ -1,4 +1,4 @@
-"""One file as a checkpoint: which format its first bytes show, and its reader. A file's ending is never believed."""
+"""Detect the format of a checkpoint by its content, and read it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
 from syncheck.readers import fingerprint_file, safetensors_file, torch_legacy, torch_zip
-from syncheck.readers.bookkeeping import settled
-from syncheck.readers.opening import regular
+from syncheck.readers.bookkeeping import remove_bookkeeping
+from syncheck.readers.regular_file import open_regular_file
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,33 +22,58 @@ READERS: dict[str, ModuleType] = {
     fingerprint_file.FORMAT: fingerprint_file,
 }
 
-# Endings by which people name checkpoints. In a folder, a file with one of these that no reader knows is damaged or
-# unsupported, and said to be; any other is taken for a bystander.
-ENDINGS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".pkl", ".tar", ".distcp")
-# Files that have such an ending and hold settings: transformers.Trainer pickles its arguments.
+# File extensions of checkpoints. In a folder, an unreadable file with a listed extension is reported; other files are
+# skipped.
+EXTENSIONS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".pkl", ".tar", ".distcp")
+# Files with a listed extension that contain settings: transformers.Trainer pickles its arguments.
 SETTINGS = ("training_args.bin",)
-_HEAD = 64  # bytes; longer than any magic number in the table
+_HEAD = 64  # bytes, more than any reader needs to recognize its format
+
+
+def read(path: str) -> Snapshot:
+    """Open a checkpoint of any supported format, a file or a folder; the bytes of its tensors stay on disk.
+
+        for name, tensor in read("ckpts/ddp_rank0.pth").tensors.items():
+            print(name, tensor.dtype, tensor.shape)  # such as bn1.running_mean float32 (64,)
+
+    path: of the file or folder. Its content determines the format; nothing in it is imported or executed.
+    Raises CheckpointError with the location of the fault, the finding and the next step.
+    """
+    if os.path.isdir(path):
+        from syncheck.readers import folders  # imported for folders only, to start faster
+
+        snapshot = folders.read_folder(path)
+        if snapshot is not None:
+            return snapshot
+    return read_file(path)
 
 
 def sniff(path: str) -> ModuleType | None:
-    """Return the reader whose format the file's first bytes show, or None.
+    """Return the reader for a file's first bytes, or None.
 
-    Raises UnreadableFile when the bytes cannot be had; what is no regular file is not opened, a FIFO would block.
+    Raises UnreadableFile if they cannot be read. Only regular files are opened, because a FIFO would block.
     """
-    return _reader(_head(path))
+    return _find_reader(_read_head(path))
+
+
+def sniff_folder(folder: str) -> ModuleType | None:
+    """Return the reader of a folder that is a single checkpoint, or None.
+
+    Raises UnreadableFile for a folder that cannot be listed.
+    """
+    from syncheck.readers import folders  # imported for folders only, to start faster
+
+    return folders.sniff_folder(folder)
 
 
 def read_file(path: str) -> Snapshot:
-    """Open a checkpoint that is one file, of any known format.
-
-    Raises CheckpointError with the place, what was found and what to do next.
-    """
-    head = _head(path)
-    reader = _reader(head)
+    """Open a checkpoint that is a single file. Raises CheckpointError."""
+    head = _read_head(path)
+    reader = _find_reader(head)
     if reader is not None:
         try:
             snapshot: Snapshot = reader.read(path)
-            return settled(snapshot)
+            return remove_bookkeeping(snapshot)
         except OSError as error:
             raise UnreadableFile.because(path, error) from None
     if not head:
@@ -57,18 +82,18 @@ def read_file(path: str) -> Snapshot:
         path,
         place="first bytes",
         found=repr(head[:12]),
-        needed="a file of torch.save or safetensors, or a fingerprint",
+        needed="a torch.save or safetensors file, or a fingerprint",
     )
 
 
-def _reader(head: bytes) -> ModuleType | None:
+def _find_reader(head: bytes) -> ModuleType | None:
     return next((reader for reader in READERS.values() if reader.matches(head)), None)
 
 
-def _head(path: str) -> bytes:
+def _read_head(path: str) -> bytes:
     try:
-        with regular(path) as file:
-            # A file of the kernel's, as /proc/kmsg, says that it is empty, and to read it may wait without end.
+        with open_regular_file(path) as file:
+            # Kernel files such as /proc/kmsg have size 0, and reading them can block.
             return file.read(_HEAD) if os.fstat(file.fileno()).st_size else b""
     except (OSError, ValueError) as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else ""

@@ -1,6 +1,6 @@
-"""Fingerprint files: JSON that `syncheck fingerprint` writes, with a digest in place of each tensor's bytes.
+"""Fingerprint files: JSON written by `syncheck fingerprint`, with a digest instead of each tensor's bytes.
 
-Written by `syncheck/fingerprint.py`. Nothing in it is believed before it is checked, as with any other file.
+The writer is `syncheck/fingerprint.py`. Like all files, fingerprints are untrusted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.messages import Message, Note, Refusal
-from syncheck.metadata_block import parse
-from syncheck.readers import bounds
-from syncheck.readers.json_text import NotTheObject, json_object
-from syncheck.readers.opening import regular
+from syncheck.metadata_block import parse_metadata
+from syncheck.readers import limits
+from syncheck.readers.json_text import InvalidJson, parse_json_object
+from syncheck.readers.regular_file import open_regular_file
 from syncheck.snapshots import (
     MOST_DIMENSIONS,
     MOST_ELEMENTS,
@@ -26,40 +26,40 @@ from syncheck.snapshots import (
     Snapshot,
     Tensor,
     are_naturals,
-    in_c_order,
+    contiguous_strides,
 )
 
 FORMAT = "fingerprint"
 KEY = "syncheck_fingerprint"
 VERSION = 1
-# Bytes. An entry takes about 250, so this is 400,000 tensors; parsed, it is some 1 GB at most.
+# Limit in bytes. An entry takes about 250, so this is 400,000 tensors, at most about 1 GB when parsed.
 MAX_SIZE = 100_000_000
 _START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 _MOMENTS = ("min", "max", "mean", "std")
-MOST_TEXT = 1_000  # characters of a dtype, a reason, a note
+MOST_TEXT = 1_000  # characters of a dtype, a reason or a note
 _MOST_RANKS = 1_000_000
-_AGAIN = "make it again with: syncheck fingerprint"
+_AGAIN = "recreate it with: syncheck fingerprint"
 
 
 def matches(head: bytes) -> bool:
-    """Whether the first bytes are those of a JSON object whose first key is ours."""
+    """Whether the first bytes are the start of a JSON object with the fingerprint's first key."""
     return _START.match(head) is not None
 
 
 def read(path: str) -> Snapshot:
-    """Open a fingerprint: its tensors have digests and no bytes.
+    """Open a fingerprint, whose tensors have digests and no bytes.
 
-    Raises MalformedFile for what is no JSON or not as we write it, UnsupportedFormat for a later version.
+    Raises MalformedFile for invalid JSON or content, UnsupportedFormat for a newer version.
     """
-    with regular(path) as file:
+    with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SIZE:
             raise _malformed(path, "file", f"{size} bytes", f"at most {MAX_SIZE}")
         raw = file.read(size)
     try:
-        document = json_object(raw, entry=b'"shape"', finite=True)
-    except NotTheObject as wrong:
+        document = parse_json_object(raw, entry=b'"shape"', finite=True)
+    except InvalidJson as wrong:
         raise _malformed(path, "file", wrong.found, wrong.needed) from None
     version = document.get(KEY)
     if type(version) is not int or version < 1:
@@ -75,88 +75,88 @@ def read(path: str) -> Snapshot:
     algorithm = document.get("algorithm")
     if not _is_text(algorithm) or not algorithm:
         raise _malformed(path, "algorithm", brief(algorithm), "a name")
-    tensors = _dict(document, "tensors", path)
-    if len(tensors) > bounds.MOST_TENSORS:
-        raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {bounds.MOST_TENSORS}")
-    metadata = None if document.get("metadata") is None else parse(document["metadata"], path)
+    tensors = _get_dict(document, "tensors", path)
+    if len(tensors) > limits.MOST_TENSORS:
+        raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {limits.MOST_TENSORS}")
+    metadata = None if document.get("metadata") is None else parse_metadata(document["metadata"], path)
     return Snapshot(
         path,
         FORMAT,
         size,
-        {name: _tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
-        {name: _value(path, name, value) for name, value in _dict(document, "values", path).items()},
-        _texts(document, "stubs", path),
+        {name: _check_tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
+        {name: _check_value(path, name, value) for name, value in _get_dict(document, "values", path).items()},
+        _get_texts(document, "stubs", path),
         metadata,
-        (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _texts(document, "notes", path))),
+        (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _get_texts(document, "notes", path))),
     )
 
 
-def _dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
+def _get_dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
     found = document.get(key)
     if not isinstance(found, dict):
         raise _malformed(path, key, brief(found), "an object by name")
     return found
 
 
-def _texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
+def _get_texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
     found = document.get(key)
     if not isinstance(found, list) or not all(_is_text(text) for text in found):
-        raise _malformed(path, key, brief(found), "a list of texts")
+        raise _malformed(path, key, brief(found), "a list of strings")
     return tuple(found)
 
 
-def _value(path: str, name: str, value: Any) -> Any:
-    """Read one value; a float that JSON cannot say is written as {"float": "nan"}."""
+def _check_value(path: str, name: str, value: Any) -> Any:
+    """Read one value; floats that JSON lacks are stored as {"float": "nan"}."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict) and value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
         return float(value["float"])
-    raise _malformed(path, f"value '{name}'", brief(value), 'a number, a text, null or {"float": "nan"}')
+    raise _malformed(path, f"value '{name}'", brief(value), 'a number, a string, null or {"float": "nan"}')
 
 
-def _tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
+def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
     place = f"tensor '{name}'"
     if not isinstance(entry, dict):
         raise _malformed(path, place, brief(entry), "an object")
     dtype, shape, refused, digest = (entry.get(key) for key in ("dtype", "shape", "refused", "digest"))
-    sizes = _naturals(shape, MOST_DIMENSIONS)
+    sizes = _check_naturals(shape, MOST_DIMENSIONS)
     if not _is_text(dtype) or sizes is None or math.prod(sizes) > MOST_ELEMENTS:
         raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
-    strides = in_c_order(sizes)
+    strides = contiguous_strides(sizes)
     if digest is None and _is_text(refused):
-        return Tensor(name, dtype, sizes, strides, path, 0, refused=_refusal(refused))
+        return Tensor(name, dtype, sizes, strides, path, 0, refused=_find_refusal(refused))
     if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         found = f"digest {brief(digest)}, refused {brief(refused)}"
-        raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or why there is none")
+        raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or a reason for its absence")
     if dtype not in DTYPES:
         raise _malformed(path, place, f"dtype {brief(dtype)}", f"one of {', '.join(DTYPES)}")
-    moments = {key: _number(path, place, key, entry.get(key)) for key in _MOMENTS}
+    moments = {key: _check_number(path, place, key, entry.get(key)) for key in _MOMENTS}
     nonfinite = entry.get("nonfinite")
     if nonfinite is not None and (type(nonfinite) is not int or not 0 <= nonfinite <= math.prod(sizes)):
         raise _malformed(path, place, f"nonfinite {brief(nonfinite)}", "a number of elements")
     return Tensor(
         name, dtype, sizes, strides, path, 0,
-        sharding=None if entry.get("sharding") is None else _sharding(path, place, entry["sharding"]),
+        sharding=None if entry.get("sharding") is None else _check_sharding(path, place, entry["sharding"]),
         digest=Digest(algorithm, digest, nonfinite, **moments),
     )  # fmt: skip
 
 
-def _number(path: str, place: str, key: str, value: Any) -> float | None:
+def _check_number(path: str, place: str, key: str, value: Any) -> float | None:
     if value is None:
         return None
-    # An integer of JSON has no bound, and a float has one; 1e999 is read as infinity.
+    # JSON integers have no upper limit, and 1e999 is read as infinity.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise _malformed(path, place, f"{key} {brief(value)}", "a finite number or null")
     return float(value)
 
 
-def _sharding(path: str, place: str, entry: Any) -> Sharding:
+def _check_sharding(path: str, place: str, entry: Any) -> Sharding:
     wrong = _malformed(path, place, f"sharding {brief(entry)}", "a mesh, its ranks, and a placement by dimension")
     if not isinstance(entry, dict):
         raise wrong
 
     def naturals(key: str, most: int = MOST_DIMENSIONS) -> tuple[int, ...]:
-        found = _naturals(entry.get(key), most)
+        found = _check_naturals(entry.get(key), most)
         if found is None:
             raise wrong
         return found
@@ -171,19 +171,24 @@ def _sharding(path: str, place: str, entry: Any) -> Sharding:
     beside = entry.get("beside", [])
     if not isinstance(beside, list) or not all(isinstance(at, list) and len(at) == 2 for at in beside):
         raise wrong
-    if not all(_is_text(name) for name, _ in beside) or _naturals([at for _, at in beside], MOST_DIMENSIONS) is None:
+    if (
+        not all(_is_text(name) for name, _ in beside)
+        or _check_naturals([at for _, at in beside], MOST_DIMENSIONS) is None
+    ):
         raise wrong
-    placed = tuple((name, at) for name, at in beside)
-    made = Sharding(mesh, ranks, words("placements"), naturals("shape"), words("names"), naturals("coordinate"), placed)
-    lengths = len(made.placements) == len(mesh) and {len(made.names), len(made.coordinate)} <= {0, len(mesh)}
-    inside = all(at < size for at, size in zip(made.coordinate, mesh, strict=False))
+    root_coordinate = tuple((name, at) for name, at in beside)
+    result = Sharding(
+        mesh, ranks, words("placements"), naturals("shape"), words("names"), naturals("coordinate"), root_coordinate
+    )
+    lengths = len(result.placements) == len(mesh) and {len(result.names), len(result.coordinate)} <= {0, len(mesh)}
+    inside = all(at < size for at, size in zip(result.coordinate, mesh, strict=False))
     if not lengths or not inside or math.prod(mesh) != len(ranks):
         raise wrong
-    return made
+    return result
 
 
-def _naturals(value: Any, most: int) -> tuple[int, ...] | None:
-    """Return a list of sizes or ranks; None where it is none."""
+def _check_naturals(value: Any, most: int) -> tuple[int, ...] | None:
+    """Return a list of sizes or ranks as a tuple, or None if it is invalid."""
     right = isinstance(value, list) and len(value) <= most and are_naturals(value)
     return tuple(value) if right else None
 
@@ -198,7 +203,7 @@ def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
     )
 
 
-def _refusal(text: str) -> Message:
-    """Return the refusal that a fingerprint stored as text."""
+def _find_refusal(text: str) -> Message:
+    """Return the refusal of a tensor from its text in the fingerprint."""
     known = next((refusal for refusal in Refusal if refusal.value == text), None)
     return known() if known else Refusal.STORED(text=text or "no reason is given")

@@ -1,47 +1,49 @@
-"""JSON in a file that nobody trusts: how much it may hold, and that no name in it stands twice."""
+"""Parse JSON from untrusted files, with limits and without duplicate names."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, NoReturn
 
-from syncheck.readers import bounds
+from syncheck.readers import limits
 
 
-class NotTheObject(ValueError):
-    """A text is not the JSON object that it ought to be. found: what it is; needed: what would be right."""
+class InvalidJson(ValueError):
+    """A text is not the expected JSON object. found, needed: for a MalformedFile."""
 
     def __init__(self, found: str, needed: str) -> None:
         super().__init__(found)
         self.found, self.needed = found, needed
 
 
-def json_object(raw: bytes, *, entry: bytes = b"", finite: bool = False) -> dict[str, Any]:
-    """Parse a JSON object, of which the number of parts is bounded before anything is built.
+def parse_json_object(raw: bytes, *, entry: bytes = b"", finite: bool = False) -> dict[str, Any]:
+    """Parse a JSON object, limiting the number of its parts before parsing.
 
-    raw: UTF-8. entry: a key, in quotes, that each tensor of the file has; there is a bound on how often it stands.
-    finite: whether to refuse NaN and Infinity, which Python writes and JSON has not. Raises NotTheObject.
+    raw: UTF-8. entry: a quoted key of every tensor, to count the tensors. finite: refuse NaN and Infinity, which are
+    not JSON but which Python accepts. Raises InvalidJson.
     """
-    if entry and raw.count(entry) > bounds.MOST_TENSORS:
-        raise NotTheObject(f"more than {bounds.MOST_TENSORS} tensors", "fewer")
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > bounds.MOST_OBJECTS:
-        raise NotTheObject(f"more than {bounds.MOST_OBJECTS} parts", "fewer")
+    if entry and raw.count(entry) > limits.MOST_TENSORS:
+        raise InvalidJson(f"more than {limits.MOST_TENSORS} tensors", "fewer")
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > limits.MOST_OBJECTS:
+        raise InvalidJson(f"more than {limits.MOST_OBJECTS} parts", "fewer")
     try:
-        # Decoded here: of bytes, json would take UTF-16 and halves of characters too.
-        found = json.loads(raw.decode(), object_pairs_hook=_each_once, parse_constant=_no_json if finite else None)
+        # Decoded as UTF-8, because json.loads would also accept UTF-16 and lone surrogates in bytes.
+        found = json.loads(
+            raw.decode(), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant if finite else None
+        )
     except (ValueError, RecursionError) as error:
-        raise NotTheObject(f"no JSON: {error!s:.100}", "a JSON object") from None
+        raise InvalidJson(f"invalid JSON: {error!s:.100}", "a JSON object") from None
     if not isinstance(found, dict):
-        raise NotTheObject(type(found).__name__, "a JSON object")
+        raise InvalidJson(type(found).__name__, "a JSON object")
     return found
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a duplicate name")
     return result
 
 
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"the constant {constant}")

@@ -1,7 +1,7 @@
 """safetensors files: 8 bytes of header length, a JSON header, then the tensors' bytes.
 
-The header is read here rather than by the safetensors package, whose numpy face cannot give bfloat16 and which reads
-bytes where places are needed. Rules: the format's README and safetensors/src/tensor.rs.
+syncheck parses the header itself, because the safetensors package cannot return bfloat16 to numpy, and returns bytes
+instead of their offsets. Specification: the format's README and safetensors/src/tensor.rs.
 """
 
 from __future__ import annotations
@@ -15,66 +15,74 @@ from typing import Any
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.messages import Refusal
-from syncheck.metadata_block import KEY, parse
-from syncheck.readers import bounds
-from syncheck.readers.json_text import NotTheObject, json_object
-from syncheck.readers.opening import regular
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Metadata, Snapshot, Tensor, are_naturals, in_c_order
+from syncheck.metadata_block import KEY, parse_metadata
+from syncheck.readers import limits
+from syncheck.readers.json_text import InvalidJson, parse_json_object
+from syncheck.readers.regular_file import open_regular_file
+from syncheck.snapshots import (
+    MOST_DIMENSIONS,
+    MOST_ELEMENTS,
+    Metadata,
+    Snapshot,
+    Tensor,
+    are_naturals,
+    contiguous_strides,
+)
 
 FORMAT = "safetensors"
-# The bound of safetensors' own reader (tensor.rs, MAX_HEADER_SIZE), in bytes.
+# The header limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE), in bytes.
 MAX_HEADER = 100_000_000
 _AGAIN = "save or copy the file again"
 
 
 def matches(head: bytes) -> bool:
-    """Whether the first bytes are a length and the start of a JSON object."""
+    """Whether the first bytes are a header length and the start of a JSON object."""
     return len(head) >= 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] >= 2
 
 
 def read(path: str) -> Snapshot:
-    """Open a checkpoint: its tensors' names and places, string metadata as values, and the metadata block.
+    """Open a checkpoint without reading tensor data. String metadata becomes values.
 
-    Raises MalformedFile for a header that is too long, no JSON, or whose tensors do not tile the file exactly.
+    Raises MalformedFile for a header that is too long, invalid, or does not describe all bytes of the file.
     """
-    with regular(path) as file:
+    with open_regular_file(path) as file:
         opened = os.fstat(file.fileno())
         size = opened.st_size
         first = file.read(8)
-        if len(first) < 8:  # it was longer when its format was told
+        if len(first) < 8:  # the file was truncated after the format was detected
             raise _malformed(path, "header", f"{len(first)} bytes", "at least 8")
         (length,) = struct.unpack("<Q", first)
         if length > min(MAX_HEADER, size - 8):
             raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
         raw = file.read(length)
     try:
-        header = json_object(raw, entry=b'"data_offsets"')
-    except NotTheObject as wrong:
+        header = parse_json_object(raw, entry=b'"data_offsets"')
+    except InvalidJson as wrong:
         raise _malformed(path, "header", wrong.found, wrong.needed) from None
     strings = header.pop("__metadata__", {})
-    if len(header) > bounds.MOST_TENSORS:
-        raise _malformed(path, "header", f"{len(header)} tensors", f"at most {bounds.MOST_TENSORS}")
+    if len(header) > limits.MOST_TENSORS:
+        raise _malformed(path, "header", f"{len(header)} tensors", f"at most {limits.MOST_TENSORS}")
     if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
-        raise _malformed(path, "__metadata__", "values that are no strings", "strings")
-    tensors = {name: _tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
+        raise _malformed(path, "__metadata__", "values that are not strings", "strings")
+    tensors = {name: _check_tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
     _check_cover(path, header, size - 8 - length)
-    values = {name: _number(text) for name, text in strings.items() if name != KEY}
-    return Snapshot(path, FORMAT, size, tensors, values, (), _metadata(path, strings))
+    values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
+    return Snapshot(path, FORMAT, size, tensors, values, (), _read_metadata(path, strings))
 
 
-def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
-    """Check one entry and return its tensor. data: where the tensors' bytes start in the file."""
+def _check_tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
+    """Check one entry and return its tensor. data: offset of the tensor data in the file."""
     place = f"tensor '{name}'"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    right = isinstance(code, str) and _naturals(shape, MOST_DIMENSIONS) and _naturals(offsets, 2)
+    right = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS) and _are_naturals(offsets, 2)
     if not right or len(offsets) != 2 or offsets[1] < offsets[0]:
         found = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
         needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
         raise _malformed(path, place, found, needed)
     dtype: DType | None = BY_SAFETENSORS.get(code)
-    strides = in_c_order(shape)
+    strides = contiguous_strides(shape)
     elements = math.prod(shape)
     if dtype is None and elements > MOST_ELEMENTS:
         raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
@@ -89,7 +97,7 @@ def _tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result)
 
 
 def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
-    """Tensors must tile the data without a hole or an overlap: that is how a cut or padded file shows."""
+    """Check that tensors cover the data without a hole or overlap, which detects truncated and padded files."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
@@ -98,30 +106,30 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
                 path,
                 f"tensor '{name}'",
                 f"starts at byte {start} of the data",
-                f"{end}, where the one before ends",
+                f"{end}, the end of the previous tensor",
             )
         end = stop
     if end != size:
-        raise _malformed(path, "data", f"{size} bytes", f"{end}, where the last tensor ends")
+        raise _malformed(path, "data", f"{size} bytes", f"{end}, the end of the last tensor")
 
 
-def _naturals(value: Any, most: int) -> bool:
+def _are_naturals(value: Any, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and are_naturals(value)
 
 
-def _number(text: str) -> Any:
-    """Metadata strings that are integers are compared as numbers, as in the other formats."""
+def _to_number(text: str) -> Any:
+    """Convert integers in string metadata to numbers, which other formats store."""
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else text
 
 
-def _metadata(path: str, strings: dict[str, str]) -> Metadata | None:
+def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
     if KEY not in strings:
         return None
     try:
         block = json.loads(strings[KEY])
     except (ValueError, RecursionError) as error:
-        raise _malformed(path, f"__metadata__ '{KEY}'", f"no JSON: {error!s:.100}", "a JSON object") from None
-    return parse(block, path)
+        raise _malformed(path, f"__metadata__ '{KEY}'", f"invalid JSON: {error!s:.100}", "a JSON object") from None
+    return parse_metadata(block, path)
 
 
 def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:

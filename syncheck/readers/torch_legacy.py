@@ -1,8 +1,8 @@
-"""Files of torch.save before torch 1.6, and of today's with `_use_new_zipfile_serialization=False`: pickles in a row.
+"""torch.save files before torch 1.6, and with `_use_new_zipfile_serialization=False`: consecutive pickles.
 
-A magic number, the protocol's version, facts of the machine, the object, the keys of its storages; then for each
-storage its number of elements and its bytes, little-endian on every machine. torch is not needed to read them.
-Layout: torch/serialization.py, `_legacy_save` of torch 2.6 to 2.15.
+The pickles are a magic number, the protocol version, system information, the object, and its storage keys. The storages
+follow, each as its number of elements and its bytes, little-endian on all machines.
+Layout: `_legacy_save` in torch/serialization.py of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
-from syncheck.readers.opening import regular
-from syncheck.readers.pickles.places import Record, tensor_at
+from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Stream, unpickle
+from syncheck.readers.regular_file import open_regular_file
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
+    from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
 
 FORMAT = "torch-legacy"
 # torch/serialization.py: MAGIC_NUMBER in pickle protocol 2, and PROTOCOL_VERSION.
@@ -31,33 +31,33 @@ _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
 def matches(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of this format."""
+    """Whether a file starts with the magic number of this format."""
     return head.startswith(MAGIC)
 
 
 def read(path: str) -> Snapshot:
-    """Open a checkpoint: its tensors' names and places, its values and its metadata block.
+    """Open a checkpoint without reading tensor data.
 
-    Raises MalformedFile for a file that is cut short or inconsistent, RefusedFile for a pickle that wants to run
-    something, UnsupportedFormat for another version of the format.
+    Raises MalformedFile for a truncated or inconsistent file, RefusedFile for a pickle that would execute code,
+    UnsupportedFormat for another version of the format.
     """
-    with regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+    with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         opened = os.fstat(file.fileno())
         stream = Stream(whole, len(MAGIC))
         version, _ = unpickle(stream, path, "protocol version")
         if version != _VERSION:
             raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
-        unpickle(stream, path, "facts of the machine")
+        unpickle(stream, path, "system information")
         start = stream.at
         storages: dict[str, Storage] = {}
-        made: list[TensorPlace] = []
+        made: list[TensorLocation] = []
         tree, stubs = unpickle(stream, path, "object", storages, made=made)
         flat = flatten(tree, path, stream.at - start, made)
-        keys, _ = unpickle(stream, path, "keys of the storages")
-        records = _records(stream, keys, storages, path)
+        keys, _ = unpickle(stream, path, "storage keys")
+        records = _locate_records(stream, keys, storages, path)
     tensors = {
-        name: tensor_at(name, place, path, lambda storage: records[storage.key], opened=opened)
-        for name, place in flat.tensors.items()
+        name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened=opened)
+        for name, location in flat.tensors.items()
     }
     return Snapshot(
         path, FORMAT, opened.st_size, tensors, flat.values, stubs, flat.metadata,
@@ -65,10 +65,10 @@ def read(path: str) -> Snapshot:
     )  # fmt: skip
 
 
-def _records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
-    """Find where each storage's bytes lie; the stream stands at the first storage's count of elements."""
+def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
+    """Locate the bytes of each storage. stream: at the element count of the first storage."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise MalformedFile(path, place="keys of the storages", found=brief(keys), needed="texts", next_step=_AGAIN)
+        raise MalformedFile(path, place="storage keys", found=brief(keys), needed="strings", next_step=_AGAIN)
     end, records = len(stream.data), dict[str, Record]()
     for key in keys:
         label = f"storage {key!r:.40}"
@@ -88,5 +88,5 @@ def _records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str)
         stream.at = start + size
     missing = [key for key in storages if key not in records]
     if missing:
-        raise MalformedFile(path, place="keys of the storages", found=f"none of {missing[0]!r:.40}", next_step=_AGAIN)
+        raise MalformedFile(path, place="storage keys", found=f"{missing[0]!r:.40} is missing", next_step=_AGAIN)
     return records

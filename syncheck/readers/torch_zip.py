@@ -1,8 +1,8 @@
-"""Files of torch.save since torch 1.6: a zip of stored records, `<stem>/data.pkl` and `<stem>/data/<key>`.
+"""torch.save files since torch 1.6: a zip of uncompressed records `<stem>/data.pkl` and `<stem>/data/<key>`.
 
-Only the directory and the pickle are read here. A tensor's bytes are found from the local header of its record (whose
-extra field pads the data to 64 bytes, so its length differs from the directory's) and stay on disk.
-Layout: caffe2/serialize/inline_container.cc of torch 2.6 to 2.15.
+syncheck reads the directory and the pickle; tensor bytes stay on disk. Their offset comes from the record's local
+header, because its extra field, which pads the data to 64 bytes, has another length than in the directory. Layout:
+caffe2/serialize/inline_container.cc of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
 from syncheck.readers import zip_end
-from syncheck.readers.opening import regular
-from syncheck.readers.pickles.places import Record, tensor_at
+from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
+from syncheck.readers.regular_file import open_regular_file
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.pickles.stand_ins import Storage, TensorPlace
+    from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
     from syncheck.snapshots import Tensor
 
 FORMAT = "torch-zip"
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-# Bits of a record's flags: encrypted, patched, strongly encrypted, masked.
+# Flag bits of records: encrypted, patched, strongly encrypted, masked.
 _NOT_STORED = 0x2061
-# Bytes of a directory that are read: of more than a million records. Each takes ten times as much in memory.
+# Limit of the directory in bytes, for more than a million records. Parsed, each takes ten times as much memory.
 _MOST_DIRECTORY = 1 << 27
-# An attribute of MS-DOS. torch.load takes such a record for an empty one, as it does one of which 0 bytes are stored,
-# and leaves in the tensor what memory held: mz_zip_reader_extract_to_mem of miniz, which it reads zips with.
+# An MS-DOS attribute. torch.load reads a record with it, or with 0 stored bytes, as empty, and leaves uninitialized
+# memory in the tensor: mz_zip_reader_extract_to_mem of miniz, torch's zip reader.
 _IS_FOLDER = 0x10
-# Records that torch.load reads beside the pickle and the data, where they are there; of the first a whole number.
+# Records that torch.load reads besides the pickle and the data, if present. _NUMBERS contain an integer.
 _NUMBERS, _BESIDE = ("version", ".data/version", ".storage_alignment"), (".data/serialization_id", ".format_version")
 _AGAIN = "save or copy the file again"
-_STRANGE = "no library writes this; find out where the file comes from"
+_STRANGE = "no library writes this; check the origin of the file"
 
 
 def matches(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of this format."""
+    """Whether a file starts with the magic number of this format."""
     return head.startswith(MAGIC)
 
 
 def read(path: str) -> Snapshot:
-    """Open a checkpoint: its tensors' names and places, its values and its metadata block.
+    """Open a checkpoint without reading tensor data.
 
-    Raises MalformedFile for a file that is cut short, compressed or inconsistent, RefusedFile for a pickle that wants
-    to run something, NotACheckpoint for another kind of zip.
+    Raises MalformedFile for a truncated, compressed or inconsistent file, RefusedFile for a pickle that would execute
+    code, NotACheckpoint for another kind of zip.
     """
-    with regular(path) as file:
+    with open_regular_file(path) as file:
         archive = Archive(file, path)
-        pickled = archive.bytes_of("data.pkl")
-        made: list[TensorPlace] = []
+        pickled = archive.read_record("data.pkl")
+        made: list[TensorLocation] = []
         tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl", made=made)
         flat = flatten(tree, path, len(pickled), made)
-        big = archive.big_endian()
-        tensors = {name: archive.tensor(name, place, big) for name, place in flat.tensors.items()}
+        big = archive.is_big_endian()
+        tensors = {name: archive.tensor(name, location, big) for name, location in flat.tensors.items()}
         archive.check_overlaps()
     return Snapshot(
         path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata,
@@ -68,7 +68,7 @@ def read(path: str) -> Snapshot:
 
 
 class _Bounded:
-    """A file of which zipfile reads no more at a time than a directory may have."""
+    """A file that limits how much zipfile reads at once."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self._file = file.seek, file.tell, file
@@ -80,15 +80,15 @@ class _Bounded:
 
 
 class Archive:
-    """An opened zip of torch.save. file: of which only the directory is read yet; path: for errors."""
+    """An opened torch.save zip, of which only the directory has been read. path: for error messages."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         self.opened = os.fstat(file.fileno())
         self.file, self.path = file, path
         self.size = file.seek(0, os.SEEK_END)
-        self.places: dict[str, tuple[int, int]] = {}
+        self.locations: dict[str, tuple[int, int]] = {}
         self.stem = ""  # of all records' names, once it is known
-        self.records = self._directory()
+        self.records = self._read_directory()
         pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
             what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
@@ -97,63 +97,63 @@ class Archive:
             )
         self.stem = pickles[0].removesuffix("data.pkl")
         for name in _NUMBERS:
-            if self.stem + name in self.records and not (number := self.bytes_of(name)).strip().isdigit():
+            if self.stem + name in self.records and not (number := self.read_record(name)).strip().isdigit():
                 raise self._malformed(name, repr(number[:20]), "a whole number", _AGAIN)
         for name in _BESIDE:
             if self.stem + name in self.records:
-                self.place_of(name)
+                self.locate(name)
 
-    def _directory(self) -> dict[str, zipfile.ZipInfo]:
-        """Return the records by name. Raises MalformedFile where the directory is not what torch.save writes."""
+    def _read_directory(self) -> dict[str, zipfile.ZipInfo]:
+        """Return the records by name. Raises MalformedFile for a directory that torch.save would not write."""
         place = "zip directory"
         try:
             infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(self.file))).infolist()
-            wrong = zip_end.fault(self.file, infos)
+            wrong = zip_end.find_fault(self.file, infos)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
             needed = "a directory at the end of the file"
             raise self._malformed(place, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
-        if any(info.filename != info.orig_filename for info in infos):  # a NUL, which other readers may take for an end
-            raise self._malformed(place, "a record of two names", "one", _STRANGE)
+        if any(info.filename != info.orig_filename for info in infos):  # a NUL, which ends the name for other readers
+            raise self._malformed(place, "a record with two names", "one", _STRANGE)
         records = {info.filename: info for info in infos}
         if len(records) != len(infos):
-            raise self._malformed(place, "two records of one name", "", _AGAIN)
+            raise self._malformed(place, "two records with the same name", "", _AGAIN)
         first = min((info.header_offset for info in infos), default=0)
-        if first:  # several zips one after the other: the directory at the end is the last one's
-            folder = "if it is a part of a torch.distributed.checkpoint folder, give the folder"
+        if first:  # several concatenated zips: the directory at the end belongs to the last zip
+            folder = "if it belongs to a torch.distributed.checkpoint folder, pass the folder"
             raise self._malformed(place, f"the records begin at byte {first}", "byte 0", folder)
         if wrong:
             raise self._malformed(place, *wrong, _AGAIN)
         return records
 
-    def place_of(self, name: str) -> tuple[int, int]:
+    def locate(self, name: str) -> tuple[int, int]:
         """Return (offset, size) in bytes of a record's data."""
-        if name in self.places:
-            return self.places[name]
+        if name in self.locations:
+            return self.locations[name]
         info = self.records.get(self.stem + name)
         if info is None:
             raise self._malformed(name, "no such record", "", _AGAIN)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _NOT_STORED:
-            raise self._not_stored(name)
+            raise self._unsupported(name)
         if info.external_attr & _IS_FOLDER:
             raise self._malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
         if info.compress_size != info.file_size:
             found = f"{info.compress_size} bytes stored of {info.file_size}"
-            raise self._malformed(name, found, "the same number, for it is not compressed", _AGAIN)
-        if info.header_offset > self.size:  # more than seek() takes, perhaps
+            raise self._malformed(name, found, "equal sizes, because records are not compressed", _AGAIN)
+        if info.header_offset > self.size:  # the offset may exceed the range of seek()
             raise self._malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
         self.file.seek(info.header_offset)
         head = self.file.read(_LOCAL_HEADER.size)
         if len(head) < _LOCAL_HEADER.size or not head.startswith(MAGIC):
-            raise self._malformed(name, "no record where the directory says", "a local header", _AGAIN)
+            raise self._malformed(name, "no record at the offset in the directory", "a local header", _AGAIN)
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(head)
         if method != zipfile.ZIP_STORED or flags & _NOT_STORED:
-            raise self._not_stored(name)
-        if not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:  # 0 where they stand behind the record
+            raise self._unsupported(name)
+        if not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:  # 0 if the sizes follow the data
             found = f"{info.file_size} bytes in the directory, {size} before the record"
             raise self._malformed(name, found, "one size", _AGAIN)
         offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if self.file.read(name_length) != info.orig_filename.encode("utf-8"):
-            raise self._malformed(name, "the record bears another name than in the directory", "the same name", _AGAIN)
+            raise self._malformed(name, "its local header has another name than the directory", "the same name", _AGAIN)
         if offset + info.file_size > self.size:
             raise self._malformed(
                 name,
@@ -161,52 +161,52 @@ class Archive:
                 f"at most {self.size}, the file's size",
                 _AGAIN,
             )
-        self.places[name] = offset, info.file_size
-        return self.places[name]
+        self.locations[name] = offset, info.file_size
+        return self.locations[name]
 
-    def bytes_of(self, name: str) -> bytes:
-        """Return a record's data. Raises MalformedFile where there is no such record, or it is not what was saved.
+    def read_record(self, name: str) -> bytes:
+        """Return a record's data. Raises MalformedFile if it is missing or does not match its CRC-32.
 
-        What a flipped bit makes of a pickle may be another one that reads well. A stored 0 proves nothing.
+        A flipped bit can turn a pickle into another valid pickle. A stored CRC-32 of 0 is not checked.
         """
-        offset, size = self.place_of(name)
+        offset, size = self.locate(name)
         self.file.seek(offset)
         data = self.file.read(size)
         stored = self.records[self.stem + name].CRC
-        if stored and stored != zlib.crc32(data):  # 0 where saving had checksums switched off
+        if stored and stored != zlib.crc32(data):  # 0 if checksums were disabled when saving
             raise self._malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
         return data
 
-    def big_endian(self) -> bool:
-        """Return whether tensors are stored big-endian; files before torch 2.1 do not say and are little-endian."""
+    def is_big_endian(self) -> bool:
+        """Whether tensors are stored big-endian; files before torch 2.1 lack the record and are little-endian."""
         if self.stem + "byteorder" not in self.records:
             return False
-        order = self.bytes_of("byteorder")
+        order = self.read_record("byteorder")
         if order not in (b"little", b"big"):
             raise self._malformed("byteorder", repr(order[:20]), "little or big", _AGAIN)
         return order == b"big"
 
-    def tensor(self, name: str, place: TensorPlace, big_endian: bool) -> Tensor:
-        """Check that a tensor lies within its record and say where in the file it starts."""
-        return tensor_at(name, place, self.path, self._record_of, opened=self.opened, big_endian=big_endian)
+    def tensor(self, name: str, location: TensorLocation, big_endian: bool) -> Tensor:
+        """Check that a tensor is within its record, and return it with its offset in the file."""
+        return locate_tensor(name, location, self.path, self._locate_record, opened=self.opened, big_endian=big_endian)
 
     def check_overlaps(self) -> None:
-        """Raise MalformedFile where two records that are read lie in the same bytes: few bytes could pass for many."""
+        """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
         end, before = 0, ""
-        for (start, size), name in sorted((place, name) for name, place in self.places.items()):
+        for (start, size), name in sorted((location, name) for name, location in self.locations.items()):
             if start < end and size:
-                raise self._malformed(name, f"it begins at byte {start}, within {before}", "records apart", _STRANGE)
+                raise self._malformed(name, f"it begins at byte {start}, within {before}", "separate records", _STRANGE)
             end, before = max(end, start + size), name
 
-    def _not_stored(self, name: str) -> UnsupportedFormat:
+    def _unsupported(self, name: str) -> UnsupportedFormat:
         return UnsupportedFormat(
             self.path, place=self.stem + name, found="a compressed or encrypted record",
-            needed="a stored one, as torch.save writes", next_step="unpack it, or save it again with torch.save",
+            needed="an uncompressed record, as torch.save writes", next_step="unpack it, or save again with torch.save",
         )  # fmt: skip
 
-    def _record_of(self, storage: Storage) -> Record:
+    def _locate_record(self, storage: Storage) -> Record:
         record = f"data/{storage.key}"
-        start, size = self.place_of(record)
+        start, size = self.locate(record)
         return Record(self.stem + record, start, size, self.records[self.stem + record].CRC)
 
     def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:

@@ -1,9 +1,9 @@
-"""The last records of a zip: whether the directory is as long, and has as many entries, as they say.
+"""Check the end records of a zip against its directory.
 
-zipfile reads as many bytes of directory as they say, and ignores the number of entries; torch reads that many entries
-and no others. Where the two do not agree, torch would load other tensors than those that are compared.
-Layout: APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16; what torch looks at is in mz_zip_reader_read_central_dir of miniz,
-caffe2/serialize.
+zipfile trusts the directory size in the end records and ignores the number of entries; torch reads exactly this number
+of entries. If they disagree, torch would load other tensors than syncheck compares.
+Layout: PKWARE's APPNOTE.TXT, 4.3.14 to 4.3.16. torch's checks are in mz_zip_reader_read_central_dir of miniz
+(caffe2/serialize).
 """
 
 from __future__ import annotations
@@ -17,77 +17,83 @@ if TYPE_CHECKING:
     from typing import BinaryIO
     from zipfile import ZipInfo
 
-Wrong = tuple[str, str]
-"""What is found, and what is needed."""
+Fault = tuple[str, str]
+"""Found and needed, as in MalformedFile."""
 
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<28x3H12x")  # the lengths of name, extra field and comment
 _UTF_8 = 0x800
 _LOCATOR = struct.Struct("<4sLQL")
-# What stands in the old fields, of 2 and 4 bytes, of numbers that may be in the new ones.
+# Values of the old 2- and 4-byte fields if the number is in the zip64 record.
 _SHORT, _LONG = 0xFFFF, 0xFFFFFFFF
-_ONE_DISK: Wrong = ("a part of a zip of several disks", "a whole one")
+_ONE_DISK: Fault = ("a multi-disk zip", "a single file")
 
 
-def fault(file: BinaryIO, infos: Sequence[ZipInfo]) -> Wrong | None:
-    """Say what the directory, or its end, states wrongly, and what it ought to; None where nothing is wrong.
+def find_fault(file: BinaryIO, infos: Sequence[ZipInfo]) -> Fault | None:
+    """Return the first fault of the directory or its end records, or None.
 
-    infos: what zipfile has found in this file. Raises ValueError or struct.error where it is no longer there.
+    infos: zipfile's entries of this file. Raises ValueError or struct.error if the file became shorter.
     """
-    at = _place(file)
-    place = at - _LOCATOR.size - _END_64.size
-    file.seek(max(0, place))
-    before, end = file.read(min(at, _LOCATOR.size + _END_64.size)), file.read(_END.size)
-    _, disk, first_disk, here, count, size, offset, _ = _END.unpack(end)
+    end_offset = _find_end(file)
+    end_of_directory = end_offset - _LOCATOR.size - _END_64.size
+    file.seek(max(0, end_of_directory))
+    before, end = file.read(min(end_offset, _LOCATOR.size + _END_64.size)), file.read(_END.size)
+    _, disk, first_disk, on_disk, count, size, offset, _ = _END.unpack(end)
     if disk or first_disk or any(info.volume for info in infos):
         return _ONE_DISK
     if not before[-_LOCATOR.size :].startswith(b"PK\x06\x07"):
-        return _counts((here, count), (size, offset), len(infos), at) or _last(file, infos, at)
+        return _check_counts((on_disk, count), (size, offset), len(infos), end_offset) or _check_last_entry(
+            file, infos, end_offset
+        )
     _, disk, stated, disks = _LOCATOR.unpack(before[-_LOCATOR.size :])
     if disk or disks != 1:
         return _ONE_DISK
-    if stated != place or not before.startswith(b"PK\x06\x06"):
-        return f"a zip64 record at byte {stated}", f"one at byte {place}, before its locator"
+    if stated != end_of_directory or not before.startswith(b"PK\x06\x06"):
+        return f"a zip64 record at byte {stated}", f"one at byte {end_of_directory}, before its locator"
     _, length, _, _, disk, first_disk, *counts, size_64, offset_64 = _END_64.unpack_from(before)
     if disk or first_disk:
         return _ONE_DISK
-    if length != _END_64.size - 12:  # it does not count itself, nor the signature
+    if length != _END_64.size - 12:  # the length excludes the signature and itself
         return f"a zip64 record of {length} bytes", str(_END_64.size - 12)
     for found, needed, instead in (
-        *((number, len(infos), _SHORT) for number in (here, count)),
+        *((number, len(infos), _SHORT) for number in (on_disk, count)),
         *((number, new, _LONG) for number, new in ((size, size_64), (offset, offset_64))),
     ):
         if found not in (needed, instead):
             return f"{found} in the record before zip64", f"{needed}, or {instead}"
-    return _counts((counts[0], counts[1]), (size_64, offset_64), len(infos), place) or _last(file, infos, place)
+    return _check_counts(
+        (counts[0], counts[1]), (size_64, offset_64), len(infos), end_of_directory
+    ) or _check_last_entry(file, infos, end_of_directory)
 
 
-def _counts(counts: tuple[int, int], directory: tuple[int, int], records: int, place: int) -> Wrong | None:
-    """Hold the numbers of records, and (size, offset) of the directory, against what is there; place: its end."""
+def _check_counts(
+    counts: tuple[int, int], directory: tuple[int, int], records: int, end_of_directory: int
+) -> Fault | None:
+    """Compare counts of records, and (size, offset) of the directory, with the file. end_of_directory: its offset."""
     for count in counts:
         if count != records:
-            return f"{records} records in a directory whose end says {count}", "the same number"
-    if sum(directory) != place:
-        return f"a directory of {directory[0]} bytes at byte {directory[1]}", f"that it ends at byte {place}"
+            return f"{records} records in a directory that lists {count}", "equal numbers"
+    if sum(directory) != end_of_directory:
+        return f"a directory of {directory[0]} bytes at byte {directory[1]}", f"an end at byte {end_of_directory}"
     return None
 
 
-def _last(file: BinaryIO, infos: Sequence[ZipInfo], place: int) -> Wrong | None:
-    """Look whether the last entry is as long as it says: zipfile takes what is there of it. place: where it ends."""
+def _check_last_entry(file: BinaryIO, infos: Sequence[ZipInfo], end_of_directory: int) -> Fault | None:
+    """Check the length of the last entry, which zipfile does not. end_of_directory: its offset."""
     if not infos:
         return None
     name = infos[-1].orig_filename.encode("utf-8" if infos[-1].flag_bits & _UTF_8 else "cp437")
     found = len(name), len(infos[-1].extra), len(infos[-1].comment)
-    file.seek(place - _ENTRY.size - sum(found))
+    file.seek(end_of_directory - _ENTRY.size - sum(found))
     stated = _ENTRY.unpack(file.read(_ENTRY.size))
     if stated != found:
-        return f"an entry of {sum(stated)} bytes where {sum(found)} are left", "as many as it says"
+        return f"an entry of {sum(stated)} bytes with {sum(found)} left", "the length of the entry"
     return None
 
 
-def _place(file: BinaryIO) -> int:
-    """Return where the last record begins, as zipfile finds it; a comment, or anything, may be behind it."""
+def _find_end(file: BinaryIO) -> int:
+    """Return the offset of the last end record, as zipfile finds it; a comment can follow the record."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - _END.size)
     if (last := file.read()).startswith(b"PK\x05\x06") and last.endswith(b"\0\0"):

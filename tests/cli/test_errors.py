@@ -117,12 +117,12 @@ def test_glob_without_a_match(cli: Run, tmp_path: Path) -> None:
     """A pattern that matches nothing is said to be one, with what is there in place of a match."""
     one_line(cli("compare", "ckpts/*.pth"), "ckpts/*.pth: no file matches this pattern. ckpts: no such file")
     (tmp_path / "ckpts").mkdir()
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts holds nothing.")
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts contains nothing.")
     for name in ("b.pt", "a.pt", "c\x1b[31m.pt", ".hidden"):
         (tmp_path / "ckpts" / name).touch()
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts holds a.pt, b.pt and 1 more.")
-    one_line(cli("compare", "ckpts/**/x.pth"), "ckpts holds a.pt")
-    one_line(cli("compare", "*.pth"), "This folder holds ckpts")
+    one_line(cli("compare", "ckpts/*.pth"), "ckpts contains a.pt, b.pt and 1 more.")
+    one_line(cli("compare", "ckpts/**/x.pth"), "ckpts contains a.pt")
+    one_line(cli("compare", "*.pth"), "This folder contains ckpts")
 
 
 def test_folder_without_checkpoints(cli: Run, tmp_path: Path) -> None:
@@ -293,4 +293,4 @@ def test_folders_that_cannot_be_entered_or_are_links(
     report = library.compare(tmp_path / "ckpts")
     assert report.verdict == "undecided"
     assert [file.path for file in report.unreadable] == [str(tmp_path / "ckpts" / "closed")]
-    assert report.unreadable[0].reason.startswith("permission denied: what lies in this folder is not known")
+    assert report.unreadable[0].reason.startswith("permission denied: could not list this folder")

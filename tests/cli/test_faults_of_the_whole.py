@@ -24,7 +24,7 @@ COMPARE = "syncheck compare run_rank0.pth run_rank1.pth"
 LAST = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
 MEMORY = "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
 FILES = "too many open files; raise their limit (ulimit -n), of which a few dozen are needed"
-GONE = "the current folder was removed; go to one that is there"
+GONE = "the current folder was removed; change to an existing folder"
 
 
 def is_told(found: tuple[int, str, str]) -> None:

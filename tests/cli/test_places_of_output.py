@@ -117,7 +117,7 @@ def test_no_checkpoint_is_lost(run: Run, tmp_path: Path) -> None:
     (whole / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     for place in ("mine.json", "link.txt", "prints/run_rank0.fingerprint.json", "whole/model.safetensors.index.json"):
         before = (tmp_path / place).read_bytes()
-        told = f"-o {place}: a checkpoint lies there, and it would be lost; name another file"
+        told = f"-o {place}: would overwrite a checkpoint; pass another path"
         refused(run("compare", *TWO, "-o", "good.md", "-o", place), told)
         if "prints" not in place:  # a fingerprint may be made anew
             refused(run("fingerprint", *TWO[:1], "-o", place), told)

@@ -17,7 +17,6 @@ from syncheck.diagnose import syn230_differs_by_node as syn230
 from syncheck.diagnose import syn231_tensor_parallel_replicated as syn231
 from syncheck.diagnose.case import Common
 from syncheck.records import TensorDiff
-from syncheck.tensor_parallel import replicated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -192,7 +191,7 @@ layers.0.block_sparse_moe.experts.0.w1.weight layers.0.self_attn.o_proj.lora_A.w
 
 def test_names_of_replicated_tensors() -> None:
     """Norms, routers and biases of row-parallel layers are replicated by name; tensors that may be sharded are not."""
-    assert replicated([*REPLICATED, *PERHAPS_SHARDED]) == set(REPLICATED)
+    assert find_replicated([*REPLICATED, *PERHAPS_SHARDED]) == set(REPLICATED)
 
 
 def saved(folder: Path, tensors: Mapping[int, Mapping[str, Any]], meshes: Sequence[Mapping[str, int]]) -> Group:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from checkpoints import snapshot
 
-from syncheck import layout
 from syncheck.cli.ranks import FIELDS
-from syncheck.layout.names import take_apart
+from syncheck.layout.grouping import group_replicas
+from syncheck.layout.names import split_path
 from syncheck.readers import sniff_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ def test_numbers_in_paths() -> None:
     listed = rows("layouts.md", "Numbers in paths")
     assert len(listed) > 20
     for path, rank, step, others in listed:
-        parts = take_apart(path.strip("`"))
+        parts = split_path(path.strip("`"))
         at = {role: parts.find(role) for role in ("rank", "step")}
         shown = ["" if at[role] is None else str(parts.numbers[at[role]]) for role in ("rank", "step")]
         rest = [i for i in range(len(parts.numbers)) if i not in at.values()]
@@ -42,7 +42,7 @@ def test_groups_of_files() -> None:
     listed = rows("layouts.md", "Which files make a group")
     assert len(listed) > 8
     for given, groups in listed:
-        found = layout.group([snapshot(path) for path in given.strip("`").split()])
+        found = group_replicas([snapshot(path) for path in given.strip("`").split()])
         wanted = [group.split() for group in re.findall(r"`([^`]+)`", groups)]
         assert sorted([s.path for _, s in group.ranks] for group in found) == sorted(wanted), given
 

@@ -13,7 +13,7 @@ from checkpoints import save_header
 
 import syncheck
 from syncheck.kernel.blocks import Files
-from syncheck.snapshots import Part, Tensor, in_c_order
+from syncheck.snapshots import Shard, Tensor, contiguous_strides
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 
@@ -74,14 +74,15 @@ def test_parts_of_many_dimensions(dimensions: int) -> None:
     """A tensor in two parts, cut through its last dimension, is put together in C order."""
     ones = (1,) * (dimensions - 2)
 
-    def part(values: list[float], start: int) -> Part:
+    def part(values: list[float], start: int) -> Shard:
         shape, data = (*ones, 2, len(values) // 2), struct.pack(f"<{len(values)}f", *values)
-        return Part(
-            Tensor("w", "float32", shape, in_c_order(shape), "", 0, data=data), (0,) * (dimensions - 1) + (start,)
+        return Shard(
+            Tensor("w", "float32", shape, contiguous_strides(shape), "", 0, data=data),
+            (0,) * (dimensions - 1) + (start,),
         )
 
     shape: Any = (*ones, 2, 3)
     parts = (part([0.0, 1.0, 3.0, 4.0], 0), part([2.0, 5.0], 2))
     with Files() as files:
-        data = files.read(Tensor("w", "float32", shape, in_c_order(shape), "", 0, parts=parts), 0, 6, 0)
+        data = files.read(Tensor("w", "float32", shape, contiguous_strides(shape), "", 0, shards=parts), 0, 6, 0)
     assert bytes(data) == struct.pack("<6f", *SIX)

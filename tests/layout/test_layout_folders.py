@@ -1,4 +1,4 @@
-"""Folders that are checkpoints, wherever they lie among those given: each is one, and nothing in it is two."""
+"""Folders that are checkpoints, at any depth: each is one checkpoint, and its files are not read twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint(folder: Path, step: int = 5) -> Path:
-    """Write a Trainer's checkpoint folder with settings, notes and a README beside it."""
+    """Write a Trainer's checkpoint folder with settings, notes and a README."""
     save(folder / "model.safetensors", network())
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     save_pth(folder / "training_args.bin", {"learning_rate": 0.1})
@@ -28,7 +28,7 @@ def checkpoint(folder: Path, step: int = 5) -> Path:
 
 
 def test_runs_and_steps_below_the_folder_given(tmp_path: Path) -> None:
-    """Ranks and steps are taken from the folders' names, at any depth, as from those of files."""
+    """Ranks and steps come from folder names at any depth, as from file names."""
     for rank in (0, 1):
         for step in (5, 10):
             checkpoint(tmp_path / "runs" / f"rank{rank}" / f"checkpoint-{step}", step)
@@ -39,7 +39,7 @@ def test_runs_and_steps_below_the_folder_given(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_run_are_compared_path_by_path(tmp_path: Path) -> None:
-    """Two folders with the same checkpoint folders in them are copies: each is compared with its own."""
+    """Folders with the same checkpoint folders are copies, compared path by path."""
     for copy in ("old", "new"):
         for step in (5, 10):
             checkpoint(tmp_path / copy / f"checkpoint-{step}", step)
@@ -52,7 +52,7 @@ def test_copies_of_a_run_are_compared_path_by_path(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_in_a_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint folder may hold another: DeepSpeed's tag in a Trainer's folder. Copies are compared one by one."""
+    """A checkpoint folder may contain another: DeepSpeed's tag in a Trainer's folder. Copies are compared."""
     for copy in ("a", "b"):
         folder = checkpoint(tmp_path / copy / "checkpoint-5")
         state = {"module": changed(network(), "fc.bias") if copy == "b" else network()}
@@ -63,14 +63,14 @@ def test_a_checkpoint_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_folder_and_its_files_are_taken_once(tmp_path: Path) -> None:
-    """A shard that a glob names beside its folder is not a second replica, nor is the folder under another spelling."""
+    """A shard passed beside its folder is not a second replica, nor is the folder with another spelling."""
     folder = checkpoint(tmp_path / "m")
     report = syncheck.compare(folder, f"{folder}/", f"{tmp_path}/./m", folder / "model.safetensors")
     assert [len(group.replicas) for group in report.groups] == [1]
 
 
 def test_links_to_folders(tmp_path: Path) -> None:
-    """A link to a checkpoint folder below the folder given shows nothing new."""
+    """A link to a checkpoint folder below the given folder is ignored."""
     checkpoint(tmp_path / "runs" / "checkpoint-5")
     (tmp_path / "runs" / "latest").symlink_to("checkpoint-5")
     report = syncheck.compare(tmp_path / "runs")
@@ -78,7 +78,7 @@ def test_links_to_folders(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_settings_holds_no_checkpoint(tmp_path: Path) -> None:
-    """Settings with a checkpoint's ending are skipped; named by the user, they are read like any file."""
+    """Settings with a checkpoint's extension are skipped, but read if passed by the user."""
     save_pth(tmp_path / "training_args.bin", {"learning_rate": 0.1})
     with pytest.raises(syncheck.UsageError, match="no checkpoint in this folder"):
         syncheck.compare(tmp_path)
@@ -89,7 +89,7 @@ def test_a_folder_of_settings_holds_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_command_line_shows_a_folder(tmp_path: Path, cli: Callable[..., Done]) -> None:
-    """`compare` and `show` take the folder as they take a file, and name it as it was written."""
+    """`compare` and `show` accept a folder like a file, and print its path as given."""
     for rank in (0, 1):
         checkpoint(tmp_path / f"rank{rank}")
     done = cli("compare", "rank0", "rank1/")

@@ -1,4 +1,4 @@
-"""Which number of a path is the rank: nodes have ranks too, parts of a model have, and a rank may be said twice."""
+"""Recognizing the rank among the numbers of a path: nodes and model parts have ranks too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import snapshot
 
-from syncheck import layout
+from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def groups(*paths: str) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata."""
-    return layout.group([snapshot(path) for path in paths])
+    return group_replicas([snapshot(path) for path in paths])
 
 
 @pytest.mark.parametrize("folder", ["node_rank_{}", "node-rank{}", "group_rank{}", "machine_rank_{}"])
 def test_the_rank_of_a_node_is_no_rank(folder: str) -> None:
-    """Ranks in a folder for each node are one group, so that nodes are compared with each other."""
+    """Ranks in a folder per node are one group, so that nodes are compared with each other."""
     paths = [f"c/{folder.format(rank // 2)}/rank_{rank}.pth" for rank in range(4)]
     (group,) = groups(*paths)
     assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
@@ -37,7 +37,7 @@ def test_the_rank_of_a_node_is_no_rank(folder: str) -> None:
     ],
 )  # fmt: skip
 def test_ranks_of_parts_are_coordinates(pattern: str, mesh: list[str]) -> None:
-    """Files of tensor, pipeline or expert parallel ranks are one group, and each knows its coordinates in the mesh."""
+    """Files of tensor-, pipeline- or expert-parallel ranks are one group, with mesh coordinates."""
     (group,) = groups(*(pattern.format(i) for i in range(2)))
     assert [list(s.mesh) for _, s in group.ranks] == [mesh, mesh]
     assert group.ranks[0][1].mesh != group.ranks[1][1].mesh
@@ -47,14 +47,14 @@ def test_ranks_of_parts_are_coordinates(pattern: str, mesh: list[str]) -> None:
     "pattern", ["dp_rank_{}_tp_rank_{}.pt", "dp{}_tp{}.pt", "dp-{}/tp-{}/model.pt", "step_7/dp{}_tp{}.pth"]
 )
 def test_coordinates_of_two_dimensions(pattern: str) -> None:
-    """Data-parallel and tensor-parallel coordinates in names are one group of all ranks, in the order of the names."""
+    """Data- and tensor-parallel coordinates in names give one group of all ranks, in the order of names."""
     (group,) = groups(*(pattern.format(dp, tp) for dp in range(2) for tp in range(2)))
     coordinates = [(rank, s.mesh["dp"], s.mesh["tp"]) for rank, s in group.ranks]
     assert coordinates == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
-def test_data_parallel_ranks_beside_those_of_parts() -> None:
-    """DeepSpeed's zero_pp_rank is a data-parallel rank, and its mp_rank keeps files apart."""
+def test_data_parallel_and_model_parallel_ranks() -> None:
+    """DeepSpeed's zero_pp_rank is the data-parallel rank, and mp_rank separates groups."""
     found = groups(*(f"zero_pp_rank_{dp}_mp_rank_0{tp}_model_states.pt" for dp in range(2) for tp in range(2)))
     assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1], [0, 1]]
 
@@ -69,8 +69,8 @@ def test_data_parallel_ranks_beside_those_of_parts() -> None:
     "hosts", [("alpha", "beta"), ("10.0.1.5", "10.0.2.7"), ("ip-10-0-1-5", "ip-10-0-1-6"), ("gpu7", "cpu3")]
 )
 @pytest.mark.parametrize("described", ["no metadata", "metadata", "other steps", "some"])
-def test_one_folder_a_host(pattern: str, hosts: tuple[str, str], described: str) -> None:
-    """Folders of hosts whose ranks do not repeat are one group, whatever the metadata has or lacks."""
+def test_one_folder_per_host(pattern: str, hosts: tuple[str, str], described: str) -> None:
+    """Host folders with different ranks are one group, with any metadata."""
     files = []
     for rank in range(4):
         path = pattern.format(host=hosts[rank // 2], rank=rank)
@@ -79,13 +79,13 @@ def test_one_folder_a_host(pattern: str, hosts: tuple[str, str], described: str)
         files.append(
             snapshot(path, **({} if described == "no metadata" or (described == "some" and rank > 1) else block))
         )
-    (group,) = layout.group(files)
+    (group,) = group_replicas(files)
     assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
     assert [s.host for _, s in group.ranks] == [hosts[0], hosts[0], hosts[1], hosts[1]]
 
 
 def test_hosts_of_several_runs_and_steps() -> None:
-    """Hosts are joined within a run and a step, and runs whose ranks repeat stay apart."""
+    """Hosts are joined within a run and a step; runs with equal ranks stay separate."""
     paths = [
         f"{run}/{'ab'[rank // 2]}/{step}/rank{rank}.pt"
         for run in ("x", "y")
@@ -108,17 +108,17 @@ def test_hosts_of_several_runs_and_steps() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("roots", [False, True])
 def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
-    """Ranks that are counted within each node are one group, numbered over the nodes; they are no steps."""
+    """Ranks counted within each node are one group, numbered over all nodes, and not steps."""
     paths = [pattern.format(node, local) for node in range(2) for local in range(2)]
     given = {path: path.partition("/")[0] for path in paths} if roots and "/" in pattern else {}
-    (group,) = layout.group([snapshot(path) for path in paths], None, given)
+    (group,) = group_replicas([snapshot(path) for path in paths], None, given)
     assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
     hosts = [s.host for _, s in group.ranks]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
 
 
 def test_nodes_with_steps() -> None:
-    """Steps within nodes stay steps, and other words before a number name runs."""
+    """Steps within nodes remain steps, and other words before a number are names of runs."""
     found = groups(*(f"node{node}/step_{step}/rank{r}.pt" for node in range(2) for step in (5, 9) for r in range(2)))
     assert [(group.step, len(group.ranks)) for group in found] == [(5, 4), (9, 4)]
     found = groups(*(f"node{node}/{step}.pt" for node in range(2) for step in (500, 900)))
@@ -129,7 +129,7 @@ def test_nodes_with_steps() -> None:
 
 @pytest.mark.parametrize("pattern", ["rank{0}/lora_r{1}.pt", "lora_r{1}/rank{0}.pt", "rank_{0}/lora_rank_{1}/w.pt"])
 def test_ranks_of_adapters_are_no_ranks(pattern: str) -> None:
-    """The rank of a LoRA adapter keeps files apart and is neither a process nor a step."""
+    """The rank of a LoRA adapter separates groups and is neither a process nor a step."""
     found = groups(*(pattern.format(rank, size) for rank in range(2) for size in (8, 16)))
     assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1], [0, 1]]
     assert {group.step for group in found} == {None}
@@ -139,13 +139,13 @@ def test_ranks_of_adapters_are_no_ranks(pattern: str) -> None:
     "pattern", ["rank_{}-of-4.pt", "rank{}-of-4.pt", "model_rank-0000{}-of-00004.pt", "r/rank_{}_of_4.pt"]
 )
 def test_the_number_of_ranks_beside_the_rank(pattern: str) -> None:
-    """A rank with the number of ranks behind it is a rank, and no part of a checkpoint."""
+    """A rank followed by the number of ranks is a rank, not a part of a checkpoint."""
     (group,) = groups(*(pattern.format(rank) for rank in range(4)))
     assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
 
 
 def test_files_under_several_names() -> None:
-    """A file that is alone joins the only group that lacks its rank: it is not left uncompared."""
+    """A single file joins the only group that lacks its rank, so that it is compared."""
     assert [len(group.ranks) for group in groups("rank0.json", "ckpts/ddp_rank1.pth")] == [2]
     assert [len(group.ranks) for group in groups("a/rank0.pt", "a/rank1.pt", "b/rank2.pt")] == [3]
     assert [len(group.ranks) for group in groups("rank0.pt", "a/x_rank1.pt", "a/x_rank2.pt")] == [3]
@@ -157,8 +157,8 @@ def test_files_under_several_names() -> None:
     assert sorted(len(group.ranks) for group in two) == [1, 2, 2]
 
 
-def test_a_rank_said_twice_is_one_rank() -> None:
-    """rank_0/model_rank_0.pth and rank_1/model_rank_1.pth are replicas; optimizers beside them are a group, too."""
+def test_a_repeated_rank_is_one_rank() -> None:
+    """rank_0/model_rank_0.pth and rank_1/model_rank_1.pth are replicas; optimizers beside them are too."""
     paths = [f"c/rank_{rank}/{what}_rank_{rank}.pth" for what in ("model", "optim") for rank in range(3)]
     found = groups(*paths)
     assert [[rank for rank, _ in group.ranks] for group in found] == [[0, 1, 2]] * 2
@@ -172,26 +172,26 @@ def test_a_rank_said_twice_is_one_rank() -> None:
         "node{0}/rank_{2}/model_rank_{2}.pth", "node_rank{0}_local_rank{1}_rank{2}.pth",
     ],
 )  # fmt: skip
-def test_the_rank_within_a_node_does_not_keep_apart(pattern: str) -> None:
-    """Beside a global rank, neither the rank within the node nor that of the node sorts the files into groups."""
+def test_local_ranks_do_not_separate_groups(pattern: str) -> None:
+    """Beside a global rank, neither the local rank nor the node's rank separates groups."""
     (group,) = groups(*(pattern.format(rank // 2, rank % 2, rank) for rank in range(4)))
     assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
 
 
-def test_the_rank_within_a_node_alone_is_the_rank() -> None:
-    """Where no other rank stands in the names, it is the only one there is."""
+def test_a_local_rank_alone_is_the_rank() -> None:
+    """If names contain only a local rank, it is the rank."""
     (group,) = groups("c/local_rank0.pth", "c/local_rank1.pth")
     assert [rank for rank, _ in group.ranks] == [0, 1]
 
 
-def test_numbers_that_are_not_the_same_keep_apart() -> None:
-    """rank_0/rank_1.pth is not said twice: each folder is a group of its own."""
+def test_different_ranks_in_one_path_separate_groups() -> None:
+    """In rank_0/rank_1.pth the rank is not repeated, so each folder is a group."""
     paths = [f"c/rank_{folder}/rank_{rank}.pth" for folder in range(2) for rank in range(2)]
     assert [len(group.ranks) for group in groups(*paths)] == [2, 2]
 
 
-def test_a_rank_of_two_files_is_said() -> None:
-    """Where names give a rank to two files, positions stand for ranks, and the note does not claim otherwise."""
+def test_repeated_ranks_are_noted() -> None:
+    """If two files have the same rank in their names, positions replace ranks, and the note is correct."""
     (group,) = groups("c/rank0.pth", "c/rank0.safetensors", "c/rank1.pth", "c/rank1.safetensors")
     assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
     assert group.grouping == (Grouping.NUMBERED_BY_ORDER(),)

@@ -1,4 +1,4 @@
-"""How trainers, launchers and users of the field name checkpoints, and which of these files are replicas."""
+"""Checkpoint names of trainers, launchers and users, and the resulting groups of replicas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 from checkpoints import snapshot
 
-from syncheck import layout
+from syncheck.layout.grouping import group_replicas
 
 # A pattern with its numbers, and the sizes of the groups that its files make.
 REPLICAS = {
@@ -74,7 +74,7 @@ REPLICAS = {
 
 
 def expanded(pattern: str) -> list[str]:
-    """Expand braces as a shell does: {0-3} is a range, {a,b} are words, which may hold braces."""
+    """Expand braces like a shell: {0-3} is a range, {a,b} are words, which may contain braces."""
     start = pattern.find("{")
     if start < 0:
         return [pattern]
@@ -99,8 +99,8 @@ def expanded(pattern: str) -> list[str]:
 @pytest.mark.parametrize("pattern", REPLICAS)
 @pytest.mark.parametrize("folder", ["", "/scratch/2026-11-22/run7/"])
 def test_groups(pattern: str, folder: str) -> None:
-    """Every file is in one group, and the groups have these sizes, wherever the files lie."""
+    """Every file is in one group, and the groups have these sizes, in any folder."""
     paths = [folder + path for path in expanded(pattern)]
-    found = layout.group([snapshot(path) for path in paths])
+    found = group_replicas([snapshot(path) for path in paths])
     assert sorted(s.path for group in found for _, s in group.ranks) == sorted(paths)
     assert sorted(len(group.ranks) for group in found) == REPLICAS[pattern]

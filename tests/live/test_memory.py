@@ -17,7 +17,7 @@ from syncheck.comparison import Selection
 from syncheck.comparison import compare as compare_group
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
-from syncheck.kinds import kinds_of
+from syncheck.kinds import classify_tensors
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.digest import digest_all
 from syncheck.live.memory import snapshot
@@ -75,7 +75,7 @@ def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     """Return all that is known of each tensor of a snapshot, its bytes included."""
     shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
     parameters = [name for name, tensor in snapshot.tensors.items() if tensor.parameter]
-    kinds, guessed, _ = kinds_of(shapes, snapshot.metadata, parameters=parameters)
+    kinds, guessed, _ = classify_tensors(shapes, snapshot.metadata, parameters=parameters)
     found: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
     with Files() as files:
         for name, t in snapshot.tensors.items():

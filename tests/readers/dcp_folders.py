@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint for tests: saved by torch, or put together from torch's own classes."""
+"""torch.distributed.checkpoint folders for tests, saved by torch or assembled with torch's classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A small network with BatchNorm and AdamW after one step; equal for equal seeds."""
+    """Return a small network with BatchNorm and AdamW after one step; equal seeds give equal networks."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16, 5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -35,7 +35,7 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(path: Path, state: dict[str, Any]) -> Path:
-    """Save with torch, in this process alone or, where there is a process group, on all ranks."""
+    """Save with torch, in this process alone, or on all ranks if there is a process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save(state, checkpoint_id=str(path))
@@ -43,7 +43,7 @@ def save(path: Path, state: dict[str, Any]) -> Path:
 
 
 def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill a state dict with torch."""
+    """Load into a state dict with torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=str(path))
@@ -53,9 +53,9 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 def assemble(
     path: Path, tensors: Mapping[str, tuple[torch.Tensor, Spans]], *, listed: Mapping[str, Spans] | None = None
 ) -> Path:
-    """Write a folder whose tensors are in chunks of any geometry, one file a chunk.
+    """Write a folder with chunks of any geometry, one file per chunk.
 
-    tensors: each with the start and size of its chunks. listed: chunks that `.metadata` shall have instead.
+    tensors: each with the start and size of its chunks. listed: other chunks for `.metadata`.
     """
     path.mkdir(parents=True)
     entries, places = {}, {}
@@ -79,7 +79,7 @@ def assemble(
 
 
 def metadata(path: Path) -> Any:
-    """Read `.metadata` with torch's own classes, to be changed and written back."""
+    """Read `.metadata` with torch's classes, to modify it."""
     with (path / ".metadata").open("rb") as file:
         return pickle.load(file)
 
@@ -105,11 +105,11 @@ def contents(path: Path | Snapshot) -> dict[str, tuple[str, tuple[int, ...], byt
 
 
 def expected(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """The same of tensors in memory, by torch."""
+    """Return the same for tensors in memory, with torch."""
     return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), raw(t.detach())) for name, t in tensors.items()}
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes in C order."""
+    """Return a tensor's bytes in C order."""
     flat = tensor.contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""

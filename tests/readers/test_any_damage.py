@@ -1,4 +1,4 @@
-"""Whatever a file holds, reading it gives a checkpoint or one line that says what is wrong: never anything else."""
+"""Random damage of a file: reading gives a checkpoint or a one-line error, never anything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from syncheck.snapshots import Snapshot
 if TYPE_CHECKING:
     from pathlib import Path
 
-SECONDS = 5  # of processor time, for a file of some hundred bytes
+SECONDS = 5  # CPU time, with files of some hundred bytes
 
 numbers = st.one_of(st.integers(-2, 20), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**4000]), st.floats())
 words = st.one_of(st.sampled_from(["w", "F32", "float32", "F77", "syncheck", "R", "S(0)", "S(9)"]), st.text(max_size=3))
@@ -32,8 +32,8 @@ anything = st.recursive(
 )
 
 
-def is_read_or_told(path: Path) -> None:
-    """Read a checkpoint and all its tensors, or see one error of one line; in bounded time."""
+def is_read_or_refused(path: Path) -> None:
+    """Read a checkpoint with all its tensors, or get a one-line error, in bounded time."""
     began = time.process_time()
     try:
         snapshot = readers.read(str(path))
@@ -53,7 +53,7 @@ def is_read_or_told(path: Path) -> None:
 
 @st.composite
 def damaged(draw: Any, whole: bytes) -> bytes:
-    """Cut, flip, splice, repeat or blank bytes of a file, a few times."""
+    """Cut, flip, splice, repeat or zero bytes of a file, a few times."""
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -78,7 +78,7 @@ def damaged(draw: Any, whole: bytes) -> bytes:
 
 @st.composite
 def edited(draw: Any, document: Any) -> bytes:
-    """Put anything in the place of a few parts of a JSON document."""
+    """Replace some parts of a JSON document by random values."""
     top = {"": json.loads(json.dumps(document))}
     for _ in range(draw(st.integers(1, 2))):
         node: Any = top
@@ -99,13 +99,13 @@ HEADER = {
 
 @EXAMPLES
 def test_safetensors(tmp_path: Path, examples: int) -> None:
-    """A safetensors file that is damaged anywhere, or whose header is nearly right."""
+    """A safetensors file with damage anywhere, or with an edited header."""
     path = tmp_path / "w_rank0.safetensors"
     whole = save_header(path, HEADER, bytes(32)).read_bytes()
 
     def check(raw: bytes) -> None:
         path.write_bytes(raw)
-        is_read_or_told(path)
+        is_read_or_refused(path)
 
     for_all(damaged(whole), check, examples)
     for_all(edited(HEADER).map(lambda raw: struct.pack("<Q", len(raw)) + raw + bytes(32)), check, examples)
@@ -113,7 +113,7 @@ def test_safetensors(tmp_path: Path, examples: int) -> None:
 
 @EXAMPLES
 def test_fingerprints(tmp_path: Path, examples: int) -> None:
-    """A fingerprint that is damaged anywhere, or was edited."""
+    """A fingerprint with damage anywhere, or with edited JSON."""
     path = tmp_path / "w_rank0.fingerprint.json"
     whole = fingerprint(readers.read(str(save_header(tmp_path / "w.safetensors", HEADER, bytes(32)))))
     document = json.loads(whole)
@@ -123,7 +123,7 @@ def test_fingerprints(tmp_path: Path, examples: int) -> None:
 
     def check(raw: bytes) -> None:
         path.write_bytes(raw)
-        is_read_or_told(path)
+        is_read_or_refused(path)
 
     for_all(damaged(whole.encode()), check, examples)
     for_all(edited(document), check, examples)
@@ -131,14 +131,14 @@ def test_fingerprints(tmp_path: Path, examples: int) -> None:
 
 @EXAMPLES
 def test_indexes(tmp_path: Path, examples: int) -> None:
-    """An index of weights that is damaged anywhere, or was edited."""
+    """An index of weights with damage anywhere, or with edited JSON."""
     save_safetensors(tmp_path / "a", {"w": np.ones(2, np.float32)})
     save_safetensors(tmp_path / "b", {"v": np.ones(2, np.float32)})
     document = {"metadata": {"total_size": 16}, "weight_map": {"w": "a", "v": "b"}}
 
     def check(raw: bytes) -> None:
         (tmp_path / "model.safetensors.index.json").write_bytes(raw)
-        is_read_or_told(tmp_path)
+        is_read_or_refused(tmp_path)
 
     for_all(damaged(json.dumps(document).encode()), check, examples)
     for_all(edited(document), check, examples)
@@ -147,7 +147,7 @@ def test_indexes(tmp_path: Path, examples: int) -> None:
 @EXAMPLES
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_dcp_folders(tmp_path: Path, name: str, examples: int) -> None:
-    """A folder of torch.distributed.checkpoint of which a file is damaged anywhere."""
+    """A torch.distributed.checkpoint folder with damage anywhere in one file."""
     from dcp_folders import assemble
 
     folder = assemble(tmp_path / "run", {"w": (torch.arange(4.0), [((0,), (2,)), ((2,), (2,))])})
@@ -155,6 +155,6 @@ def test_dcp_folders(tmp_path: Path, name: str, examples: int) -> None:
 
     def check(raw: bytes) -> None:
         (folder / name).write_bytes(raw)
-        is_read_or_told(folder)
+        is_read_or_refused(folder)
 
     for_all(damaged(whole), check, examples)

@@ -1,4 +1,4 @@
-"""Whatever bytes a torch file has: reading it gives a snapshot or a named error of one line, in bounded time."""
+"""Random torch files: reading gives a snapshot or a one-line error, in bounded time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(500, marks=SLOW)])
 FORMATS = pytest.mark.parametrize("form", sorted(INTACT))
 
-# What a grammar of opcodes is made of: those that push, those that take, and calls of what files name.
+# Elements of random opcode streams: opcodes that push or pop, and calls of names from real files.
 PUSHES = [
     pickled(None), pickled(True), pickled(0), pickled(-5), pickled(2**70), pickled("w"), pickled("\ud800"), pickled(()),
     b"]", b"}", b"\x8f", b"C\x01a", b"G\x7f\xf8\0\0\0\0\0\0", b"F1.5\n", b"I01\n", b"L5L\n", b"S'a'\n", b"V\\u0041\n",
@@ -57,7 +57,7 @@ TAKES = [
 ]  # fmt: skip
 STREAMS = st.lists(st.one_of(st.sampled_from(PUSHES), st.sampled_from(TAKES), st.binary(max_size=2)), max_size=30)
 
-# What a persistent id is made of: the parts of a storage, and others.
+# Elements of random persistent ids: the elements of a storage, and others.
 PARTS = [
     "storage",
     "module",
@@ -85,7 +85,7 @@ PERSISTENT = st.one_of(
 
 
 def trees(form: str) -> st.SearchStrategy[bytes]:
-    """Return a strategy of containers with the tensors and storages of a format."""
+    """Return a strategy for containers with the tensors and storages of a format."""
     of = storage() if form == "torch-zip" else storage("0", 6, None, None)
     return st.recursive(
         st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(tensor(of)), st.just(of)).map(pickled),
@@ -99,7 +99,7 @@ def trees(form: str) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def damages(draw: st.DrawFn, data: bytes) -> bytes:
-    """Return a copy with some damages: flipped, cut, spliced, a piece doubled, two pieces swapped, zeroes."""
+    """Return a damaged copy: flipped, cut or zeroed bytes, and spliced, repeated or swapped pieces."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
         end = min(len(data), at + draw(st.integers(1, 40)))
@@ -121,7 +121,7 @@ def damages(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def read(data: bytes) -> None:
-    """Read a file of these bytes: nothing but a snapshot or an error of one line may come of it."""
+    """Read a file with these bytes; only a snapshot or a one-line error is allowed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "a.pth")
@@ -141,7 +141,7 @@ def read(data: bytes) -> None:
 
 
 def for_all(strategy: st.SearchStrategy[bytes], examples: int) -> None:
-    """Read that many files, the same in each run."""
+    """Run a test on this many examples, the same in each run."""
 
     @settings(
         max_examples=examples, derandomize=True, deadline=None, database=None,
@@ -155,21 +155,21 @@ def for_all(strategy: st.SearchStrategy[bytes], examples: int) -> None:
 
 
 def around(form: str, pickle: bytes) -> bytes:
-    """Return a file of a format around a pickle."""
+    """Return a file of a format that contains a pickle."""
     return torch_zip(pickle) if form == "torch-zip" else torch_legacy(pickle)
 
 
 @EXAMPLES
 @FORMATS
 def test_any_damage(form: str, examples: int) -> None:
-    """A file that was damaged in up to three ways."""
+    """A file with up to three kinds of damage."""
     for_all(damages(INTACT[form]), examples)
 
 
 @EXAMPLES
 @FORMATS
 def test_any_damage_of_the_pickle(form: str, examples: int) -> None:
-    """A pickle that was damaged before it got its checksum, so that the unpickler sees it."""
+    """A pickle that was damaged before its checksum was computed, so that the unpickler reads it."""
     whole_one = state() if form == "torch-zip" else legacy_state()
     for_all(damages(whole_one).map(lambda pickle: around(form, pickle)), examples)
 
@@ -177,20 +177,20 @@ def test_any_damage_of_the_pickle(form: str, examples: int) -> None:
 @EXAMPLES
 @FORMATS
 def test_any_stream_of_opcodes(form: str, examples: int) -> None:
-    """Opcodes in any order, with the names that files use."""
+    """Opcodes in random order, with names from real files."""
     for_all(STREAMS.map(lambda parts: around(form, PROTOCOL + b"".join(parts) + b".")), examples)
 
 
 @EXAMPLES
 @FORMATS
 def test_any_persistent_id(form: str, examples: int) -> None:
-    """Storages whose parts are anything, more or fewer than there are: those that torch takes apart among them."""
+    """Storages with random elements in their persistent id, more or fewer than torch expects."""
     for_all(PERSISTENT.map(lambda parts: around(form, whole(mapping(("w", tensor(pickled(parts) + b"Q")))))), examples)
 
 
 @EXAMPLES
 def test_any_end_of_a_directory(examples: int) -> None:
-    """Any numbers at the end of a zip, with zip64 and without."""
+    """Random numbers in the end records of a zip, with and without zip64."""
     numbers = st.one_of(st.sampled_from([0, 1, 3, 4, 5, 44, 100, 65535]), st.integers(0, 65535))
     old = st.fixed_dictionaries({}, optional=dict.fromkeys(("count", "here", "disk", "shift", "size"), numbers))
     names = ("count", "here", "length", "shift", "disk", "disks", "place")
@@ -203,11 +203,11 @@ def test_any_end_of_a_directory(examples: int) -> None:
 @EXAMPLES
 @FORMATS
 def test_any_tree(form: str, examples: int) -> None:
-    """Containers of anything, with keys of anything."""
+    """Random containers with random keys."""
     for_all(trees(form).map(lambda tree: around(form, whole(tree))), examples)
 
 
 @EXAMPLES
-def test_anything_behind_the_magic_number(examples: int) -> None:
-    """Random bytes after what each format begins with."""
+def test_random_bytes_after_the_magic_number(examples: int) -> None:
+    """Random bytes after the magic number of each format."""
     for_all(st.tuples(st.sampled_from([b"PK\x03\x04", MAGIC]), st.binary(max_size=200)).map(b"".join), examples)

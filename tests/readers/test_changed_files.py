@@ -1,4 +1,4 @@
-"""What happens to files between opening and comparing them: places read from one file say nothing of another."""
+"""Files that change between opening and comparing: locations from one file are not used for another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def change(path: Path, how: str) -> None:
-    """Make another file, or something else, of a checkpoint."""
+    """Replace or modify a checkpoint."""
     if how == "folder":
         path.unlink()
         path.mkdir()
@@ -43,16 +43,16 @@ def change(path: Path, how: str) -> None:
 @pytest.mark.parametrize("ending", [".pth", ".safetensors"])
 @pytest.mark.parametrize("how", ["replaced", "overwritten", "folder", "pipe"])
 def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -> None:
-    """A file that is another one when it is judged is named as changed; none of its bytes are taken for what was."""
+    """A file that was replaced after it was opened is reported as changed, and its bytes are not used."""
     paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.ones(4, np.float32)}) for rank in range(3)]
     found = api.find(*paths)
     assert api.judge(found).verdict == "in_sync"
     change(paths[1], how)
     report = api.judge(found)
     assert report.verdict == "undecided"
-    told = "it is no file any more" if how in ("folder", "pipe") else "it was changed since it was opened"
+    reason = "it is no file any more" if how in ("folder", "pipe") else "it was changed since it was opened"
     assert [(file.path, file.reason) for file in report.unreadable] == [
-        (str(paths[1]), f"{told}. Run again when nothing writes it.")
+        (str(paths[1]), f"{reason}. Run again when no process writes to it.")
     ]
 
 
@@ -67,10 +67,10 @@ def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -
     ],
     ids=["columns", "transposed", "channels last", "big endian", "by mapping"],
 )
-def test_a_file_cut_between_two_reads(
+def test_a_file_truncated_between_two_reads(
     tmp_path: Path, shape: tuple[int, ...], strides: tuple[int, ...], big_endian: bool
 ) -> None:
-    """A file that is cut while tensors of any layout are read from it is told as cut; the process lives on."""
+    """A file that is truncated while tensors of any layout are read is reported, without a crash."""
     program = f"""
 import os
 from syncheck.kernel import strided
@@ -94,10 +94,10 @@ except MalformedFile as error:
 
 
 @pytest.mark.parametrize("ending", [".pth", ".safetensors"])
-def test_what_is_rewritten_while_it_is_read_is_never_in_sync(
+def test_a_file_rewritten_while_it_is_read_is_never_in_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """A rank that differs, and is saved anew in place as its bytes are read: that they are equal says nothing."""
+    """A rank that differs and is saved again during the read is never in sync, although the bytes read are equal."""
     paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.full(4, rank, np.float32)}) for rank in range(2)]
     found = api.find(*paths)
     read, calls = os.pread, list[int]()
@@ -114,12 +114,12 @@ def test_what_is_rewritten_while_it_is_read_is_never_in_sync(
     report = api.judge(found)
     assert report.verdict == "undecided"
     assert [(file.path, file.reason) for file in report.unreadable] == [
-        (str(paths[1]), "it was changed while it was read. Run again when nothing writes it.")
+        (str(paths[1]), "it was changed while it was read. Run again when no process writes to it.")
     ]
 
 
-def test_a_file_is_looked_at_again_when_it_gives_way_to_another(tmp_path: Path) -> None:
-    """Where few files may be open, one that was changed while it was is told as soon as it is closed."""
+def test_a_file_is_checked_when_it_is_closed(tmp_path: Path) -> None:
+    """With few open files, a file that changed while it was open is reported when it is closed."""
     paths = [save(tmp_path / f"w_rank{rank}.pth", {"w": np.ones(4, np.float32)}) for rank in range(2)]
     first, second = (readers.read(str(path)).tensors["w"] for path in paths)
     with Files(limit=1) as files:
@@ -130,7 +130,7 @@ def test_a_file_is_looked_at_again_when_it_gives_way_to_another(tmp_path: Path) 
 
 
 def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the disk or of the network is one of ours, with the file, however the bytes are read."""
+    """Errors of a disk or network become syncheck's errors with the file's name in all ways of reading."""
 
     def broken(*_: object) -> int:
         raise OSError(5, "Input/output error")
@@ -142,10 +142,10 @@ def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("how", "most"), [("replaced", 2), ("removed", 2), ("cut", 2), ("disk", 3)])
-def test_intact_files_are_read_again_once_however_many_break(
+def test_intact_files_are_read_at_most_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, most: int
 ) -> None:
-    """Half of 20 files break after they were opened: all are listed, and no intact file is read ten times."""
+    """If half of 20 files break after opening, all are listed, and no intact file is read ten times."""
     read, bytes_read = Files._pread, Counter[str]()
     paths = [save(tmp_path / f"w_rank{rank:02}.pth", {"w": np.ones(1 << 17, np.float32)}) for rank in range(20)]
     broken = {str(path) for path in paths[::2]}
@@ -174,10 +174,10 @@ def test_intact_files_are_read_again_once_however_many_break(
 
 
 @pytest.mark.parametrize("name", ["w.pth", "."], ids=["file", "folder"])
-def test_an_error_while_opening_is_told_in_the_same_words(
+def test_errors_while_opening_and_reading_have_equal_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A disk that fails in the middle of a header, of a file or of a folder, is told as one that fails later is."""
+    """A disk error in a header, a file or a folder has the same text as a later disk error."""
 
     def broken(path: str) -> Snapshot:
         raise OSError(5, "Input/output error", path)

@@ -1,4 +1,4 @@
-"""A torch file that was cut at any byte, or of which any bit was flipped: never a wrong answer, always one line."""
+"""Torch files cut at any byte or with any bit flipped: never a wrong result, always a one-line error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTE_ORDER = b"archive/byteorder"
 
 
 def outcome(folder: Path, data: bytes, intact: bytes) -> tuple[int, str, tuple[str, ...]]:
-    """Compare a damaged file with its intact twin; return the exit code, why it cannot be read, and the findings."""
+    """Compare a damaged file with its intact copy; return the exit code, the error and the findings."""
     for name, content in (("m_rank0.pth", data), ("m_rank1.pth", intact)):
         (folder / name).write_bytes(content)
     began = time.monotonic()
@@ -37,12 +37,12 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
 
 
 def unseen(name: str, data: bytes) -> set[int]:
-    """Return the places of bytes that say nothing of what is compared; what else is flipped must be noticed.
+    """Return the offsets of bytes that do not affect the comparison; every other flip must be noticed.
 
-    Zip: of a record's own header the version, flags, times and checksum; of its entry in the directory the versions,
-    flags, times, checksum of data and attributes; the record `version`, the name of `byteorder`, the length of the
-    comment at the end. Legacy pickles: the protocol up to 5, a tensor's device, its requires_grad, the name
-    of its hooks' class, facts of the machine.
+    Zip: version, flags, times and checksum in a record's local header; versions, flags, times, checksum of data and
+    attributes in its directory entry; the record `version`, the name of `byteorder`, the length of the comment at the
+    end. Legacy pickles: the protocol up to 5, a tensor's device, its requires_grad, the name of its hooks' class,
+    system information.
     """
     free: set[int] = set()
     if name == "torch-zip":  # the pickle has a checksum
@@ -73,7 +73,7 @@ def unseen(name: str, data: bytes) -> set[int]:
 
 
 def check(name: str, folder: Path, step: int) -> Counter[str]:
-    """Cut at every `step`-th byte, and flip every `step`-th bit. Returns how many of each outcome there were."""
+    """Cut at every `step`-th byte and flip every `step`-th bit. Return the number of each outcome."""
     data = INTACT[name]
     assert outcome(folder, data, data)[0] == 0
     start, free, seen = data.index(DATA), unseen(name, data), Counter[str]()
@@ -100,7 +100,7 @@ def check(name: str, folder: Path, step: int) -> Counter[str]:
 
 @pytest.mark.parametrize("name", sorted(INTACT))
 def test_a_sample_of_cuts_and_flips(name: str, tmp_path: Path) -> None:
-    """Of every 37th cut and bit: an error, out of sync, or in sync where nothing that is compared was touched."""
+    """Every 37th cut and flip gives an error, out of sync, or in sync if no compared byte changed."""
     assert sum(check(name, tmp_path, 37).values()) > 50
 
 
@@ -108,7 +108,7 @@ def test_a_sample_of_cuts_and_flips(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(INTACT))
 def test_every_cut_and_every_flip(name: str, tmp_path: Path) -> None:
-    """The same of every byte and every bit; each flip in the data but that of a zero's sign is out of sync."""
+    """Every cut and flip; each flip in the data, except of a zero's sign, is out of sync."""
     seen = check(name, tmp_path, 1)
     assert seen["cut, cannot be read"] == len(INTACT[name])
     assert seen["data flipped, out of sync"] == 8 * len(DATA) - 1

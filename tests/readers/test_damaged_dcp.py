@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint that is cut, or has a bit flipped, at any byte, beside the intact one."""
+"""torch.distributed.checkpoint folders with a cut or a flipped bit at any byte, beside an intact folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = [101, pytest.param(17, marks=pytest.mark.slow)]
 
 
 def outcome(left: Path, right: Path) -> int:
-    """Compare; what is found in sync holds the same tensors, read again, and what is not read is told in one line."""
+    """Compare; a folder in sync contains equal tensors, and an unreadable folder has a one-line error."""
     report = syncheck.compare(left, right)
     if report.exit_code == 0:
         assert contents(left) == contents(right)
@@ -38,7 +38,7 @@ def outcome(left: Path, right: Path) -> int:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FILES)
 def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
-    """However much of `.metadata` or of a file of chunks is left, it is "could not tell"."""
+    """A truncated `.metadata` or chunk file gives "could not tell"."""
     left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
     whole = (right / name).read_bytes()
     for length in range(0, len(whole), step):
@@ -50,8 +50,8 @@ def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FILES)
-def test_a_bit_of_any_byte(tmp_path: Path, name: str, step: int) -> None:
-    """A flipped bit is out of sync, an error of one line, or it is in nothing that is compared."""
+def test_flipped_bit_in_any_byte(tmp_path: Path, name: str, step: int) -> None:
+    """A flipped bit gives out of sync or a one-line error, unless no compared byte changed."""
     left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
     whole = (right / name).read_bytes()
     draw, seen = random.Random(step), Counter[int]()
@@ -64,8 +64,8 @@ def test_a_bit_of_any_byte(tmp_path: Path, name: str, step: int) -> None:
     assert seen[2]
 
 
-def test_every_bit_of_a_tensor(tmp_path: Path) -> None:
-    """A bit flipped in any byte of the tensors' own is out of sync."""
+def test_flipped_bit_in_tensor_bytes(tmp_path: Path) -> None:
+    """A flipped bit in a tensor's bytes is out of sync."""
     left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
     path = right / "__0_0.distcp"
     whole = path.read_bytes()

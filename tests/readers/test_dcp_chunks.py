@@ -1,4 +1,4 @@
-"""Whether chunks cover a tensor, told as a count of every element tells it."""
+"""Chunks that cover a tensor, checked against a count for every element."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from strategies import EXAMPLES, for_all
 
-from syncheck.readers.dcp.index import fault
+from syncheck.readers.dcp.index import find_fault
 
 ROWS = [((0, 0), (2, 3)), ((2, 0), (1, 3))]
 
@@ -19,28 +19,28 @@ ROWS = [((0, 0), (2, 3)), ((2, 0), (1, 3))]
     ("shape", "spans", "wrong"),
     [
         ((3, 3), ROWS, ""),
-        ((3, 3), ROWS[:1], "no chunks hold element [2, 0]"),
-        ((4, 3), ROWS, "no chunks hold element [3, 0]"),
-        ((3, 3), [*ROWS, ((1, 1), (1, 1))], "2 chunks hold element [1, 1]"),
-        ((3, 3), [*ROWS, ROWS[0]], "2 chunks hold element"),
-        ((3, 2), ROWS, "the chunk of size [2, 3] at [0, 0] reaches out of it"),
-        ((3, 3), [], "no chunks hold element [0, 0]"),
+        ((3, 3), ROWS[:1], "no chunks contain element [2, 0]"),
+        ((4, 3), ROWS, "no chunks contain element [3, 0]"),
+        ((3, 3), [*ROWS, ((1, 1), (1, 1))], "2 chunks contain element [1, 1]"),
+        ((3, 3), [*ROWS, ROWS[0]], "2 chunks contain element"),
+        ((3, 2), ROWS, "the chunk of size [2, 3] at [0, 0] extends beyond the tensor"),
+        ((3, 3), [], "no chunks contain element [0, 0]"),
         ((), [((), ())], ""),
-        ((), [], "no chunks hold element []"),
+        ((), [], "no chunks contain element []"),
         ((0, 3), [], ""),
         # A pinwheel: no cut goes through all of it.
         ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], ""),
     ],
 )
 def test_gaps_and_overlaps_are_named(shape: Any, spans: Any, wrong: str) -> None:
-    """Chunks that cover a tensor exactly pass; else an element that has none or several is named."""
-    found = fault(shape, spans)
+    """Chunks that cover a tensor exactly pass; a gap or overlap is reported with its first element."""
+    found = find_fault(shape, spans)
     assert found.startswith(wrong) if wrong else found == ""
 
 
 @EXAMPLES
-def test_the_answer_is_that_of_counting(examples: int) -> None:
-    """For any boxes, the answer is that of counting how many of them hold each element."""
+def test_result_equals_a_count_of_every_element(examples: int) -> None:
+    """For random boxes, the result equals a count of the boxes of each element."""
 
     def check(case: Any) -> None:
         shape, corners = case
@@ -51,17 +51,17 @@ def test_the_answer_is_that_of_counting(examples: int) -> None:
         held = np.zeros(shape, int)
         for start, size in spans:
             held[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += 1
-        assert (fault(shape, spans) == "") == bool((held == 1).all())
+        assert (find_fault(shape, spans) == "") == bool((held == 1).all())
 
     edges = st.tuples(st.integers(0, 2), st.integers(0, 2))
     corners = st.lists(st.tuples(edges, edges), max_size=4)
     for_all(st.tuples(st.tuples(st.integers(1, 3), st.integers(1, 3)), corners), check, examples)
 
 
-def test_many_chunks_take_time_in_proportion() -> None:
-    """A grid of 64 x 64 chunks is checked at once, and chunks made to need the square of their number are refused."""
+def test_many_chunks_take_linear_time() -> None:
+    """A grid of 64 x 64 chunks is checked quickly, and constructions with quadratic time are refused."""
     began = time.perf_counter()
-    assert fault((640, 640), [((10 * i, 10 * j), (10, 10)) for i in range(64) for j in range(64)]) == ""
+    assert find_fault((640, 640), [((10 * i, 10 * j), (10, 10)) for i in range(64) for j in range(64)]) == ""
     stairs = [((i, 0), (20_000 - i, 1)) for i in range(20_000)]
-    assert "too many pieces" in fault((20_000, 20_000), stairs)
+    assert "too many boxes" in find_fault((20_000, 20_000), stairs)
     assert time.perf_counter() - began < 20

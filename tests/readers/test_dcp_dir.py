@@ -1,4 +1,4 @@
-"""Folders that torch.distributed.checkpoint wrote: read without torch, bit for bit what torch loads from them."""
+"""Folders written by torch.distributed.checkpoint: read without torch, bitwise equal to torch's result."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def checkpoint(seed: int = 0, **options: Any) -> dict[str, Any]:
-    """What a training run saves: a model and an optimizer under the names of torch's own functions."""
+    """Return a model and an optimizer under the names of torch's own functions."""
     model, optimizer = trained(seed)
     states, steps = get_state_dict(model, optimizer, options=StateDictOptions(**options))
     return {"model": states, "optim": steps, "step": 7, "epoch": 1}
 
 
-def test_reads_what_torch_loads(tmp_path: Path) -> None:
-    """Every tensor of every dtype and layout has the bits that dcp.load gives; values and names are there too."""
+def test_equals_dcp_load(tmp_path: Path) -> None:
+    """Tensors of every dtype and layout are bitwise equal to dcp.load; values and names are equal too."""
     state: dict[str, Any] = {
         "half": torch.randn(3, 5).half(),
         "brain": torch.randn(7).bfloat16(),
@@ -59,8 +59,8 @@ def test_reads_what_torch_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_names_are_those_of_a_torch_save_file(tmp_path: Path, flat: bool) -> None:
-    """A folder and a torch.save file of one state are identical, down to the optimizer's settings.
+def test_names_equal_torch_save(tmp_path: Path, flat: bool) -> None:
+    """A folder and a torch.save file of one state are in sync, including the optimizer's settings.
 
     flat: saved with flatten_optimizer_state_dict, as torchtitan does.
     """
@@ -75,7 +75,7 @@ def test_names_are_those_of_a_torch_save_file(tmp_path: Path, flat: bool) -> Non
 
 
 def test_integer_ids_of_an_optimizer_become_names(tmp_path: Path) -> None:
-    """Optimizer.state_dict() has integer ids, which saving turns into texts: they are resolved all the same."""
+    """Integer ids of Optimizer.state_dict(), which saving converts to strings, become parameter names."""
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     snapshot = readers.read(str(save(tmp_path / "folder", state)))
@@ -85,7 +85,7 @@ def test_integer_ids_of_an_optimizer_become_names(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_state_keeps_its_name(tmp_path: Path) -> None:
-    """Plain SGD has settings only; an empty dict leaves no trace in the folder, but the settings are found."""
+    """Plain SGD has settings only; an empty state is not stored, but the settings are compared."""
     model, _ = trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -93,8 +93,8 @@ def test_an_optimizer_without_state_keeps_its_name(tmp_path: Path) -> None:
     assert values["optimizer.param_groups.0.lr"] == 0.5
 
 
-def test_metadata_block_is_found(tmp_path: Path) -> None:
-    """The block of syncheck.metadata() is one in a folder as it is in a file."""
+def test_metadata_block_is_read(tmp_path: Path) -> None:
+    """The block of syncheck.metadata() is read from a folder as from a file."""
     model, _ = trained()
     block = syncheck.metadata(run="night", step=3, rank=0, world_size=4, model=model)
     snapshot = readers.read(str(save(tmp_path / "folder", {"model": model.state_dict(), "syncheck": block})))
@@ -103,16 +103,16 @@ def test_metadata_block_is_found(tmp_path: Path) -> None:
     assert set(snapshot.metadata.buffers or ()) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
-def test_objects_that_hold_tensors_are_opened(tmp_path: Path) -> None:
-    """Tensors in a tuple or another object that was pickled whole are compared like any other."""
+def test_tensors_in_pickled_objects_are_compared(tmp_path: Path) -> None:
+    """Tensors in a tuple or another pickled object are compared like other tensors."""
     state = {"pair": (torch.ones(3), OrderedDict(inner=torch.arange(4))), "w": torch.ones(2)}
     found = contents(save(tmp_path / "folder", state))
     assert found == expected({"pair.0": torch.ones(3), "pair.1.inner": torch.arange(4), "w": torch.ones(2)})
 
 
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
-def test_what_lies_beside_the_chunks_belongs_to_them(tmp_path: Path, name: str) -> None:
-    """The file in which Lightning (meta.pt) and Megatron-Core (common.pt) keep the step is part of the checkpoint."""
+def test_extra_files_belong_to_the_checkpoint(tmp_path: Path, name: str) -> None:
+    """Lightning's meta.pt and Megatron-Core's common.pt with the step are part of the checkpoint."""
     folder = save(tmp_path / "folder", {"w": torch.ones(2)})
     torch.save({"iteration": 12, "rng_state": torch.zeros(3)}, folder / name)
     snapshot = readers.read(str(folder))
@@ -122,7 +122,7 @@ def test_what_lies_beside_the_chunks_belongs_to_them(tmp_path: Path, name: str) 
 
 
 def test_two_folders_are_replicas(tmp_path: Path, cli: Callable[..., Done]) -> None:
-    """Two equal folders are in sync, and the answer says what such a folder cannot show."""
+    """Two equal folders are in sync, with a note about the format's limits."""
     one = save(tmp_path / "a", checkpoint())
     shutil.copytree(one, tmp_path / "b")
     done = cli("compare", one, tmp_path / "b")
@@ -132,7 +132,7 @@ def test_two_folders_are_replicas(tmp_path: Path, cli: Callable[..., Done]) -> N
 
 
 def test_one_flipped_bit_in_a_chunk_is_found(tmp_path: Path) -> None:
-    """A bit that flips in a .distcp file is found, at its element, and nothing else differs."""
+    """A flipped bit in a .distcp file is found at its element, and nothing else differs."""
     one = save(tmp_path / "a", checkpoint())
     shutil.copytree(one, tmp_path / "b")
     tensor = readers.read(str(one)).tensors["3.weight"]
@@ -146,8 +146,8 @@ def test_one_flipped_bit_in_a_chunk_is_found(tmp_path: Path) -> None:
     assert (diff.name, diff.status, diff.mismatched, diff.index) == ("3.weight", "different", 1, (2, 11))
 
 
-def test_a_state_in_chunks_equals_one_in_a_file(tmp_path: Path) -> None:
-    """Chunks by row, by column and in a grid are put together; a flip in one is found at its place in the whole."""
+def test_chunks_equal_a_file(tmp_path: Path) -> None:
+    """Chunks by row, by column and in a grid are assembled; a flip is found at its index in the full tensor."""
     a, b = torch.randn(5, 4), torch.randn(6, 6, 2)
     torch.save({"a": a, "b": b}, tmp_path / "whole.pth")
     chunks: dict[str, Any] = {
@@ -164,8 +164,8 @@ def test_a_state_in_chunks_equals_one_in_a_file(tmp_path: Path) -> None:
     assert (diff.name, diff.index, diff.mismatched) == ("b", (4, 3, 1), 1)
 
 
-def test_an_object_in_a_folder_that_runs_code_is_refused(tmp_path: Path) -> None:
-    """A pickled object that calls a system function refuses the whole folder, and nothing is run."""
+def test_an_object_that_executes_code_is_refused(tmp_path: Path) -> None:
+    """A pickled object that calls a system function refuses the whole folder, and nothing is executed."""
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -180,7 +180,7 @@ def test_an_object_in_a_folder_that_runs_code_is_refused(tmp_path: Path) -> None
 
 
 def test_objects_of_unknown_classes_are_listed(tmp_path: Path) -> None:
-    """An object of the user's own class is not compared and is said to be not, its tensors are compared."""
+    """Objects of unknown classes are listed as not compared, but their tensors are compared."""
     state = {"w": torch.ones(2), "rate": _Rate(torch.ones(3))}
     snapshot = readers.read(str(save(tmp_path / "folder", copy.copy(state))))
     assert any(stub.endswith("_Rate") for stub in snapshot.stubs)

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint that are broken or hostile: each has one line that says what and where."""
+"""Broken and hostile torch.distributed.checkpoint folders: a one-line error with the location and the fault."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HALVES = [((0, 0), (2, 4)), ((2, 0), (2, 4))]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a tensor `w` of 4 x 4 in two chunks, by row, and a whole one, `v`."""
+    """A folder with a 4 x 4 tensor `w` in two chunks by row, and a tensor `v` in one chunk."""
     return assemble(
         tmp_path / "run", {"w": (torch.arange(16.0).reshape(4, 4), HALVES), "v": (torch.ones(3), [((0,), (3,))])}
     )
 
 
 def error(folder: Path, kind: type[CheckpointError] = MalformedFile) -> str:
-    """The line with which reading a folder fails."""
+    """Return the error of reading a folder."""
     with pytest.raises(kind) as caught:
         readers.read(str(folder))
     assert caught.value.path.startswith(str(folder))
@@ -46,14 +46,14 @@ def error(folder: Path, kind: type[CheckpointError] = MalformedFile) -> str:
 
 
 def change(folder: Path, edit: Callable[[Any], None]) -> None:
-    """Edit `.metadata` by torch's own classes."""
+    """Edit `.metadata` with torch's classes."""
     content = metadata(folder)
     edit(content)
     write_metadata(folder, content)
 
 
 def test_missing_chunk_file(folder: Path, cli: Callable[..., Done]) -> None:
-    """A rank's file that was not copied is named, with a tensor in it; comparing exits with 2."""
+    """A missing file is reported with one of its tensors; comparing exits with 2."""
     (folder / "__1_0.distcp").unlink()
     text = error(folder)
     assert "__1_0.distcp, 'w' at [2, 0]: no such file or directory" in text
@@ -65,7 +65,7 @@ def test_missing_chunk_file(folder: Path, cli: Callable[..., Done]) -> None:
 
 @pytest.mark.parametrize("left", [0, 100, -1])
 def test_truncated_chunk_file(folder: Path, left: int) -> None:
-    """A chunk that the file ends before is named with the byte at which it would end."""
+    """A truncated file is reported with the expected end of a chunk."""
     left %= _length(folder)
     os.truncate(folder / "__1_0.distcp", left)
     assert f"'w' at [2, 0]: ends at byte {_length(folder)}; needed at most {left}" in error(folder)
@@ -76,8 +76,8 @@ def _length(folder: Path) -> int:
     return max(info.offset + info.length for info in places.values() if info.relative_path == "__1_0.distcp")
 
 
-def test_file_that_is_cut_while_it_is_compared(tmp_path: Path) -> None:
-    """A folder whose file changes between opening and reading is unreadable as a whole; the others are compared."""
+def test_file_truncated_during_the_comparison(tmp_path: Path) -> None:
+    """A folder with a file that changes after opening is unreadable; the other folders are compared."""
     state = {"w": (torch.arange(16.0).reshape(4, 4), HALVES)}
     others = [assemble(tmp_path / name, state) for name in ("a", "b", "c")]
     found = api.find(*others)
@@ -88,15 +88,15 @@ def test_file_that_is_cut_while_it_is_compared(tmp_path: Path) -> None:
     assert [replica.path for replica in report.groups[0].replicas] == [str(others[0]), str(others[2])]
 
 
-def test_save_that_did_not_finish(folder: Path) -> None:
-    """Chunks without `.metadata`, which is written last, are no checkpoint, and the folder is said to be cut short."""
+def test_unfinished_save(folder: Path) -> None:
+    """Chunks without `.metadata`, which is written last, are reported as an unfinished save."""
     (folder / ".metadata").unlink()
-    assert "no .metadata; needed that file, which is written last" in error(folder)
+    assert "no .metadata; needed this file, which is written last" in error(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nothing of the kind", b"\x80\x04N."])
-def test_metadata_that_is_none(folder: Path, content: bytes) -> None:
-    """`.metadata` that is empty, cut short or something else is named."""
+def test_invalid_metadata(folder: Path, content: bytes) -> None:
+    """An empty, truncated or unrelated `.metadata` is reported."""
     (folder / ".metadata").write_bytes(content)
     assert ".metadata: " in error(folder)
 
@@ -104,35 +104,35 @@ def test_metadata_that_is_none(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("spans", "wrong"),
     [
-        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], "no chunks hold element [3, 0]"),
-        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "2 chunks hold element [2, 0]"),
-        ([((0, 0), (2, 4)), ((2, 0), (2, 5))], "the chunk of size [2, 5] at [2, 0] reaches out of it"),
+        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], "no chunks contain element [3, 0]"),
+        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "2 chunks contain element [2, 0]"),
+        ([((0, 0), (2, 4)), ((2, 0), (2, 5))], "the chunk of size [2, 5] at [2, 0] extends beyond the tensor"),
         ([((0, 0), (2, 4)), ((2,), (2,))], "a chunk of size (2,) at (2,)"),
-        ([((0, 0), (1, 4)), ((1, 0), (3, 4))], "no record says where its chunk at [1, 0] lies"),
-        ([], "no chunks hold element [0, 0]"),
+        ([((0, 0), (1, 4)), ((1, 0), (3, 4))], "the record of its chunk at [1, 0] is not listed"),
+        ([], "no chunks contain element [0, 0]"),
     ],
 )
 def test_chunks_that_do_not_cover_the_tensor(tmp_path: Path, spans: Any, wrong: str) -> None:
-    """A gap, an overlap, or a chunk out of bounds in the metadata is an error that names the element or the chunk."""
+    """A gap, an overlap or an excess of chunks is reported with the element or the chunk."""
     tensor = torch.arange(16.0).reshape(4, 4)
     text = error(assemble(tmp_path / "run", {"w": (tensor, HALVES)}, listed={"w": spans}))
     assert f".metadata, 'w': {wrong}" in text
 
 
 def test_chunk_of_another_size_or_dtype_than_recorded(tmp_path: Path) -> None:
-    """The record of a chunk must hold what the metadata says, in shape and in dtype."""
+    """The record of a chunk must have the shape and dtype in the metadata."""
     tensor = torch.arange(16.0).reshape(4, 4)
     swapped = [((0, 0), (1, 4)), ((1, 0), (1, 4)), ((2, 0), (2, 4))]
     folder = assemble(tmp_path / "a", {"w": (tensor, [*HALVES, ((1, 0), (1, 4))])}, listed={"w": swapped})
-    assert "the record holds float32 [2, 4]; needed float32 [1, 4]" in error(folder)
+    assert "the record contains float32 [2, 4]; needed float32 [1, 4]" in error(folder)
     folder = assemble(tmp_path / "b", {"w": (tensor, HALVES)})
     change(folder, lambda content: setattr(content.state_dict_metadata["w"].properties, "dtype", torch.float64))
-    assert "the record holds float32 [2, 4]; needed float64 [2, 4]" in error(folder)
+    assert "the record contains float32 [2, 4]; needed float64 [2, 4]" in error(folder)
 
 
 @pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/etc/passwd", "", "a//b", "a\0b", "."])
 def test_chunk_outside_the_folder(folder: Path, place: str) -> None:
-    """A place that leads out of the folder is refused and not opened."""
+    """A path outside the folder is refused and not opened."""
 
     def edit(content: Any) -> None:
         for info in content.storage_data.values():
@@ -143,8 +143,8 @@ def test_chunk_outside_the_folder(folder: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, 10**30), (2**62, 2**62), (0, -5), (True, 10), ("0", 10)])
-def test_places_that_are_no_numbers_of_bytes(folder: Path, offset: Any, length: Any) -> None:
-    """Offsets and lengths that no file can have are an error before anything is read or allocated."""
+def test_impossible_offsets_and_lengths(folder: Path, offset: Any, length: Any) -> None:
+    """Impossible offsets and lengths are reported before anything is read or allocated."""
 
     def edit(content: Any) -> None:
         for info in content.storage_data.values():
@@ -154,8 +154,8 @@ def test_places_that_are_no_numbers_of_bytes(folder: Path, offset: Any, length: 
     assert "'w'" in error(folder) or "'v'" in error(folder)
 
 
-def test_chunks_that_were_compressed_are_said_to_be(folder: Path) -> None:
-    """Chunks that an extension transformed, such as by zstd, are not read, and the extension is named."""
+def test_compressed_chunks_are_unsupported(folder: Path) -> None:
+    """Chunks with a transformation such as zstd are not read, and its name is reported."""
     if "transform_descriptors" not in {f.name for f in dataclasses.fields(_an_info(folder))}:
         pytest.skip("this torch has no extensions")
 
@@ -171,8 +171,8 @@ def _an_info(folder: Path) -> Any:
     return next(iter(metadata(folder).storage_data.values()))
 
 
-def test_metadata_that_runs_code_is_refused(folder: Path, tmp_path: Path) -> None:
-    """A `.metadata` that calls a system function is refused, and nothing is run."""
+def test_metadata_that_executes_code_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A `.metadata` that calls a system function is refused, and nothing is executed."""
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -194,26 +194,26 @@ def test_metadata_that_runs_code_is_refused(folder: Path, tmp_path: Path) -> Non
         {"w": (10**5000,)},
     ],
 )
-def test_keys_that_lead_through_one_another(folder: Path, paths: Any) -> None:
-    """Keys of the state dict that two tensors share, or that are none, are an error."""
+def test_conflicting_keys(folder: Path, paths: Any) -> None:
+    """Keys shared by two tensors, or keys that are not a path, are an error."""
     change(folder, lambda content: setattr(content, "planner_data", paths))
     assert "keys" in error(folder)
 
 
 def test_a_name_that_is_not_its_keys_is_malformed(folder: Path) -> None:
-    """torch looks for a tensor by the keys that its name is made of; under another name it would not be found."""
+    """torch looks up tensors by the name made of their keys, so another name is malformed."""
     change(folder, lambda content: setattr(content, "planner_data", {"w": ("x",), "v": ("v",)}))
-    assert ".metadata, 'w': keys ('x',); needed those that its name is made of" in error(folder)
+    assert ".metadata, 'w': keys ('x',); needed the segments of its name" in error(folder)
 
 
 def test_a_huge_metadata_is_not_read(folder: Path) -> None:
-    """A `.metadata` of a terabyte, sparse on disk, is an error before memory is taken for it."""
+    """A sparse `.metadata` of 1 TB is refused before memory is allocated."""
     os.truncate(folder / ".metadata", 10**12)
     assert "1000000000000 bytes; needed at most 1000000000" in error(folder)
 
 
-def test_records_that_overlap(folder: Path) -> None:
-    """One record in the place of two is an error: a thousand names could each have a long one read again."""
+def test_overlapping_records(folder: Path) -> None:
+    """Overlapping records are an error, because a thousand names could refer to one long record."""
 
     def edit(content: Any) -> None:
         one = next(iter(content.storage_data.values()))
@@ -224,43 +224,43 @@ def test_records_that_overlap(folder: Path) -> None:
     assert "its record begins at byte 0; needed at least " in error(folder)
 
 
-def test_a_chunk_that_is_listed_many_times(folder: Path) -> None:
-    """A million times the same chunk takes a pickle of a few bytes each; it is refused at once."""
+def test_a_chunk_listed_many_times(folder: Path) -> None:
+    """A chunk that is listed a million times, which takes a few bytes each, is refused quickly."""
 
     def edit(content: Any) -> None:
         chunks = content.state_dict_metadata["w"].chunks
         content.state_dict_metadata["w"].chunks = chunks[:1] * 10_000
 
     change(folder, edit)
-    assert "10000 chunks hold element [0, 0]" in error(folder)
+    assert "10000 chunks contain element [0, 0]" in error(folder)
 
 
-def test_a_file_name_with_half_a_character(folder: Path) -> None:
-    """A name that cannot be written in UTF-8 is one of no file."""
+def test_a_file_name_with_a_lone_surrogate(folder: Path) -> None:
+    """A name that UTF-8 cannot encode is an invalid file name."""
 
     def edit(content: Any) -> None:
         for info in content.storage_data.values():
             info.relative_path = "\ud800"
 
     change(folder, edit)
-    assert "a name that no file can have" in error(folder)
+    assert "an invalid file name" in error(folder)
 
 
 def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
-    """A planner that recorded no keys leaves the flat names, and these are taken."""
+    """Without a planner's keys, flat names are used."""
     change(folder, lambda content: setattr(content, "planner_data", None))
     assert set(readers.read(str(folder)).tensors) == {"w", "v"}
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_opened(folder: Path) -> None:
-    """A pipe, which would block whoever opens it, is refused."""
+def test_a_pipe_is_not_opened(folder: Path) -> None:
+    """A pipe, which would block, is refused."""
     (folder / "__0_0.distcp").unlink()
     os.mkfifo(folder / "__0_0.distcp")
     assert "needed a file" in error(folder)
 
 
 def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[..., Done]) -> None:
-    """Bytes of a planner of the user's own are counted as not compared, and the rest is read."""
+    """Bytes of a custom planner are counted as not compared, and the rest is read."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -284,17 +284,17 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[
 
 
 @pytest.mark.parametrize(
-    ("damaged", "code", "told"),
+    ("damaged", "code", "reason"),
     [
-        (slice(0, 4), 2, "__0_0.distcp, 'epoch': archive/data.pkl: no record where the directory says"),
+        (slice(0, 4), 2, "__0_0.distcp, 'epoch': archive/data.pkl: no record at the offset in the directory"),
         (slice(0, None), 1, "epoch"),
     ],
     ids=["its beginning", "all of it"],
 )
-def test_a_damaged_object_is_not_passed_over(
-    tmp_path: Path, cli: Callable[..., Done], damaged: slice, code: int, told: str
+def test_a_damaged_object_is_reported(
+    tmp_path: Path, cli: Callable[..., Done], damaged: slice, code: int, reason: str
 ) -> None:
-    """An object that only one replica's folder has whole is an error or a difference, never a note beside in sync."""
+    """An object that is intact in only one folder is an error or a difference, never just a note."""
     left, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
     assert cli("compare", left, right).code == 0
     place = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
@@ -305,11 +305,11 @@ def test_a_damaged_object_is_not_passed_over(
     (right / place.relative_path).write_bytes(data)
     done = cli("compare", left, right)
     assert done.code == code
-    assert told in done.out + done.err
+    assert reason in done.out + done.err
 
 
-def test_damage_anywhere_is_an_error_or_nothing(folder: Path) -> None:
-    """With bytes changed, lost or added anywhere, a folder is read or refused with one line; nothing else happens."""
+def test_damage_anywhere_is_one_line_or_harmless(folder: Path) -> None:
+    """With bytes changed, lost or added anywhere, a folder is read or refused with a one-line error."""
     draw = random.Random(0)
     lines = []
     for _ in range(300):

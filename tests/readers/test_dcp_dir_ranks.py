@@ -1,4 +1,4 @@
-"""Folders that several ranks wrote together: DDP, FSDP2 and HSDP on gloo, compared with the whole state in a file."""
+"""Folders written by several ranks: DDP, FSDP2 and HSDP on gloo, compared with the full state in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def fully_sharded(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A network of FSDP2 after one step. Its 5, 3 and 1 rows do not divide among ranks: some hold none."""
+    """Return an FSDP2 network after one step. Its 5, 3 and 1 rows are uneven, and some ranks have none."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard") or torch.__version__ < "2.7":
         pytest.skip("FSDP2 on the CPU needs torch 2.7")
@@ -44,8 +44,8 @@ def fully_sharded(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def saved_and_compared(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Save a folder together and the whole state in a file from rank 0; return the report on the two."""
+def save_and_compare(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Save a folder on all ranks and the full state in a file on rank 0; return the report on both."""
     states, steps = get_state_dict(model, optimizer)
     whole, whole_steps = get_state_dict(model, optimizer, options=FULL)
     folder = save(rank.shared / "folder", {"model": states, "optim": steps})
@@ -57,10 +57,10 @@ def saved_and_compared(rank: Rank, model: nn.Module, optimizer: torch.optim.Opti
 
 @pytest.mark.syncheck(ranks=2)
 def test_ddp(syncheck_rank: Rank) -> None:
-    """A folder of a DDP run, whose tensors lie in both ranks' files, is identical with a file of rank 0."""
+    """A folder of a DDP run, with tensors in the files of both ranks, is in sync with a file of rank 0."""
     model, optimizer = trained()
     ddp = nn.parallel.DistributedDataParallel(model)
-    report = saved_and_compared(syncheck_rank, ddp, optimizer)
+    report = save_and_compare(syncheck_rank, ddp, optimizer)
     assert report.verdict == "in_sync"
     assert report.counts.identical == report.counts.tensors == 9 + 3 * 6
     paths = {tensor.path for tensor in readers.read(str(syncheck_rank.shared / "folder")).tensors.values()}
@@ -69,14 +69,14 @@ def test_ddp(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_fsdp2_with_uneven_rows(syncheck_rank: Rank) -> None:
-    """Shards of FSDP2, uneven and empty ones, are put together to the bits of the full state dict, and of dcp.load."""
+    """Uneven and empty FSDP2 shards are assembled to the bits of the full state dict, and of dcp.load."""
     model, optimizer = fully_sharded(init_device_mesh("cpu", (2,)))
-    report = saved_and_compared(syncheck_rank, model, optimizer)
+    report = save_and_compare(syncheck_rank, model, optimizer)
     assert report.verdict == "in_sync"
     assert report.counts.identical == report.counts.tensors == 10 + 3 * 7
     folder = syncheck_rank.shared / "folder"
     snapshot = readers.read(str(folder))
-    assert {len(snapshot.tensors[name].parts) for name in ("0.weight", "2.weight")} == {2}
+    assert {len(snapshot.tensors[name].shards) for name in ("0.weight", "2.weight")} == {2}
     full = get_model_state_dict(model, options=FULL)
     assert {name: contents(snapshot)[name] for name in full} == expected(full)
     loaded = load(folder, {"model": {name: torch.zeros_like(t) for name, t in full.items()}})["model"]
@@ -85,12 +85,12 @@ def test_fsdp2_with_uneven_rows(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_one_flipped_element_of_one_shard(syncheck_rank: Rank) -> None:
-    """A bit that flips in the file of rank 1 is found at its place in the whole tensor."""
+    """A flipped bit in the file of rank 1 is found at its index in the full tensor."""
     model, optimizer = fully_sharded(init_device_mesh("cpu", (2,)))
-    assert saved_and_compared(syncheck_rank, model, optimizer).verdict == "in_sync"
+    assert save_and_compare(syncheck_rank, model, optimizer).verdict == "in_sync"
     syncheck_rank.barrier()
     if syncheck_rank.rank == 0:
-        part = readers.read(str(syncheck_rank.shared / "folder")).tensors["0.weight"].parts[1]
+        part = readers.read(str(syncheck_rank.shared / "folder")).tensors["0.weight"].shards[1]
         assert part.start == (3, 0)
         with open(part.tensor.path, "r+b") as file:
             file.seek(part.tensor.offset + 4 * (1 * 7 + 2))
@@ -105,7 +105,7 @@ def test_one_flipped_element_of_one_shard(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_columns_of_a_tensor(syncheck_rank: Rank) -> None:
-    """A tensor sharded by column, unevenly, as tensor parallelism does, is put together to the same bits."""
+    """A tensor sharded unevenly by column, as in tensor parallelism, is assembled to the same bits."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     wide, deep = torch.randn(6, 5), torch.randn(3, 4, 7).bfloat16()
@@ -118,10 +118,10 @@ def test_columns_of_a_tensor(syncheck_rank: Rank) -> None:
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
 def test_hsdp(syncheck_rank: Rank) -> None:
-    """Of HSDP on 2 x 2 ranks, shards that two ranks hold lie in the folder once, and make up the full state dict."""
+    """With HSDP on 2 x 2 ranks, replicated shards are stored once and form the full state dict."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = fully_sharded(mesh)
-    report = saved_and_compared(syncheck_rank, model, optimizer)
+    report = save_and_compare(syncheck_rank, model, optimizer)
     assert report.verdict == "in_sync"
     assert report.counts.identical == report.counts.tensors == 10 + 3 * 7
 
@@ -129,7 +129,7 @@ def test_hsdp(syncheck_rank: Rank) -> None:
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_lightning_sharded_checkpoint(syncheck_rank: Rank) -> None:
-    """Lightning's folder of a sharded model has a file of its own for the rest: both together are one checkpoint."""
+    """Lightning's folder of a sharded model and its extra file are one checkpoint."""
     lightning = pytest.importorskip("lightning.fabric.strategies.model_parallel")
     model, optimizer = fully_sharded(init_device_mesh("cpu", (2,)))
     state = {"model": model, "optimizer_0": optimizer, "global_step": 12, "epoch": 3}

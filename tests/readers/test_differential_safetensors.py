@@ -1,4 +1,4 @@
-"""What our reader finds in a safetensors file is what the safetensors library finds, bit for bit."""
+"""The safetensors reader compared with the safetensors library, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import syncheck
 
 @st.composite
 def contents(draw: Any) -> dict[str, Any]:
-    """Return tensors by name, as save_file takes them: contiguous, and none sharing its storage."""
+    """Return tensors by name for save_file: contiguous, without shared storages."""
     made = {}
     for name in draw(st.lists(st.text(max_size=6).filter("__metadata__".__ne__), max_size=5, unique=True)):
         shape, dtype = draw(sizes), draw(st.sampled_from(SAFETENSORS))
@@ -24,7 +24,7 @@ def contents(draw: Any) -> dict[str, Any]:
 
 
 def check(case: dict[str, Any]) -> None:
-    """Save tensors with the library, load them with it, and hold our reader against it."""
+    """Save and load tensors with the library, and compare syncheck's reader."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rank0.safetensors")
         library.save_file(case, path, {"epoch": "3"})
@@ -35,5 +35,5 @@ def check(case: dict[str, Any]) -> None:
 
 @EXAMPLES
 def test_any_tensors(examples: int) -> None:
-    """Tensors of every dtype and shape that safetensors writes, under any name, with any bits."""
+    """Tensors of every dtype and shape that safetensors supports, with random names and bits."""
     for_all(contents(), check, examples)

@@ -1,4 +1,4 @@
-"""What our reader finds in a file is what torch.load finds, bit for bit and name by name, whatever was saved."""
+"""The torch.save readers compared with torch.load, bit by bit and name by name."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SWAPPED = [name for name in DTYPES if "8_" not in name and name not in ("uint16"
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are one, NaN included; numpy's scalars are read as Python's."""
+    """Whether two values are equal, with NaN equal to NaN; numpy scalars are read as Python numbers."""
     if isinstance(a, float) and math.isnan(a):
         return isinstance(b, float) and math.isnan(b)
     return bool(a == b) and str(a) == str(b)
 
 
 def assert_same(path: Path, tree: Any) -> None:
-    """Assert that our reader finds the tensors and values of a tree, by name, in order and bit for bit."""
+    """Assert that syncheck reads the tensors and values of a tree, with names, order and bits."""
     parts = list(walk(tree))
     snapshot = syncheck.read(str(path))
     wanted = [(name, loaded(leaf)) for name, leaf in parts if is_leaf(leaf)]
@@ -53,7 +53,7 @@ def assert_same(path: Path, tree: Any) -> None:
 
 
 def assert_paired(wanted: list[tuple[str, Any]], found: list[tuple[str, Any]], same: Any) -> None:
-    """Assert that names and contents are those; of several things at one name all but the first bear a mark."""
+    """Assert names and contents; a repeated name has a suffix, except for the first."""
     assert len(found) == len(wanted), (wanted, found)
     taken = set()
     for (base, a), (name, b) in zip(wanted, found, strict=True):
@@ -63,7 +63,7 @@ def assert_paired(wanted: list[tuple[str, Any]], found: list[tuple[str, Any]], s
 
 
 def check_tree(tree: Any) -> None:
-    """Save a tree, load it with torch, and hold our reader against what was loaded."""
+    """Save a tree, load it with torch, and compare syncheck's reader."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rank0.pth")
         torch.save(tree, path)
@@ -72,13 +72,13 @@ def check_tree(tree: Any) -> None:
 
 @EXAMPLES
 def test_any_tensor(examples: int) -> None:
-    """A tensor of any dtype, shape, strides, offset, pending conjugation and any bits is read as torch reads it."""
+    """Tensors with random dtype, shape, strides, offset, lazy conjugation and bits are read as by torch."""
     for_all(tensors().map(lambda tensor: {"t": tensor}), check_tree, examples)
 
 
 @pytest.mark.parametrize("view", ["conj", "permuted", "row"])
 def test_tensors_without_elements(tmp_path: Path, view: str) -> None:
-    """A tensor without elements is read, and compared, whatever its strides and pending operations."""
+    """Tensors without elements are read and compared, with any strides and lazy operations."""
     empty = torch.zeros(2, 0, 3, dtype=torch.complex64)
     tensor = {"conj": empty.conj(), "permuted": empty.permute(2, 1, 0), "row": empty[1:, :, 2]}[view]
     check_tree({"t": tensor})
@@ -89,12 +89,12 @@ def test_tensors_without_elements(tmp_path: Path, view: str) -> None:
 
 @EXAMPLES
 def test_any_tree(examples: int) -> None:
-    """Nested containers, shared storages, Parameters, arrays, scalars and odd keys: every tensor, and its name."""
+    """Nested containers, shared storages, Parameters, arrays, scalars and odd keys: every tensor and its name."""
     for_all(trees(), check_tree, examples)
 
 
 def check_legacy(tree: Any) -> None:
-    """Do as `check_tree` in the format of before torch 1.6."""
+    """Do the same as `check_tree` in the format before torch 1.6."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rank0.pth")
         torch.save(tree, path, _use_new_zipfile_serialization=False)
@@ -107,13 +107,13 @@ def check_legacy(tree: Any) -> None:
 
 @EXAMPLES
 def test_any_tree_of_the_legacy_format(examples: int) -> None:
-    """The same holds of files of before torch 1.6, which torch still writes when asked to."""
+    """The same for the format before torch 1.6, which torch still writes on request."""
     for_all(st.one_of(tensors().map(lambda tensor: {"t": tensor}), trees()), check_legacy, examples)
 
 
 @st.composite
 def large(draw: Any) -> Any:
-    """Return a tensor of several blocks that does not lie in C order."""
+    """Return a tensor of several blocks that is not in C order."""
     name = draw(st.sampled_from(DTYPES))
     shape = draw(st.sampled_from([(700, 1100), (3, 5, 90_000), (1_500_000,), (40_000, 33), (2, 700_000)]))
     # A short pattern, repeated over a prime number of bytes: no block is equal to the next.
@@ -128,7 +128,7 @@ def large(draw: Any) -> Any:
 
 @pytest.mark.parametrize("examples", [4, pytest.param(80, marks=SLOW)])
 def test_any_large_tensor(examples: int) -> None:
-    """A tensor of several blocks, with strides, is put together in C order."""
+    """A tensor of several blocks with strides is read in C order."""
     for_all(large(), check_tree, examples)
 
 
@@ -151,7 +151,7 @@ OPTIMIZERS = [
 
 @st.composite
 def trainings(draw: Any) -> Any:
-    """Return a model, its optimizer after some steps, and the checkpoint that a script would save of them."""
+    """Return a model, its optimizer after some steps, and a checkpoint as a script would save it."""
     torch.manual_seed(draw(st.integers(0, 99)))
     chosen = draw(st.lists(st.tuples(st.sampled_from(LAYERS), st.integers(1, 5)), min_size=1, max_size=4))
     model = torch.nn.Sequential(*(make(n) for make, n in chosen)).to(draw(st.sampled_from([None, torch.bfloat16])))
@@ -175,7 +175,7 @@ def trainings(draw: Any) -> Any:
 
 
 def check_training(case: Any) -> None:
-    """Hold the names and bytes of a training checkpoint against the model and the optimizer themselves."""
+    """Compare the names and bytes of a training checkpoint with the model and the optimizer."""
     model, optimizer, prefix, saved = case
     wanted = {f"{prefix}{name}": loaded(tensor) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -196,13 +196,13 @@ def check_training(case: Any) -> None:
 
 @EXAMPLES
 def test_any_training(examples: int) -> None:
-    """Optimizer states bear their parameters' names, and scheduler, scaler, EMA and random state lose nothing."""
+    """Optimizer states get their parameters' names; scheduler, scaler, EMA and RNG state are complete."""
     for_all(trainings(), check_training, examples)
 
 
 @pytest.mark.parametrize("name", SWAPPED)
 def test_files_of_a_big_endian_machine(tmp_path: Path, name: str) -> None:
-    """Records that a big-endian machine wrote are read as torch reads them."""
+    """Records of a big-endian machine are read as by torch."""
     torch.save({"t": from_bytes(noise(3, name, 24), name).reshape(-1, 3).t()}, tmp_path / "little.pth")
     size = torch.empty(0, dtype=getattr(torch, name)).element_size() // (2 if name.startswith("complex") else 1)
     with zipfile.ZipFile(tmp_path / "little.pth") as old, zipfile.ZipFile(tmp_path / "big.pth", "w") as new:

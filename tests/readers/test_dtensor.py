@@ -1,4 +1,4 @@
-"""DTensors in a file of torch.save: the local tensor is read, with how the parts lie over the ranks."""
+"""DTensors in torch.save files: the local tensor is read with its sharding."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 LOCAL = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def opened(path: Path, value: Any) -> Any:
-    """Write a checkpoint with one entry `w` and return what is read of it."""
+def read_entry(path: Path, value: Any) -> Any:
+    """Write a checkpoint with one entry `w` and return the tensor that is read."""
     return syncheck.read(str(save_pth(path / "f.pth", {"w": value}))).tensors["w"]
 
 
-def test_what_this_torch_writes_is_understood(tmp_path: Path) -> None:
-    """Of a DTensor of the installed torch, on a mesh and on a part of one, the reader knows all that torch knows."""
+def test_dtensors_of_the_installed_torch(tmp_path: Path) -> None:
+    """For a DTensor on a mesh or submesh, the reader returns the layout that torch has."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -57,19 +57,19 @@ def test_what_this_torch_writes_is_understood(tmp_path: Path) -> None:
     assert {(t.dtype, t.shape, t.refused) for t in read.values()} == {("float32", (2, 3), None)}
 
 
-def test_the_tensor_of_ranks_of_torch_2_6_is_understood(tmp_path: Path) -> None:
-    """A mesh with a tensor of its ranks, in any order, is read from the list beside it."""
+def test_mesh_tensor_of_torch_2_6(tmp_path: Path) -> None:
+    """A mesh with a tensor of ranks in any order is read from the list of ranks."""
     mesh = mesh_of_2_6([[4, 6], [5, 7]], (1, 0), ("a", "b"))
-    tensor = opened(tmp_path, dtensor(LOCAL, ["_S(0, 2)", "R"], mesh))
+    tensor = read_entry(tmp_path, dtensor(LOCAL, ["_S(0, 2)", "R"], mesh))
     assert tensor.sharding == Sharding((2, 2), (4, 6, 5, 7), ("_S(0, 2)", "R"), (8, 3), ("a", "b"), (1, 0))
 
 
-def test_a_mesh_that_is_a_part_of_another_is_that_of_its_rank(tmp_path: Path) -> None:
-    """Of the equal parts of a whole mesh the one is found that the rank stands in, by its place in the whole."""
+def test_submesh_of_the_rank(tmp_path: Path) -> None:
+    """Among equal submeshes, the rank's own is found by its coordinates in the root mesh."""
     root = mesh_of_2_15((2, 2), (2, 1), 4, (1, 0))
-    tensor = opened(tmp_path, dtensor(LOCAL, ["S(0)"], mesh_of_2_15((2,), (1,), 4, (0,), root)))
+    tensor = read_entry(tmp_path, dtensor(LOCAL, ["S(0)"], mesh_of_2_15((2,), (1,), 4, (0,), root)))
     assert tensor.sharding.ranks == (2, 3)
-    tensor = opened(tmp_path, dtensor(LOCAL, ["S(0)"], mesh_of_2_15((2,), (2,), 4, (1,), root)))
+    tensor = read_entry(tmp_path, dtensor(LOCAL, ["S(0)"], mesh_of_2_15((2,), (2,), 4, (1,), root)))
     assert tensor.sharding.ranks == (0, 2)
 
 
@@ -90,7 +90,7 @@ ODD = {
 
 
 def spoiled(call: Call) -> Call:
-    """Replace a DTensor's placements by objects that are none."""
+    """Replace a DTensor's placements by invalid objects."""
     call.arguments[3][1]["_spec"].state["placements"] = (new("torch.distributed.tensor.placement_types", "Other"),)
     return call
 
@@ -99,7 +99,7 @@ ODD["a placement of another kind"] = spoiled(ODD["a placement of another kind"])
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-def test_what_is_not_understood_is_counted_as_sharded(tmp_path: Path, value: Call) -> None:
-    """A DTensor that torch would not have written so is refused with a reason, never an error and never compared."""
-    tensor = opened(tmp_path, value)
+def test_an_unknown_dtensor_is_counted_as_sharded(tmp_path: Path, value: Call) -> None:
+    """A DTensor that torch would not write is refused with a reason; it is neither an error nor compared."""
+    tensor = read_entry(tmp_path, value)
     assert (tensor.refused, tensor.sharding) == (Refusal.SHARDED_DTENSOR(), None)

@@ -1,4 +1,4 @@
-"""Every tensor that torch.load restores ends under a name, wherever in the file it is."""
+"""Every tensor that torch.load restores gets a name, wherever it is in the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Box:
 
 
 class Named(dict):  # type: ignore[type-arg]
-    """A dictionary that takes attributes."""
+    """A dictionary with attributes."""
 
 
 class Slotted:
@@ -57,13 +57,13 @@ def given(made: Any, **attributes: Any) -> Any:
 
 
 def masked(odd: torch.Tensor) -> Any:
-    """Return an array of objects, of which one is a tensor."""
+    """Return an array of objects with one tensor."""
     made = np.empty(2, dtype=object)
     made[:] = [odd, None]
     return made
 
 
-# Where a tensor may be, and how it is named; the rest of the file is `w`.
+# Objects that contain a tensor, with the tensor's name; the rest of the file is `w`.
 PLACES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "attribute of a tensor": (lambda odd: given(W.clone(), scale=odd), "x.scale"),
     "attribute of a parameter": (lambda odd: given(torch.nn.Parameter(W.clone()), scale=odd), "x.scale"),
@@ -97,7 +97,7 @@ PLACES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_tensor_in_an_odd_place_is_compared(tmp_path: Path, where: str, legacy: bool) -> None:
-    """One element changed on one rank is found, and the tensor has a name of its own."""
+    """A changed element on one rank is found, and the tensor has its own name."""
     make, name = PLACES[where]
     for rank, values in enumerate(([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 4.0])):
         tree = {"w": W.clone(), "x": make(torch.tensor(values))}
@@ -108,8 +108,8 @@ def test_a_tensor_in_an_odd_place_is_compared(tmp_path: Path, where: str, legacy
     assert [(diff.name, diff.minority) for diff in different] == [(name, (2,))]
 
 
-def test_tensors_that_a_pickle_drops_are_named(tmp_path: Path) -> None:
-    """Tensors that are rebuilt and referred to by nothing, in a metadata block or by a dropped argument, have names."""
+def test_tensors_outside_the_tree_are_named(tmp_path: Path) -> None:
+    """Rebuilt tensors without a reference, in a metadata block or in a dropped argument, get names."""
     ignored = Call(Global("copyreg", "_reconstructor"), (None, None, np.ones(2, np.float32)))
     block = {**syncheck.metadata(run="a", rank=0, world_size=2), "kept": np.ones(4, np.float32)}
     found = syncheck.read(
@@ -119,7 +119,7 @@ def test_tensors_that_a_pickle_drops_are_named(tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_set_have_no_order(tmp_path: Path) -> None:
-    """Of several tensors of one shape in a set nothing says which is which: they are counted, and others compared."""
+    """Several tensors of equal shape in a set cannot be matched, so they are counted; others are compared."""
     same = [torch.full((2,), float(i)) for i in range(3)]
     torch.save({"w": W, "x": {*same, torch.ones(5)}}, tmp_path / "a_rank0.pth")
     torch.save({"w": W, "x": {*same[::-1], torch.ones(5)}}, tmp_path / "a_rank1.pth")
@@ -127,8 +127,8 @@ def test_tensors_of_a_set_have_no_order(tmp_path: Path) -> None:
     assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (0, 2, 3)
 
 
-def test_what_a_dtensor_is_made_of_is_not_named_apart(tmp_path: Path) -> None:
-    """The local tensor and the mesh of a DTensor, understood or not, are that DTensor; its attributes have names."""
+def test_parts_of_a_dtensor_have_no_names(tmp_path: Path) -> None:
+    """The local tensor and the mesh of a DTensor get no names, but its attributes do."""
     mesh = mesh_of_2_6([0, 1], [0])
     part = np.ones((4, 3), np.float32)
     known, odd = dtensor(part, ["S(0)"], mesh), dtensor(part, ["S(0)", "R"], mesh)
@@ -138,7 +138,7 @@ def test_what_a_dtensor_is_made_of_is_not_named_apart(tmp_path: Path) -> None:
 
 
 def test_a_wrapper_of_tensors_is_counted_and_its_parts_are_compared(tmp_path: Path) -> None:
-    """A quantized weight of torchao is refused, and the tensors in its state are compared."""
+    """A quantized weight of torchao is refused, but the tensors in its state are compared."""
     kind = Global("torchao.dtypes", "AffineQuantizedTensor")
     for rank in range(2):
         state = {"int_data": np.ones(4, np.int64) + rank, "scale": np.ones(2, np.float32)}
@@ -151,14 +151,14 @@ def test_a_wrapper_of_tensors_is_counted_and_its_parts_are_compared(tmp_path: Pa
     assert group.counts.identical == 1
 
 
-def test_one_tensor_many_times_is_named_each_time(tmp_path: Path) -> None:
-    """A tensor that is a key and a value, or is saved under two names, is not lost and not counted as lost."""
+def test_a_repeated_tensor_is_named_each_time(tmp_path: Path) -> None:
+    """A tensor that is a key and a value, or has two names, is neither lost nor counted as lost."""
     torch.save({"a": W, "b": [W, W], "c": {W: 1}}, tmp_path / "a.pth")
     assert list(syncheck.read(str(tmp_path / "a.pth")).tensors) == ["a", "b.0", "b.1"]
 
 
-def test_protocols_of_pickle(tmp_path: Path) -> None:
-    """Each protocol of pickle that torch.save takes gives the same names."""
+def test_pickle_protocols(tmp_path: Path) -> None:
+    """All pickle protocols that torch.save supports give the same names."""
     tree = {
         "m": given(OrderedDict(a=W.clone()), extra=W.clone()),
         "n": np.arange(3.0),
@@ -172,8 +172,8 @@ def test_protocols_of_pickle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_records_and_times_of_numpy_are_compared_by_their_bytes(tmp_path: Path, protocol: int) -> None:
-    """A structured array or one of times has no dtype of torch's: its bytes are compared, the array is counted."""
+def test_numpy_records_and_times_are_compared_as_bytes(tmp_path: Path, protocol: int) -> None:
+    """Structured arrays and times have no torch dtype: their bytes are compared, and the array is counted."""
     for rank in range(3):
         rows = np.array([(1, 2.0 + (rank == 2))], dtype=[("a", "i4"), ("b", "f4")])
         times = np.array(["2026-01-01", f"2026-01-0{2 + (rank == 2)}"], dtype="datetime64[D]")

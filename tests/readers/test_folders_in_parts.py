@@ -1,4 +1,4 @@
-"""Folders whose parts are missing, of another run, renumbered, or no files: told, and never passed over in silence."""
+"""Folders with parts that are missing, renumbered, of another run, or not files: reported, never ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_training_folders import accelerate, adam, deepspeed, megatron
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.messages import Note
-from syncheck.readers import opening, safetensors_file
+from syncheck.readers import regular_file, safetensors_file
 from syncheck.records import Reason
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ BLOCK = {"run": "a", "run_id": "one", "step": 5}
 
 
 def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Path], Any]) -> Report:
-    """Compare two folders that are made, and then harmed, in one way."""
+    """Compare two folders after the same damage to both."""
     made = [make(folder / side / name) for side in ("a", "b")]
     for one in made:
         plant(one)
@@ -35,7 +35,7 @@ def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Pa
 
 
 def replaced(relative: str, how: str) -> Callable[[Path], None]:
-    """Return what puts something that cannot be read in the place of a file."""
+    """Return a function that replaces a file by something unreadable."""
 
     def plant(folder: Path) -> None:
         path = folder / relative
@@ -56,7 +56,7 @@ def replaced(relative: str, how: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reason"),
     [
         ("pipe", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
         ("device", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
@@ -67,15 +67,15 @@ def replaced(relative: str, how: str) -> Callable[[Path], None]:
         ("a file for the folder", "mp_rank_01: not a directory"),
     ],
 )
-def test_a_part_that_is_no_file_in_both(tmp_path: Path, how: str, told: str) -> None:
-    """Two Megatron folders that lack the same part are not in sync by the part that is left: each is unreadable."""
+def test_the_same_part_is_unreadable_in_both(tmp_path: Path, how: str, reason: str) -> None:
+    """Two Megatron folders that lack the same part are unreadable, not in sync by their other part."""
     report = both(tmp_path, megatron, "iter_0000500", replaced("mp_rank_01/model_optim_rng.pt", how))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
-    assert [file.reason.startswith(told) for file in report.unreadable] == [True, True]
+    assert [file.reason.startswith(reason) for file in report.unreadable] == [True, True]
 
 
 def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
-    """The second part of one folder, alone, is never compared with the first of the other, though they are equal."""
+    """A single second part is not compared with the other folder's first part, although they are equal."""
     tree = {"model": network(), "optimizer": adam()}
     zero = {"optimizer_state_dict": {"base_optimizer_state": adam()}}
     for side, rank in (("a", 0), ("b", 1)):
@@ -90,14 +90,14 @@ def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
         save_pth(tmp_path / "optimizer" / side / f"optimizer{number}.bin", adam())
     for kind in ("megatron", "tag", "zero", "model", "optimizer"):
         report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
-        # Two nodes may each have saved their own partition, and nothing says how many there are.
+        # Two nodes may each have saved their own partition, and the number of partitions is unknown.
         expected = (2, Reason.AMBIGUOUS) if kind == "zero" else (1, Reason.MISSING)
         reasons = {diff.reason for group in report.groups for diff in group.tensors}
         assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})
 
 
-def test_random_states_of_any_rank_are_of_the_folder(tmp_path: Path) -> None:
-    """Each node's folder has the random states of its own rank: under one name, and not compared."""
+def test_rng_states_of_any_rank_share_a_name(tmp_path: Path) -> None:
+    """Each node's folder has its own rank's RNG states, under one name and not compared."""
     for rank in range(2):
         save(tmp_path / f"node{rank}" / "model.safetensors", network())
         save_pth(tmp_path / f"node{rank}" / f"random_states_{rank}.pkl", {"torch_manual_seed": np.full(4, rank)})
@@ -107,41 +107,41 @@ def test_random_states_of_any_rank_are_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_name", ["megatron", "deepspeed"])
 def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
-    """A part that says it is of another iteration makes its folder unreadable, though its tensors are equal."""
+    """A part of another iteration makes its folder unreadable, although its tensors are equal."""
     if format_name == "megatron":
         left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
         tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
         save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
-        told = (
-            "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as mp_rank_00/model_optim_rng.pt has. It is of"
-        )
+        reason = "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as in mp_rank_00/model_optim_rng.pt. Its"
     else:
         left, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
         tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}
         save_pth(right / "mp_rank_01_model_states.pt", tree)
-        told = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as mp_rank_00_model_states.pt has. It is of"
+        reason = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as in mp_rank_00_model_states.pt. Its"
     report = syncheck.compare(left, right)
     assert report.exit_code == 2
     (unreadable,) = report.unreadable
     assert unreadable.path == str(right)
-    assert unreadable.reason.startswith(told)
+    assert unreadable.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("change", [{"run_id": "two"}, {"step": 6}])
 def test_a_part_of_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Parts whose metadata blocks name two runs or steps are of no one checkpoint."""
+    """Parts with metadata of two runs or steps are malformed."""
     folder = megatron(tmp_path / "iter_0000500")
     for rank, block in enumerate((BLOCK, BLOCK | change)):
         save_pth(folder / f"mp_rank_0{rank}" / "model_optim_rng.pt", {"model": network(), "syncheck": block})
     (name,) = change
-    with pytest.raises(MalformedFile, match=f"mp_rank_01/model_optim_rng.pt: metadata, {name}: .* as before it"):
+    with pytest.raises(
+        MalformedFile, match=f"mp_rank_01/model_optim_rng.pt: metadata, {name}: .* as in the other files"
+    ):
         syncheck.read(str(folder))
     save_pth(folder / "mp_rank_01" / "model_optim_rng.pt", {"model": network(), "syncheck": BLOCK | {"rank": 1}})
     assert syncheck.read(str(folder)).metadata is not None
 
 
-def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
-    """Where the numbers of the parts leave a gap, what is compared is in sync, and the gap is told."""
+def test_parts_missing_in_both_are_counted(tmp_path: Path) -> None:
+    """If part numbers have a gap, the present parts are in sync, with a note about the gap."""
     report = both(tmp_path / "megatron", megatron, "iter_0000500", lambda folder: shutil.rmtree(folder / "mp_rank_00"))
     (group,) = report.groups
     assert Note.PARTS_ABSENT(absent="1", total="2", what="model-parallel parts") in group.notes
@@ -163,7 +163,7 @@ def test_parts_that_both_lack_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
-    """A folder of `save_state` that lacks its scaler and scheduler is out of sync: a resume would miss them."""
+    """A `save_state` folder without scaler and scheduler is out of sync, because a resume needs both."""
     left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
     assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(left, right).groups[0].notes}
     (right / "scaler.pt").unlink()
@@ -173,8 +173,8 @@ def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in group.findings[0].values} == {"scaler", "scheduler"}
 
 
-def test_an_index_of_a_variant_does_not_stand_for_the_model(tmp_path: Path) -> None:
-    """Of the model's own index and one of a variant, which sorts before it, the own one names the tensors."""
+def test_the_models_index_precedes_a_variants_index(tmp_path: Path) -> None:
+    """The model's own index is used, although the index of a variant sorts before it."""
     for name, value in (("model.safetensors.index.json", 1.0), ("model.safetensors.index.fp16.json", 2.0)):
         part = f"model-{value:05.0f}-of-00002.safetensors"
         save(tmp_path / part, {f"w{value:.0f}": np.full(3, value, np.float32)})
@@ -183,29 +183,29 @@ def test_an_index_of_a_variant_does_not_stand_for_the_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", ".metadata"])
-def test_files_of_the_kernel_are_not_read(tmp_path: Path, name: str) -> None:
-    """A link to /proc/kmsg, to read which waits without end: what says that it has no bytes is taken at its word."""
+def test_kernel_files_are_not_read(tmp_path: Path, name: str) -> None:
+    """A link to /proc/kmsg, which would block, is not read because its size is 0."""
     source = "/proc/self/status"  # has bytes, as it too denies
     if not os.path.exists(source):
         pytest.skip("no /proc here")
     (tmp_path / name).symlink_to(source)
     (tmp_path / "config.json").touch()
-    with pytest.raises(MalformedFile, match=r"(the file is empty|no JSON: Expecting value|\.metadata: )"):
+    with pytest.raises(MalformedFile, match=r"(the file is empty|invalid JSON: Expecting value|\.metadata: )"):
         syncheck.read(str(tmp_path))
 
 
-def test_what_becomes_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe in the place of what was a file a moment ago is refused, and nobody waits for a writer."""
+def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that replaced a file a moment ago is refused without waiting for a writer."""
     os.mkfifo(tmp_path / "pipe")
     before = os.stat(__file__)
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda *_, **__: before)
         with pytest.raises(UnreadableFile, match="a pipe, socket or device; needed a file"):
-            opening.regular(str(tmp_path / "pipe"))
+            regular_file.open_regular_file(str(tmp_path / "pipe"))
 
 
-def test_what_was_longer_a_moment_ago(tmp_path: Path) -> None:
-    """A safetensors file that is cut to nothing after its format was told is malformed, and no crash."""
+def test_a_file_truncated_after_detection(tmp_path: Path) -> None:
+    """A safetensors file that is truncated to zero after its format was detected is malformed."""
     (tmp_path / "a.safetensors").write_bytes(b"\x10\0")
     with pytest.raises(MalformedFile, match="header: 2 bytes; needed at least 8"):
         safetensors_file.read(str(tmp_path / "a.safetensors"))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: weights in shards with an index, what lies beside them, and each way to break them."""
+"""Hugging Face folders: sharded weights with an index, other files, and every way to break them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def write_index(folder: Path, weight_map: Any, name: str = "model.safetensors.in
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return what the index says."""
+    """Return the weight map of the index."""
     found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     return found
 
 
 def optimizer(step: int = 7) -> dict[str, Any]:
-    """Return an optimizer's state of two parameters."""
+    """Return the optimizer state of two parameters."""
     state = {i: {"step": np.array(step, np.float32), "exp_avg": np.full(4, i, np.float32)} for i in range(2)}
     return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_a_folder_is_one_snapshot(tmp_path: Path, ending: str) -> None:
-    """Each tensor comes from the file that the index names; the folder is one replica, its files are none."""
+    """Each tensor comes from its file in the index; the folder is one replica, and its files are not replicas."""
     folder = write(tmp_path / "m", network(), ending=ending)
     snapshot = syncheck.read(str(folder))
     assert (snapshot.path, snapshot.format) == (str(folder), "huggingface")
@@ -65,7 +65,7 @@ def test_a_folder_is_one_snapshot(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("files", [1, 2, 5])
 def test_the_number_of_files_does_not_matter(tmp_path: Path, files: int) -> None:
-    """Two folders are paired by tensors, in however many files; what differs is found."""
+    """Two folders with different numbers of files are compared tensor by tensor."""
     left, right = write(tmp_path / "a", network(), 3), write(tmp_path / "b", network(), files)
     assert syncheck.compare(left, right).verdict == "in_sync"
     write(right, changed(network(), "fc.bias"), files)
@@ -73,8 +73,8 @@ def test_the_number_of_files_does_not_matter(tmp_path: Path, files: int) -> None
     assert [diff.name for diff in group.tensors] == ["fc.bias"]
 
 
-def test_what_every_file_says_is_one_value(tmp_path: Path) -> None:
-    """Each shard of safetensors has format = 'pt': one value of the folder, whatever the number of its files."""
+def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
+    """format = 'pt' in every safetensors shard is one value of the folder."""
     found = []
     for files in (1, 3):
         folder = write(tmp_path / str(files), {}, files=0)
@@ -90,14 +90,14 @@ def test_what_every_file_says_is_one_value(tmp_path: Path) -> None:
 
 
 def test_a_folder_against_a_file(tmp_path: Path) -> None:
-    """A folder and a plain file of the same model are replicas when both are named."""
+    """A folder and a file of the same model are replicas if both are given."""
     folder, file = write(tmp_path / "a", network()), save(tmp_path / "b.pth", network())
     report = syncheck.compare(folder, file)
     assert (report.verdict, report.groups[0].counts.identical) == ("in_sync", len(network()))
 
 
 def test_ranks_of_folders(tmp_path: Path) -> None:
-    """Folders rank0, rank1, ... below the one given are the ranks of one group, written with a slash or without."""
+    """Folders rank0, rank1, ... below the given folder form one group, with and without a trailing slash."""
     for rank in (0, 1, 10):
         write(tmp_path / f"rank{rank}", network())
     for given in ([tmp_path], [f"{tmp_path}/rank{rank}/" for rank in (10, 1, 0)]):
@@ -147,7 +147,7 @@ def _dangling(folder: Path) -> None:
 
 
 def write_text(folder: Path, text: str) -> None:
-    """Write any text in the place of the index."""
+    """Replace the index by any text."""
     (folder / "model.safetensors.index.json").write_text(text)
 
 
@@ -156,8 +156,8 @@ def write_text(folder: Path, text: str) -> None:
     [
         (_missing_file, "tensor 'layer0.bn.weight': the file model-00002-of-00003.safetensors is missing"),
         (_missing_tensor, "tensor 'ghost': it is not in model-00001-of-00003.safetensors"),
-        (_extra_tensor, "tensor 'fc.bias': it is in model-00002-of-00003.safetensors, but the index does not name it"),
-        (_other_file, "but the index gives it to model-00002-of-00003.safetensors"),
+        (_extra_tensor, "tensor 'fc.bias': it is in model-00002-of-00003.safetensors, but the index does not list it"),
+        (_other_file, "but the index assigns it to model-00002-of-00003.safetensors"),
         (_outside("{}/model.safetensors"), "needed a file in the folder of the index"),
         (_outside("../model.safetensors"), "needed a file in the folder of the index"),
         (_outside("x/../../model.safetensors"), "needed a file in the folder of the index"),
@@ -165,19 +165,19 @@ def write_text(folder: Path, text: str) -> None:
         (_broken_shard, "model-00003-of-00003.safetensors: data: "),
         (lambda folder: write_index(folder, ["a"]), "weight_map: ['a']; needed a file name for each tensor"),
         (lambda folder: write_index(folder, {"a": 3}), "weight_map: {'a': 3}; needed a file name for each tensor"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "no JSON"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "no JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "invalid JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "invalid JSON"),
         (_pipe, "model.safetensors.index.json: a pipe, socket or device"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "list; needed a JSON object"),
         (_dangling, "model.safetensors.index.json: no such file or directory"),
-        (lambda folder: write_text(folder, '{"weight_map": {"a": "b", "a": "c"}}'), "a name stands twice"),
-        (lambda folder: write_text(folder, '{"weight_map": {}, "weight_map": {"a": "b"}}'), "a name stands twice"),
+        (lambda folder: write_text(folder, '{"weight_map": {"a": "b", "a": "c"}}'), "a duplicate name"),
+        (lambda folder: write_text(folder, '{"weight_map": {}, "weight_map": {"a": "b"}}'), "a duplicate name"),
         (lambda folder: write_index(folder, {"x" * 10**6: "y" * 10**6}), "is missing"),
         (lambda folder: write_index(folder, {"w": "\ud800"}), "is missing"),
     ],
 )  # fmt: skip
 def test_a_broken_folder_is_unreadable(tmp_path: Path, plant: Callable[[Path], Any], text: str) -> None:
-    """What is wrong is said in one line, with the tensor and the file; nothing outside the folder is read."""
+    """The fault is reported in one line with tensor and file; nothing outside the folder is read."""
     good, bad = write(tmp_path / "good", network()), write(tmp_path / "bad", network())
     plant(bad)
     report = syncheck.compare(good, bad)
@@ -189,8 +189,8 @@ def test_a_broken_folder_is_unreadable(tmp_path: Path, plant: Callable[[Path], A
     assert report.exit_code == 2
 
 
-def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
-    """Optimizer, schedule, random states and the step of a Trainer's folder are in the snapshot; settings are not."""
+def test_files_besides_the_weights(tmp_path: Path) -> None:
+    """Optimizer, scheduler, RNG states and step of a Trainer's folder are in the snapshot; settings are not."""
     folder = tmp_path / "run" / "checkpoint-500"
     save(folder / "model.safetensors", network())
     save(folder / "optimizer.pt", optimizer())
@@ -210,7 +210,7 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
-    """On other nodes than the first, Trainer saves all but the weights: they are missing, and said to be."""
+    """Trainer saves weights on the first node only: on other nodes they are reported as missing."""
     for node in range(2):
         folder = tmp_path / f"node{node}" / "checkpoint-5"
         save(folder / "optimizer.pt", optimizer())
@@ -223,7 +223,7 @@ def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model-00001-of-00009.safetensors"])
 def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> None:
-    """Weights beside those that transformers loads are a model of their own: each replica must have the same."""
+    """Weights besides the ones that transformers loads are a separate model, which every replica must have."""
     folders = [write(tmp_path / place, network()) for place in "abc"]
     save(folders[0] / name, network())
     save(folders[1] / name, network())
@@ -241,8 +241,8 @@ def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> N
     assert syncheck.compare(*folders[:2]).exit_code == 2
 
 
-def test_files_that_are_no_part_stay_their_own(tmp_path: Path) -> None:
-    """A rank file beside a model's folder content is a checkpoint of its own, and never passed over."""
+def test_unrelated_files_stay_separate(tmp_path: Path) -> None:
+    """A rank's file in a model's folder is a separate checkpoint, and is not ignored."""
     folder = write(tmp_path / "m", network())
     for rank in range(2):
         save(folder / f"probe_rank{rank}.pth", changed(network(), "fc.bias") if rank else network())
@@ -252,7 +252,7 @@ def test_files_that_are_no_part_stay_their_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_one_plain_file_is_an_ordinary_folder(tmp_path: Path) -> None:
-    """A file called model.safetensors does not make a Hugging Face folder of any folder."""
+    """A file called model.safetensors alone does not make a folder a Hugging Face folder."""
     save(tmp_path / "rank0" / "model.safetensors", network())
     save(tmp_path / "rank1" / "model.safetensors", network())
     (group,) = syncheck.compare(tmp_path).groups
@@ -260,7 +260,7 @@ def test_a_folder_with_one_plain_file_is_an_ordinary_folder(tmp_path: Path) -> N
 
 
 def test_a_file_that_breaks_while_it_is_read_breaks_its_folder(tmp_path: Path) -> None:
-    """A shard that is replaced between listing and comparing takes its folder out, and the others are compared."""
+    """A shard that is replaced during the comparison makes its folder unreadable; the others are compared."""
     from syncheck import api
 
     folders = [write(tmp_path / f"rank{rank}", network()) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""A pickle's numbers of stored objects: Python makes room for all below, so that ten bytes could ask for 32 GB."""
+"""Memo indexes of a pickle: Python allocates all lower indexes, so that ten bytes could request 32 GB."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TREE: Any = {
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_what_python_writes_passes(protocol: int) -> None:
-    """Of every protocol, no text, number or set is taken for the opcode; one put before the end is found."""
+def test_pickles_of_python_pass(protocol: int) -> None:
+    """In no protocol is a string, number or set mistaken for the opcode; an added opcode is found."""
     written = pickle.dumps([TREE] * 3 + [list(range(3000)), [str(i) for i in range(3000)]], protocol)
     assert scan(written).fault == ""
     assert scan(written[:-1] + HUGE + b".").fault == f"it stores object {2**31 - 1} after {len(written) - 1} bytes"
@@ -38,33 +38,33 @@ def test_what_python_writes_passes(protocol: int) -> None:
 @pytest.mark.parametrize(
     "before", [b"\x80\x02N", b"(lp0\n", b"\x80\x04\x95" + struct.pack("<Q", 9) + b"N", b"X\x01\0\0\0a"]
 )
-def test_a_number_out_of_proportion_is_found(before: bytes, stored: bytes) -> None:
-    """However it is written and whatever stands before."""
+def test_a_disproportionate_index_is_found(before: bytes, stored: bytes) -> None:
+    """A large index is found in all its encodings, after any opcodes."""
     assert "it stores object" in scan(before + stored + b".").fault
 
 
 @pytest.mark.parametrize("data", [b"", b"N", b"X\xff\xff\xff\x7fa", b"\xff", b"r"])
-def test_what_is_broken_is_left_to_the_unpickler(data: bytes) -> None:
-    """A pickle without an end, and what is no opcode, end the search."""
+def test_broken_pickles_are_left_to_the_unpickler(data: bytes) -> None:
+    """A pickle without an end or with an invalid opcode ends the scan."""
     assert scan(data).fault == ""
 
 
 @pytest.mark.parametrize("data", [b"B\xff\xff\xff\x7fa", b"p5", b"px\n.", b"p" + b"9" * 5000 + b"\n."])
 def test_lengths_and_numbers_beyond_the_end(data: bytes) -> None:
-    """Bytes longer than the pickle, and a number that is none or has no end, are found before anything is built."""
+    """Bytes longer than the pickle, and invalid or unterminated numbers, are found before loading."""
     assert scan(b"N" + data).fault
 
 
 @pytest.mark.parametrize("opcode", [b"q\x05", b"r\x05\0\0\0", b"p5\n", b"\x94", b"0N"])
 def test_long_runs_of_opcodes(opcode: bytes) -> None:
-    """Wherever a run of a thousand opcodes ends, what follows is found, and honest numbers pass."""
+    """After a run of a thousand opcodes the scan continues, and small indexes pass."""
     for count in range(990, 1010):
         assert scan(b"N" * count + opcode + b"K\x01" * 2000 + b".")[:2] == ("", False)
         assert "it stores" in scan(b"N" * count + opcode + HUGE + b".").fault
 
 
-def test_files_that_ask_for_all_memory_are_malformed(tmp_path: Path) -> None:
-    """A torch file, new or legacy, is an error that says so; neither takes the memory."""
+def test_files_that_request_all_memory_are_malformed(tmp_path: Path) -> None:
+    """A torch file of either format that requests too much memory is malformed, and nothing is allocated."""
     path = save_records(tmp_path / "a.pth", b"\x80\x02}" + HUGE + b".")
     with pytest.raises(MalformedFile, match="would take all memory or time"):
         syncheck.read(str(path))

@@ -1,4 +1,4 @@
-"""The reader of safetensors gives what the safetensors library gives, and names every way a file can be broken."""
+"""The safetensors reader gives the library's result, and reports every fault of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def test_equals_the_library(tmp_path: Path) -> None:
-    """What safetensors.torch writes is read bit for bit in every dtype that it writes, empty and 0-d tensors too."""
+    """Files of safetensors.torch are read bit by bit in every dtype, including empty and 0-d tensors."""
     torch = pytest.importorskip("torch")
     library = pytest.importorskip("safetensors.torch")
     names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 int64 int32 int16 int8 "
@@ -44,7 +44,7 @@ def test_equals_the_library(tmp_path: Path) -> None:
 
 
 def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
-    """A dtype that is not in the table is counted as not compared, with its code; the others are compared."""
+    """An unknown dtype is counted as not compared, with its code; other tensors are compared."""
     for rank in range(2):
         header = {
             "odd": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
@@ -76,11 +76,11 @@ TWICE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {}}
 DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
     ("length_too_big", {"a": entry()}, bytes(8), 200, "a length of 200 bytes"),
     ("length_2_to_62", {"a": entry()}, bytes(8), 2**62, "a length of 4611686018427387904 bytes"),
-    ("length_too_small", {"a": entry()}, bytes(8), 20, "no JSON"),
-    ("no_json", b"{'a': 1}", b"", None, "no JSON"),
-    ("no_utf8", b'{"\xff": 1}', b"", None, "no JSON"),
-    ("deep_json", b'{"a":' * 50_000, b"", None, "no JSON"),
-    ("name_twice", TWICE, bytes(8), None, "a name stands twice"),
+    ("length_too_small", {"a": entry()}, bytes(8), 20, "invalid JSON"),
+    ("no_json", b"{'a': 1}", b"", None, "invalid JSON"),
+    ("no_utf8", b'{"\xff": 1}', b"", None, "invalid JSON"),
+    ("deep_json", b'{"a":' * 50_000, b"", None, "invalid JSON"),
+    ("name_twice", TWICE, bytes(8), None, "a duplicate name"),
     ("entry_no_object", {"a": 1}, b"", None, "an incomplete entry"),
     ("entry_incomplete", {"a": {"dtype": "F32", "shape": [2]}}, b"", None, "an incomplete entry"),
     ("shape_negative", {"a": entry(shape=[-2])}, bytes(8), None, "needed a dtype, sizes and two offsets"),
@@ -97,16 +97,16 @@ DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
     ("shape_of_many_digits", {"a": entry(shape=[10**4000] * 3)}, bytes(8), None, "two offsets in order"),
     ("unread_of_many_digits", {"a": entry(dtype="F77", shape=[10**4000])}, bytes(8), None, "two offsets in order"),
     ("offset_of_many_digits", {"a": entry(0, 10**4000)}, bytes(8), None, "two offsets in order"),
-    ("number_too_long", b'{"a": ' + b"9" * 5000 + b"}", b"", None, "no JSON"),
-    ("lone_surrogate", b'{"\xed\xa0\x80": 1}', b"", None, "no JSON"),
-    ("utf_16", b"{\0" + json.dumps({"a": entry()})[1:].encode("utf-16-le"), bytes(8), None, "no JSON"),
+    ("number_too_long", b'{"a": ' + b"9" * 5000 + b"}", b"", None, "invalid JSON"),
+    ("lone_surrogate", b'{"\xed\xa0\x80": 1}', b"", None, "invalid JSON"),
+    ("utf_16", b"{\0" + json.dumps({"a": entry()})[1:].encode("utf-16-le"), bytes(8), None, "invalid JSON"),
     ("hole", {"a": entry(), "b": entry(12, 20)}, bytes(20), None, "starts at byte 12 of the data; needed 8"),
     ("overlap", {"a": entry(), "b": entry(4, 12)}, bytes(12), None, "starts at byte 4 of the data; needed 8"),
     ("hole_first", {"a": entry(8, 16)}, bytes(16), None, "starts at byte 8 of the data; needed 0"),
-    ("trailing", {"a": entry()}, bytes(9), None, "9 bytes; needed 8, where the last tensor ends"),
-    ("truncated", {"a": entry()}, bytes(7), None, "7 bytes; needed 8, where the last tensor ends"),
-    ("strings_no_text", {"__metadata__": {"a": 1}, "a": entry()}, bytes(8), None, "values that are no strings"),
-    ("block_no_json", {"__metadata__": {"syncheck": "{"}, "a": entry()}, bytes(8), None, "no JSON"),
+    ("trailing", {"a": entry()}, bytes(9), None, "9 bytes; needed 8, the end of the last tensor"),
+    ("truncated", {"a": entry()}, bytes(7), None, "7 bytes; needed 8, the end of the last tensor"),
+    ("strings_no_text", {"__metadata__": {"a": 1}, "a": entry()}, bytes(8), None, "values that are not strings"),
+    ("block_no_json", {"__metadata__": {"syncheck": "{"}, "a": entry()}, bytes(8), None, "invalid JSON"),
     ("block_wrong", {"__metadata__": {"syncheck": '{"rank": "x"}'}, "a": entry()}, bytes(8), None, "metadata block"),
 ]
 
@@ -115,7 +115,7 @@ DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
 def test_every_defect_has_a_line(
     tmp_path: Path, name: str, header: Any, data: bytes, length: int | None, message: str
 ) -> None:
-    """A broken header is malformed, told in one line with file, place and what was needed."""
+    """A broken header is malformed, with a one-line error with file, location and expectation."""
     path = save_header(tmp_path / f"{name}.safetensors", header, data, length)
     with pytest.raises(MalformedFile) as caught:
         syncheck.read(str(path))
@@ -127,7 +127,7 @@ def test_every_defect_has_a_line(
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
-    """A file cut at any byte is never read as a shorter model."""
+    """A file cut at any byte is never read as a smaller model."""
     whole = save_safetensors(tmp_path / "a.safetensors", {"w": np.arange(5, dtype=np.float32)}).read_bytes()
     cut = tmp_path / "cut.safetensors"
     for length in range(len(whole)):
@@ -137,7 +137,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 
 
 def test_empty_header_has_no_tensors(tmp_path: Path) -> None:
-    """A file without tensors is read, and two of them are never in sync: nothing was compared."""
+    """Files without tensors are read, and never in sync because nothing was compared."""
     for rank in range(2):
         save_header(tmp_path / f"rank{rank}.safetensors", {})
     assert syncheck.compare(tmp_path).exit_code == 2

@@ -1,4 +1,4 @@
-"""Files of before torch 1.6, written by the installed torch: read without torch, and each way in which they break."""
+"""torch.save files before torch 1.6, written by the installed torch: read without torch, and every fault."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from malformed.torch_parts import legacy_state, mapping, storage, tensor, torch_
 
 
 def save(path: Path, tree: Any) -> str:
-    """Write the old format."""
+    """Save in the legacy format."""
     torch.save(tree, path, _use_new_zipfile_serialization=False)
     return str(path)
 
 
 def every_kind() -> dict[str, Any]:
-    """Return tensors of many dtypes and layouts, some of which share a storage."""
+    """Return tensors of many dtypes and layouts, some with a shared storage."""
     base = torch.randn(100)
     return {
         "base": base,
@@ -51,13 +51,13 @@ def every_kind() -> dict[str, Any]:
 
 
 def content(tensor: Any) -> bytes:
-    """Return a tensor's bytes in C order, as syncheck reads them."""
+    """Return a tensor's bytes in C order, as read by syncheck."""
     with Files() as files:
         return b"".join(bytes(files.read(tensor, start, count, 0)) for start, count in ranges([tensor]))
 
 
-def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
-    """Every dtype, view and shared storage has the bytes, shape and dtype that torch saved."""
+def test_tensors_equal_the_saved_ones(tmp_path: Path) -> None:
+    """Every dtype, view and shared storage has the bytes, shape and dtype of the saved tensor."""
     tree = every_kind()
     snapshot = syncheck.read(save(tmp_path / "f.pth", {"model": tree, "step": 3}))
     assert (snapshot.format, snapshot.values) == ("torch-legacy", {"step": 3})
@@ -69,8 +69,8 @@ def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_storages_that_are_not_read_are_stepped_over(tmp_path: Path) -> None:
-    """Quantized and sparse tensors are refused with the reason, and the tensors behind them still found."""
+def test_unreadable_storages_are_skipped(tmp_path: Path) -> None:
+    """Quantized and sparse tensors are refused with a reason, and later tensors are still found."""
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint32)
     tree = {"q": quantized, "sparse": torch.eye(3).to_sparse(), "after": torch.ones(3)}
     tensors = syncheck.read(save(tmp_path / "f.pth", tree)).tensors
@@ -83,7 +83,7 @@ def test_storages_that_are_not_read_are_stepped_over(tmp_path: Path) -> None:
 
 
 def test_old_and_new_files_are_compared(tmp_path: Path) -> None:
-    """A replica in the old format equals one in the new, and one changed element makes it differ."""
+    """A replica in the legacy format equals one in the zip format, and one changed element makes it differ."""
     tree = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)}
     save(tmp_path / "m_rank0.pth", tree)
     torch.save(tree, tmp_path / "m_rank1.pth")
@@ -103,7 +103,7 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
 
 
 def test_a_whole_module_is_read(tmp_path: Path) -> None:
-    """A pickled module, whose class was saved with its source, gives its tensors, and its class is inert."""
+    """A module that was pickled with its source gives its tensors, and its class is inert."""
     snapshot = syncheck.read(save(tmp_path / "f.pth", torch.nn.Linear(2, 3)))
     assert sorted(tensor.shape for tensor in snapshot.tensors.values()) == [(3,), (3, 2)]
     assert any(stub.endswith("Linear") for stub in snapshot.stubs)
@@ -111,7 +111,7 @@ def test_a_whole_module_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0.03, 0.2, 0.5, 0.9, 0.999])
 def test_a_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
-    """A file that is cut anywhere behind its magic number is malformed, in one line that names it."""
+    """A file cut after its magic number is malformed, with a one-line error and its path."""
     path = tmp_path / "f.pth"
     save(path, every_kind())
     data = path.read_bytes()
@@ -122,7 +122,7 @@ def test_a_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
 
 
 def test_a_storage_beyond_the_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """A count of elements that the file cannot hold is malformed, and nothing is allocated for it."""
+    """An element count beyond the file's size is malformed, and nothing is allocated."""
     path = tmp_path / "f.pth"
     save(path, {"w": torch.zeros(77)})
     data = path.read_bytes()
@@ -138,13 +138,13 @@ def test_a_storage_beyond_the_end_is_refused_before_it_is_read(tmp_path: Path) -
 
 
 def viewing(*views: Any) -> bytes:
-    """Return a file in which the tensors a, b, ... are four elements of parts of one storage of six float32."""
+    """Return a file with tensors a, b, ... of four elements in views of one storage of six float32."""
     tensors = [tensor(storage("0", 6, None, view), 0, (2, 2), (2, 1)) for view in views]
     return torch_legacy(whole(mapping(*((name, one) for name, one in zip("abc", tensors, strict=False)))))
 
 
-def test_storages_that_are_parts_of_others_are_read(tmp_path: Path) -> None:
-    """Before torch 0.4 a storage could be a part of another one: its tensors have the bytes that torch finds."""
+def test_views_of_storages_are_read(tmp_path: Path) -> None:
+    """Views of storages, as before torch 0.4, have the bytes that torch reads."""
     path = tmp_path / "f.pth"
     path.write_bytes(viewing(None, ("9", 2, 4), ("8", 1, 4)))
     tensors, wanted = syncheck.read(str(path)).tensors, torch.load(path)
@@ -162,8 +162,8 @@ def test_storages_that_are_parts_of_others_are_read(tmp_path: Path) -> None:
         [5], [("0", 2, 4)], [("9", 1, 4), ("9", 2, 4)],
     ],
 )  # fmt: skip
-def test_a_part_that_is_not_within_its_storage_is_malformed(views: list[Any], tmp_path: Path) -> None:
-    """Neither is one that is no three parts, holds less than its tensor, or has another one's key."""
+def test_invalid_views_of_storages_are_malformed(views: list[Any], tmp_path: Path) -> None:
+    """A view is malformed if it is not a triple, exceeds its storage, is too small, or repeats a key."""
     path = tmp_path / "f.pth"
     path.write_bytes(viewing(*views))
     with pytest.raises(MalformedFile, match="view"):
@@ -171,8 +171,8 @@ def test_a_part_that_is_not_within_its_storage_is_malformed(views: list[Any], tm
 
 
 @pytest.mark.parametrize("view", [(), (None, None)])
-def test_a_storage_has_six_parts(view: tuple[None, ...], tmp_path: Path) -> None:
-    """As many as torch takes apart: with one fewer or more neither reads the file."""
+def test_a_storage_has_six_elements(view: tuple[None, ...], tmp_path: Path) -> None:
+    """Like torch, syncheck refuses a persistent id with another number of elements."""
     path = tmp_path / "f.pth"
     path.write_bytes(torch_legacy(legacy_state(of=storage("0", 6, None, *view))))
     with pytest.raises(ValueError, match="values to unpack"):
@@ -182,7 +182,7 @@ def test_a_storage_has_six_parts(view: tuple[None, ...], tmp_path: Path) -> None
 
 
 def test_another_version_is_unsupported(tmp_path: Path) -> None:
-    """A protocol version that is not the known one is named, with the one that is needed."""
+    """An unknown protocol version is reported with the supported version."""
     path = tmp_path / "f.pth"
     save(path, {"w": torch.zeros(2)})
     data = path.read_bytes()
@@ -192,14 +192,14 @@ def test_another_version_is_unsupported(tmp_path: Path) -> None:
         syncheck.read(str(path))
 
 
-def test_a_pickle_that_wants_to_run_something_is_refused(tmp_path: Path) -> None:
-    """A global that runs code is refused in whichever of the pickles it stands, and nothing is run."""
+def test_a_pickle_that_executes_code_is_refused(tmp_path: Path) -> None:
+    """A global that executes code is refused in all of the pickles, and nothing is executed."""
     path, proof = tmp_path / "f.pth", tmp_path / "ran"
     save(path, {"w": torch.zeros(2)})
     data = path.read_bytes()
     evil = b"cos\nsystem\n(V" + f"touch {proof}".encode() + b"\ntR."
     head = data.index(b"M\xe9\x03")
-    for at, place in ((head - 2, "protocol version"), (head + 4, "facts of the machine")):
+    for at, place in ((head - 2, "protocol version"), (head + 4, "system information")):
         path.write_bytes(data[:at] + evil)
         with pytest.raises(RefusedFile, match=rf"{place}: the pickle calls os\.system"):
             syncheck.read(str(path))

@@ -1,4 +1,4 @@
-"""What torch.save writes beside plain tensors: storages, described tensors, dtypes of few, against torch itself."""
+"""Storages, tensor descriptions and rare dtypes in torch.save files, compared with torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def saved(path: Path, tree: Any) -> Path:
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_storages_are_tensors_of_one_dimension(tmp_path: Path) -> None:
-    """A storage has the elements of its dtype, bytes where it is untyped, also beside a tensor that uses it."""
-    # Of one storage torch saves one kind of view only.
+    """A storage has the elements of its dtype, or bytes if untyped, also beside a tensor that uses it."""
+    # torch saves only one kind of view per storage.
     tree = {"typed": VALUES.storage(), "view": VALUES[1:], "untyped": VALUES.clone().untyped_storage()}
     tree["none"] = torch.FloatStorage()
     raw = VALUES.numpy().tobytes()
@@ -44,7 +44,7 @@ def test_storages_are_tensors_of_one_dimension(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_storage_that_differs_is_out_of_sync(tmp_path: Path, legacy: bool) -> None:
-    """Files that differ in a bare storage alone are not in sync, in both of torch's formats."""
+    """Files that differ only in a bare storage are out of sync, in both formats of torch."""
     for rank in range(2):
         tree = {"w": torch.ones(2), "s": (VALUES + rank).untyped_storage()}
         torch.save(tree, tmp_path / f"rank{rank}.pth", _use_new_zipfile_serialization=not legacy)
@@ -53,15 +53,15 @@ def test_a_storage_that_differs_is_out_of_sync(tmp_path: Path, legacy: bool) -> 
 
 
 def test_a_storage_of_an_unknown_class_is_counted(tmp_path: Path) -> None:
-    """How many bytes its elements have is not known, so it is counted as not compared, with the reason."""
+    """A storage of an unknown class has an unknown element size, so it is counted as not compared."""
     from checkpoints import _Stored
 
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "s": _Stored("0", "OddStorage", 2)})
     assert syncheck.read(str(path)).tensors["s"].refused == Refusal.UNKNOWN_STORAGE()
 
 
-def test_what_only_describes_a_tensor_is_no_unknown_object(tmp_path: Path) -> None:
-    """Tensors with attributes, buffers, devices, layouts and dtypes are known: no report says they were left out."""
+def test_descriptions_of_tensors_are_known(tmp_path: Path) -> None:
+    """Tensors with attributes, buffers, devices, layouts and dtypes are not reported as unknown classes."""
     noted = torch.ones(2)
     noted.note = "x"  # type: ignore[attr-defined]
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -84,23 +84,23 @@ def test_what_only_describes_a_tensor_is_no_unknown_object(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e8m0fnu"])
 def test_arrays_of_ml_dtypes_are_read(tmp_path: Path, name: str) -> None:
-    """An array of a dtype that numpy lacks is compared like a tensor of it."""
+    """Arrays of a dtype that numpy lacks are compared like tensors."""
     array = np.array([1, 2, 4], getattr(ml_dtypes, name))
     path = saved(tmp_path / "f.pth", {"a": array})
     assert contents(path) == {"a": (name, (3,), array.tobytes())}
     assert syncheck.read(str(path)).stubs == ()
 
 
-def test_arrays_of_other_classes_are_refused_by_name(tmp_path: Path) -> None:
-    """An array of a dtype that is not read is counted, with the name of its dtype and its shape."""
+def test_arrays_of_other_dtypes_are_refused(tmp_path: Path) -> None:
+    """An array of an unsupported dtype is counted, with the name of its dtype and its shape."""
     path = saved(tmp_path / "f.pth", {"a": np.ones((2, 3), ml_dtypes.int4)})
     tensor = syncheck.read(str(path)).tensors["a"]
     assert (tensor.refused, tensor.shape) == (Refusal.NUMPY_DTYPE(name="ml_dtypes.int4"), (2, 3))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_dtypes_that_are_not_read_have_a_name_and_a_shape(tmp_path: Path) -> None:
-    """A tensor of complex32 is counted with both, and a shape that differs between ranks is found."""
+def test_unsupported_dtypes_have_a_name_and_a_shape(tmp_path: Path) -> None:
+    """A tensor of complex32 is counted with dtype and shape, and a shape that differs is found."""
     for rank in range(2):
         saved(tmp_path / f"rank{rank}.pth", {"c": torch.zeros(2, 3 + rank, dtype=torch.complex32)})
     tensor = syncheck.read(str(tmp_path / "rank0.pth")).tensors["c"]
@@ -110,7 +110,7 @@ def test_dtypes_that_are_not_read_have_a_name_and_a_shape(tmp_path: Path) -> Non
 
 
 def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:
-    """A dtype that nobody had heard of when this was written does not hide the tensor's shape."""
+    """An unknown dtype does not hide the tensor's shape."""
     from checkpoints import _Stored
 
     arguments = (_Stored("0", "ByteStorage", 8), 0, (2, 4), (4, 1), False, {}, Global("torch", "float2_odd"))
@@ -121,7 +121,7 @@ def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
 def test_scales_of_microscaling_formats_are_measured(tmp_path: Path, ending: str) -> None:
-    """Of float8_e8m0fnu, powers of two without a sign, gaps and steps are those of its values."""
+    """Differences of float8_e8m0fnu, unsigned powers of two, are computed from its values."""
     for rank, scales in enumerate(([1.0, 0.5, 2.0**127, 2.0**-127], [1.0, 4.0, 2.0**126, 2.0**-127])):
         array = np.array(scales, ml_dtypes.float8_e8m0fnu)
         if ending == "safetensors":

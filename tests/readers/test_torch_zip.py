@@ -1,4 +1,4 @@
-"""Our reader of torch.save files against torch itself."""
+"""The reader of torch.save files compared with torch."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 def content(path: Path, name: str) -> bytes:
-    """Return a tensor's bytes in C order, as our reader gives them."""
+    """Return a tensor's bytes in C order, as read by syncheck."""
     tensor = syncheck.read(str(path)).tensors[name]
     with Files() as files:
         return b"".join(bytes(files.read(tensor, start, count, slot=0)) for start, count in ranges([tensor]))
 
 
 def expected(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes in C order, as torch has them."""
+    """Return a tensor's bytes in C order, as in torch."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
 def shapes_and_views() -> dict[str, torch.Tensor]:
-    """Return tensors whose bytes lie in every way that torch.save can write."""
+    """Return tensors with all storage layouts that torch.save can write."""
     base = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     images = torch.randn(4, 3, 17, 19)
     numbers = torch.randn(5, 7, dtype=torch.complex64)
@@ -63,8 +63,8 @@ def shapes_and_views() -> dict[str, torch.Tensor]:
     }
 
 
-def test_bytes_are_torchs(tmp_path: Path) -> None:
-    """Whatever the storage, offset, strides and pending operations, the bytes are those that torch loads."""
+def test_bytes_equal_torch(tmp_path: Path) -> None:
+    """For all storages, offsets, strides and lazy operations, the bytes equal torch.load's."""
     tensors = shapes_and_views()
     torch.save(tensors, tmp_path / "f.pth")
     loaded = torch.load(tmp_path / "f.pth", weights_only=True)
@@ -77,7 +77,7 @@ def test_bytes_are_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
 def test_every_dtype(tmp_path: Path, name: str) -> None:
-    """Each dtype of the table is read under torch's name, with torch's bytes."""
+    """Each supported dtype is read under torch's name, with torch's bytes."""
     dtype = getattr(torch, name)
     raw = torch.randint(0, 2, (40,), dtype=torch.uint8)
     tensor = raw.bool() if name == "bool" else raw.repeat(4).view(dtype)
@@ -87,7 +87,7 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
 
 
 def training_checkpoint() -> dict[str, Any]:
-    """Return what a training script saves after one step of AdamW."""
+    """Return a training script's checkpoint after one step of AdamW."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -104,7 +104,7 @@ def training_checkpoint() -> dict[str, Any]:
 
 
 def test_training_checkpoint_has_names_without_containers(tmp_path: Path) -> None:
-    """The model's key is no part of names, and optimizer state is named by its parameter, not by an integer."""
+    """The model's key is not in names, and optimizer states have parameter names instead of integer ids."""
     saved = training_checkpoint()
     torch.save(saved, tmp_path / "f.pth")
     snapshot = syncheck.read(str(tmp_path / "f.pth"))
@@ -118,8 +118,8 @@ def test_training_checkpoint_has_names_without_containers(tmp_path: Path) -> Non
     assert snapshot.values["optimizer.param_groups.0.lr"] == 0.001
 
 
-def test_param_names_that_torch_stored_come_first(tmp_path: Path) -> None:
-    """An optimizer built from named parameters in another order says itself whose state it holds."""
+def test_stored_param_names_come_first(tmp_path: Path) -> None:
+    """Names stored by an optimizer with named parameters in another order are used."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(list(model.named_parameters())[::-1])
     model(torch.randn(2, 3)).sum().backward()
@@ -130,14 +130,14 @@ def test_param_names_that_torch_stored_come_first(tmp_path: Path) -> None:
 
 
 def test_zip_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
-    """A zip without data.pkl is named for what it is."""
+    """A zip without data.pkl is not a checkpoint."""
     np.savez(tmp_path / "f.npz", a=np.ones(2))
     with pytest.raises(NotACheckpoint, match=r"a zip with 0 records data\.pkl; needed one, as torch\.save writes"):
         syncheck.read(str(tmp_path / "f.npz"))
 
 
 def test_unknown_classes_are_inert_and_their_tensors_found(tmp_path: Path) -> None:
-    """An argparse.Namespace is listed as a stub, and a tensor in it is still there."""
+    """An argparse.Namespace is listed as a stub, and a tensor in it is found."""
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(t=torch.zeros(3))}, tmp_path / "f.pth")
     snapshot = syncheck.read(str(tmp_path / "f.pth"))
     assert snapshot.stubs == ("argparse.Namespace",)
@@ -145,8 +145,8 @@ def test_unknown_classes_are_inert_and_their_tensors_found(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
-def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
-    """Sparse, quantized and meta tensors are there, refused with a reason, and counted; their parts are compared."""
+def test_unreadable_tensors_are_counted(tmp_path: Path) -> None:
+    """Sparse, quantized and meta tensors are refused with a reason and counted; their components are compared."""
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
     odd = {
         "sparse": torch.eye(3).to_sparse(),
@@ -164,8 +164,8 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_not_read_has_its_shape(tmp_path: Path) -> None:
-    """Shapes that differ between ranks are SYN102, though the values of such tensors cannot be compared."""
+def test_unreadable_tensors_have_a_shape(tmp_path: Path) -> None:
+    """Different shapes are SYN102, although the values of unreadable tensors are not compared."""
     for rank in range(2):
         size = 3 + rank
         odd = {
@@ -189,8 +189,8 @@ def test_what_is_not_read_has_its_shape(tmp_path: Path) -> None:
     assert [finding.code for finding in group.findings] == ["SYN102"]
 
 
-def test_what_is_not_read_can_still_be_missing(tmp_path: Path) -> None:
-    """A tensor that is refused on one rank and absent on the other is missing there, whatever it holds."""
+def test_unreadable_tensors_can_be_missing(tmp_path: Path) -> None:
+    """A tensor that is refused on one rank and absent on the other is reported as missing."""
     torch.save({"w": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path / "m_rank0.pth")
     torch.save({"w": torch.ones(2)}, tmp_path / "m_rank1.pth")
     (group,) = syncheck.compare(tmp_path).groups
@@ -199,7 +199,7 @@ def test_what_is_not_read_can_still_be_missing(tmp_path: Path) -> None:
 
 
 def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
-    """Arrays of every order and byte order are compared like tensors, scalars like Python's numbers."""
+    """Arrays of every order and byte order are compared like tensors, scalars like Python numbers."""
     arrays = {
         "plain": np.arange(12, dtype=np.float64).reshape(3, 4),
         "fortran": np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4)),
@@ -234,8 +234,8 @@ def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["whole", "transposed"])
-def test_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, name: str) -> None:
-    """A file that is cut while it is compared is malformed, whichever way its tensor is read."""
+def test_file_truncated_while_it_is_read(tmp_path: Path, name: str) -> None:
+    """A file that is truncated during the comparison is malformed in all ways of reading."""
     torch.save({name: shapes_and_views()[name]}, tmp_path / "f.pth")
     tensor = syncheck.read(str(tmp_path / "f.pth")).tensors[name]
     files = Files()
@@ -248,7 +248,7 @@ def test_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 0.999])
 def test_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
-    """A file that is cut short anywhere is malformed, in one line that names it."""
+    """A file cut anywhere is malformed, with a one-line error and its path."""
     torch.save({"w": torch.randn(1000)}, tmp_path / "f.pth")
     data = (tmp_path / "f.pth").read_bytes()
     (tmp_path / "f.pth").write_bytes(data[: int(len(data) * keep)])
@@ -257,14 +257,14 @@ def test_cut_file_is_one_line(tmp_path: Path, keep: float) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_record_with_part_of_an_element_more_is_read(tmp_path: Path) -> None:
-    """Ten bytes that are seen as two numbers of four: torch.save writes all ten, and says that there are two."""
+def test_a_record_with_a_partial_element_is_read(tmp_path: Path) -> None:
+    """torch.save writes all ten bytes of a storage that is viewed as two 4-byte numbers."""
     torch.save({"w": torch.arange(10, dtype=torch.uint8)[:8].view(torch.int32)}, tmp_path / "f.pth")
     assert Files().read(syncheck.read(str(tmp_path / "f.pth")).tensors["w"], 0, 2, 0) == bytes(range(8))
 
 
 def test_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
-    """A tensor that claims more bytes than its record holds is malformed before anything is allocated."""
+    """A tensor with more bytes than its record is malformed before anything is allocated."""
     torch.save({"w": torch.zeros(201)}, tmp_path / "f.pth")
     with zipfile.ZipFile(tmp_path / "f.pth") as archive:
         pickled, data = archive.read("f/data.pkl"), archive.read("f/data/0")
@@ -279,7 +279,7 @@ def test_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> N
     [(b"running_mean", b"running_meal", "data.pkl"), (b"KM", b"KL", "data.pkl"), (b"little", b"lyttle", "byteorder")],
 )
 def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: bytes, record: str) -> None:
-    """A pickle that was changed after saving is not believed, though it reads well: names and values may be others."""
+    """A pickle that was changed after saving is malformed, even if it loads."""
     path = save_pth(tmp_path / "f.pth", {"running_mean": np.ones(2, np.float32), "notes": {"patience": 77}})
     data = path.read_bytes()
     assert data.count(before) == 1
@@ -289,22 +289,22 @@ def test_a_damaged_pickle_is_malformed(tmp_path: Path, before: bytes, after: byt
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "told"),
-    [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed the same number")],
+    ("at", "value", "reason"),
+    [(38, 0x10, "a record that is marked as a folder; needed"), (20, 0, "0 bytes stored of 8; needed equal sizes")],
 )
-def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, told: str) -> None:
-    """What torch.load makes of such a record is whatever memory held: its bytes are not taken for the tensor."""
+def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: int, reason: str) -> None:
+    """A record that torch.load would fill with uninitialized memory is malformed."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     data = bytearray(path.read_bytes())
-    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    entry = data.rindex(b"f/data/0") - 46  # offset of the name in the directory's entry
     data[entry + at] = value
     path.write_bytes(data)
-    with pytest.raises(MalformedFile, match=f"f/data/0: {told}"):
+    with pytest.raises(MalformedFile, match=f"f/data/0: {reason}"):
         syncheck.read(str(path))
 
 
-def test_a_checksum_that_was_not_stored_proves_nothing(tmp_path: Path) -> None:
-    """Where saving stored no checksums, a pickle is read as it is."""
+def test_a_missing_checksum_is_not_checked(tmp_path: Path) -> None:
+    """If saving stored no checksums, a pickle is read without a check."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     with zipfile.ZipFile(path) as archive:
         stored = archive.getinfo("f/data.pkl").CRC
@@ -314,10 +314,10 @@ def test_a_checksum_that_was_not_stored_proves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_record_beyond_the_files_end_is_malformed(tmp_path: Path) -> None:
-    """A directory that sends the reader beyond the file is malformed, and names the record."""
+    """A directory entry beyond the end of the file is malformed, with the record's name."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     data = bytearray(path.read_bytes())
-    entry = data.rindex(b"f/data/0") - 46  # where the directory's entry has its name
+    entry = data.rindex(b"f/data/0") - 46  # offset of the name in the directory's entry
     assert data[entry : entry + 4] == b"PK\x01\x02"
     data[entry + 42 : entry + 46] = (0xFFFFFF00).to_bytes(4, "little")
     path.write_bytes(data)
@@ -325,8 +325,8 @@ def test_a_record_beyond_the_files_end_is_malformed(tmp_path: Path) -> None:
         syncheck.read(str(path))
 
 
-def test_zips_one_after_the_other_are_malformed(tmp_path: Path) -> None:
-    """Of two zips in one file the directory is the second's: nothing is read in place of the first."""
+def test_concatenated_zips_are_malformed(tmp_path: Path) -> None:
+    """With two zips in one file, the second directory is not used for the first zip."""
     one, two = (save_pth(tmp_path / f"{name}.pth", {name: np.ones(2, np.float32)}) for name in "ab")
     (tmp_path / "f.pth").write_bytes(one.read_bytes() + two.read_bytes())
     first = len(one.read_bytes())
@@ -334,8 +334,8 @@ def test_zips_one_after_the_other_are_malformed(tmp_path: Path) -> None:
         syncheck.read(str(tmp_path / "f.pth"))
 
 
-def test_a_file_of_a_distributed_checkpoint_says_to_give_the_folder(cli: Callable[..., Done], tmp_path: Path) -> None:
-    """Files that hold the chunks of several tensors exit with 2 and a line each, with what to give instead."""
+def test_a_chunk_file_refers_to_its_folder(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """Files with chunks of several tensors exit with 2, and one line each that refers to the folder."""
     files = []
     for name in "ab":
         folder = assemble(tmp_path / name, {key: (torch.ones(3), [((0,), (3,))]) for key in "vw"})
@@ -344,4 +344,4 @@ def test_a_file_of_a_distributed_checkpoint_says_to_give_the_folder(cli: Callabl
     assert done.code == 2
     lines = done.err.splitlines()
     assert len(lines) == 2
-    assert all("the records begin at byte" in line and "give the folder." in line for line in lines)
+    assert all("the records begin at byte" in line and "pass the folder." in line for line in lines)

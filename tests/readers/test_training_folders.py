@@ -1,4 +1,4 @@
-"""Folders of Accelerate, DeepSpeed and Megatron-LM, made by their documented names."""
+"""Folders of Accelerate, DeepSpeed and Megatron-LM, with the documented file names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adam(value: float = 1.0) -> dict[str, Any]:
 
 
 def accelerate(folder: Path, value: float = 1.0) -> Path:
-    """Write what `save_state` does for two models, two ranks and an object of the user's."""
+    """Write a `save_state` folder of two models, two ranks and a custom object."""
     save(folder / "model.safetensors", network())
     save(folder / "model_1.safetensors", {"head.weight": np.full(3, value, np.float32)})
     save_pth(folder / "optimizer.bin", adam())
@@ -38,7 +38,7 @@ def accelerate(folder: Path, value: float = 1.0) -> Path:
 
 
 def zero_part(partition: float, stage: int = 2) -> dict[str, Any]:
-    """Return what DeepSpeed saves of one rank's partition of the optimizer."""
+    """Return one rank's ZeRO partition of the optimizer, as DeepSpeed saves it."""
     flat = np.full(8, partition, np.float32)
     inner = {"base_optimizer_state": adam(partition), "single_partition_of_fp32_groups": [flat], "zero_stage": stage}
     return {"optimizer_state_dict": inner, "ds_version": "0.17"}
@@ -67,7 +67,7 @@ def megatron(folder: Path, parts: tuple[str, ...] = ("mp_rank_00", "mp_rank_01")
 
 
 def test_accelerate(tmp_path: Path) -> None:
-    """A folder of `save_state` is one snapshot; two models, optimizers and ranks' random states are kept apart."""
+    """A `save_state` folder is one snapshot; models, optimizers and RNG states have separate names."""
     left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b", value=2.0)
     snapshot = syncheck.read(str(left))
     names = {"fc.weight", "model_1.head.weight", "optimizer.0.0.exp_avg", "optimizer.1.0.exp_avg"}
@@ -85,7 +85,7 @@ def test_accelerate(tmp_path: Path) -> None:
     ("ending", "groups", "first", "name"),
     [
         ("bin", 1, (3, 2), "optimizer.a.weight.exp_avg"),
-        ("safetensors", 1, (3, 2), "optimizer.0.exp_avg"),  # sorted by name: the order says nothing
+        ("safetensors", 1, (3, 2), "optimizer.0.exp_avg"),  # sorted by name, so the order is not the model's
         ("bin", 2, (3, 2), "optimizer.0.exp_avg"),  # ids follow the groups
         ("bin", 1, (2, 3), "optimizer.0.exp_avg"),  # of another shape
     ],
@@ -93,7 +93,7 @@ def test_accelerate(tmp_path: Path) -> None:
 def test_names_of_an_optimizer_in_its_own_file(
     tmp_path: Path, ending: str, groups: int, first: tuple[int, ...], name: str
 ) -> None:
-    """Its ids become names where the order of the weights tells them and every shape fits, and else stay ids."""
+    """Ids become names if the order and shapes of the weights determine them."""
     name_of_weights = "model.safetensors" if ending == "safetensors" else "pytorch_model.bin"
     save(tmp_path / name_of_weights, {"a.weight": np.ones((3, 2), np.float32), "a.bias": np.ones(3, np.float32)})
     state = {i: {"exp_avg": np.zeros(shape, np.float32)} for i, shape in enumerate((first, (3,)))}
@@ -106,7 +106,7 @@ def test_names_of_an_optimizer_in_its_own_file(
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 def test_deepspeed(tmp_path: Path, prefix: str) -> None:
-    """Two tag folders are two replicas; partitions of ZeRO are compared with their own copy, never with each other."""
+    """Two tag folders are two replicas; ZeRO partitions are compared between folders, not with each other."""
     left, right = (deepspeed(tmp_path / name / "global_step500", prefix=prefix) for name in "ab")
     report = syncheck.compare(left, right)
     (group,) = report.groups
@@ -125,7 +125,7 @@ def test_deepspeed(tmp_path: Path, prefix: str) -> None:
 
 
 def test_deepspeed_parts_of_the_model(tmp_path: Path) -> None:
-    """The files of two model-parallel ranks hold two parts, which one name may not put together."""
+    """Files of two model-parallel ranks are different parts, and their tensors get different names."""
     left, right = (deepspeed(tmp_path / name / "global_step500", model_parallel=2) for name in "ab")
     snapshot = syncheck.read(str(left))
     assert {"mp_rank_00.fc.weight", "mp_rank_01.fc.weight"} <= snapshot.tensors.keys()
@@ -136,15 +136,15 @@ def test_deepspeed_parts_of_the_model(tmp_path: Path) -> None:
 
 
 def test_partitions_named_by_file_are_no_replicas(tmp_path: Path) -> None:
-    """ZeRO's optimizer files given one by one hold disjoint parts: nothing to compare, no false alarm."""
+    """ZeRO optimizer files that are passed one by one are disjoint: not compared, and no false alarm."""
     folder = deepspeed(tmp_path / "global_step500")
     report = syncheck.compare(*sorted(folder.glob("zero*.pt")))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
     assert {group.grouping for group in report.groups} == {(Grouping.SHARDS_ALONE(),)}
 
 
-def test_a_tag_folder_alone(tmp_path: Path) -> None:
-    """A DeepSpeed run with tags of two steps: each is a snapshot, of one replica; `latest` is skipped and counted."""
+def test_a_single_deepspeed_run(tmp_path: Path) -> None:
+    """A DeepSpeed run with two tags gives two snapshots without replicas; `latest` is skipped and counted."""
     for step in (500, 1000):
         deepspeed(tmp_path / "run" / f"global_step{step}")
     report = syncheck.compare(tmp_path / "run")
@@ -154,7 +154,7 @@ def test_a_tag_folder_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [("mp_rank_00",), ("mp_rank_00", "mp_rank_01"), ("mp_rank_00_000", "mp_rank_00_001")])
 def test_megatron(tmp_path: Path, parts: tuple[str, ...]) -> None:
-    """An iteration is one snapshot, whatever its parts; what differs in a part is named with it."""
+    """An iteration is one snapshot of several parts, and a difference is reported with its part."""
     left, right = (megatron(tmp_path / name / "iter_0000500", parts) for name in "ab")
     report = syncheck.compare(left, right)
     (group,) = report.groups
@@ -167,7 +167,7 @@ def test_megatron(tmp_path: Path, parts: tuple[str, ...]) -> None:
 
 
 def test_megatron_optimizer_in_its_own_file(tmp_path: Path) -> None:
-    """The distributed optimizer's file beside the model's is of the optimizer, all of it."""
+    """The distributed optimizer's file contains only optimizer state."""
     folder = megatron(tmp_path / "iter_0000500", ("mp_rank_00",))
     save_pth(folder / "mp_rank_00" / "distrib_optim.pt", {"0": {"param": np.ones(4, np.float32)}})
     snapshot = syncheck.read(str(folder))
@@ -176,8 +176,8 @@ def test_megatron_optimizer_in_its_own_file(tmp_path: Path) -> None:
     assert [group.replicas[0].path for group in report.groups] == [str(folder)]
 
 
-def test_a_part_that_is_broken(tmp_path: Path) -> None:
-    """A part that is cut short makes the folder unreadable, and the part is named."""
+def test_a_broken_part(tmp_path: Path) -> None:
+    """A truncated part makes the folder unreadable, and the part is reported."""
     left, right = (megatron(tmp_path / name / "iter_0000500") for name in "ab")
     part = right / "mp_rank_01" / "model_optim_rng.pt"
     part.write_bytes(part.read_bytes()[:-30])

@@ -1,4 +1,4 @@
-"""From nested objects to flat names."""
+"""Flattening of nested objects to names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ W = np.ones(2, np.float32)
 
 
 def names(folder: Path, tree: Any) -> list[str]:
-    """Return the names of the tensors that a checkpoint of this tree has."""
+    """Return the tensor names of a checkpoint of this tree."""
     return list(syncheck.read(str(save_pth(folder / "a.pth", tree))).tensors)
 
 
@@ -44,7 +44,7 @@ def names(folder: Path, tree: Any) -> list[str]:
     ids=repr,
 )
 def test_names(tmp_path: Path, tree: Any, expected: list[str]) -> None:
-    """Containers of state dicts are left out of names, no tensor is lost, and none hides another."""
+    """Container keys of state dicts are omitted from names, and no tensor is lost or hidden."""
     assert names(tmp_path, tree) == expected
 
 
@@ -66,7 +66,7 @@ A, B = {"w": W, "v": W}, {"w": W + 1}
     ],
 )
 def test_names_do_not_depend_on_the_order_of_keys(tmp_path: Path, first: Any, second: Any, code: int) -> None:
-    """Containers in any order, and one container under another key, are the same model; exchanged contents are not."""
+    """Containers in any order or under another key are equal; exchanged contents are not."""
     for rank, tree in enumerate((first, second)):
         save_pth(tmp_path / f"m_rank{rank}.pth", tree)
     assert syncheck.compare(tmp_path).exit_code == code
@@ -78,14 +78,14 @@ def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:
 
 
 def test_ids_by_the_order_of_parameters(tmp_path: Path) -> None:
-    """Integer ids are the parameters in order, buffers left out, where count and shapes fit."""
+    """Integer ids are the parameters in order, without buffers, if number and shapes match."""
     model = {"a": W, "bn.running_mean": W, "bn.running_var": W, "b": np.ones(3, np.float32)}
     tree = {"model": model, "optimizer": optimizer({0: {"exp_avg": W}, 1: {"exp_avg": np.ones(3, np.float32)}})}
     assert names(tmp_path, tree)[4:] == ["optimizer.a.exp_avg", "optimizer.b.exp_avg"]
 
 
-def test_ids_that_do_not_fit_stay(tmp_path: Path) -> None:
-    """With other shapes, or another number of parameters, ids stay ids: no name is made up."""
+def test_ids_without_a_match_stay(tmp_path: Path) -> None:
+    """With other shapes or another number of parameters, ids are kept."""
     odd = np.ones(5, np.float32)
     tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": odd}})}
     assert names(tmp_path, tree)[2:] == ["optimizer.0.exp_avg"]
@@ -94,19 +94,19 @@ def test_ids_that_do_not_fit_stay(tmp_path: Path) -> None:
 
 
 def test_stored_names_of_parameters_win(tmp_path: Path) -> None:
-    """param_names of newer torch say whose state it is."""
+    """param_names of recent torch versions determine the names."""
     tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": W}}, param_names=["b", "a"])}
     assert names(tmp_path, tree)[2:] == ["optimizer.b.exp_avg"]
 
 
 def test_two_optimizers_are_numbered(tmp_path: Path) -> None:
-    """Two optimizers of a GAN do not overwrite each other's state."""
+    """The states of two optimizers, as in a GAN, are kept separate."""
     one = {"state": {"w": {"exp_avg": W}}, "param_groups": [{"params": ["w"]}]}
     assert names(tmp_path, {"opt_g": one, "opt_d": one}) == ["optimizer.0.w.exp_avg", "optimizer.1.w.exp_avg"]
 
 
 def test_settings_of_an_optimizer(tmp_path: Path) -> None:
-    """Numbers and tuples of a group are values, and a learning rate that is a tensor is a tensor."""
+    """Numbers and tuples of a group are values, and a learning rate in a tensor is a tensor."""
     tree = {"optimizer": optimizer({}, betas=(0.9, 0.99), weight=np.array(0.5, np.float32))}
     found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
     settings = {"lr": 0.1, "betas": "(0.9, 0.99)", "(positions)": "0, 1"}
@@ -114,8 +114,8 @@ def test_settings_of_an_optimizer(tmp_path: Path) -> None:
     assert list(found.tensors) == ["optimizer.param_groups.0.weight"]
 
 
-def test_what_else_an_optimizer_holds(tmp_path: Path) -> None:
-    """Slow weights beside the state, a tensor or an optimizer in it, are named: on other bytes they are found."""
+def test_other_content_of_an_optimizer(tmp_path: Path) -> None:
+    """Slow weights besides the state, including nested optimizers, get names and are compared."""
     for rank in range(2):
         inner = {"state": {0: {"exp_avg": W + rank}}, "param_groups": [{"params": [0]}]}
         made = {**optimizer({"a": {"base": inner}, "mean": W + rank, "k": 5}), "slow": {"a": W + rank}}
@@ -130,8 +130,8 @@ def test_what_else_an_optimizer_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in its state", "beside it"])
-def test_one_optimizer_many_times(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
-    """A list that names one optimizer again and again ends in an error, wherever its thousand counters are."""
+def test_a_repeated_optimizer(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    """A list that refers to one optimizer many times is an error, wherever its thousand counters are."""
     monkeypatch.setattr(tree_module, "MAX_NODES", 5_000)
     counters = dict.fromkeys(map(str, range(1_000)), 1)
     made = {"state": counters if inside else {}, "param_groups": [], **({} if inside else counters)}
@@ -140,7 +140,7 @@ def test_one_optimizer_many_times(monkeypatch: pytest.MonkeyPatch, inside: bool)
 
 
 def test_learning_rate_tensor_that_differs_is_found(tmp_path: Path) -> None:
-    """A capturable optimizer keeps its learning rate as a tensor: on another value the ranks are out of sync."""
+    """Ranks with different values in a capturable optimizer's learning rate tensor are out of sync."""
     for rank in range(2):
         lr = np.array(0.1 + rank, np.float32)
         tree = {"model": {"w": W}, "optimizer": {"state": {}, "param_groups": [{"lr": lr, "params": []}]}}

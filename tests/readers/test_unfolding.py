@@ -1,4 +1,4 @@
-"""What would unfold without end, be hashed for hours or overrun the stack is an error within a second or so."""
+"""Nesting, repetition and equal hashes that would take unbounded time or stack are refused quickly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DIGITS = b"\x8b\x88\x13\0\0" + b"\x01" * 5000
 
 
 def read(folder: Path, *pairs: tuple[Part, Part]) -> syncheck.Snapshot:
-    """Read a state dict of an honest tensor and these, within seconds."""
+    """Read a state dict of a valid tensor and these pairs, within seconds."""
     began = time.monotonic()
     (folder / "a.pth").write_bytes(torch_zip(state(*pairs)))
     try:
@@ -58,13 +58,13 @@ def read(folder: Path, *pairs: tuple[Part, Part]) -> syncheck.Snapshot:
     ids="key deep call frozen nested set pairs integers integers-in-set wide device".split(),
 )
 def test_keys_are_hashed_in_bounded_time(tmp_path: Path, pair: tuple[Part, Part]) -> None:
-    """Tuples that share or hold tuples, and integers of one hash, are found before Python hashes them."""
+    """Nested and shared tuples, and integers with equal hashes, are found before Python hashes them."""
     with pytest.raises(MalformedFile):
         read(tmp_path, pair)
 
 
 def tuples(pieces: Sequence[bytes], length: int, count: int) -> list[bytes]:
-    """Return so many tuples of that length as opcodes, no two alike, of pieces that have one hash."""
+    """Return opcodes of that many different tuples of this length, of elements with equal hashes."""
     return [
         b"(" + b"".join(parts) + b"t" for parts in itertools.islice(itertools.product(pieces, repeat=length), count)
     ]
@@ -82,7 +82,7 @@ WRAPS = pytest.mark.parametrize("wrap", [b"", b"\x85", b"\x91"], ids=["tuples", 
 
 
 def of_one_hash(kind: str, wrap: bytes, count: int) -> bytes:
-    """Return the opcodes of a dictionary of so many keys of one hash, each None. wrap: what they are within."""
+    """Return the opcodes of a dictionary with that many keys with equal hashes. wrap: converts the keys."""
     pieces, length = ONE_HASH[kind]
     before, behind = (b"(", wrap) if wrap == b"\x91" else (b"", wrap)
     keys = tuples(pieces, length, count)
@@ -92,14 +92,14 @@ def of_one_hash(kind: str, wrap: bytes, count: int) -> bytes:
 @KINDS
 @WRAPS
 def test_tuples_of_one_hash(kind: str, wrap: bytes, tmp_path: Path) -> None:
-    """Thirty thousand keys of one hash would take a minute in quadratic time: they are refused; a hundred are read."""
-    with pytest.raises(MalformedFile, match="keys of one hash"):
+    """Thirty thousand keys with equal hashes, a minute of quadratic time, are refused; a hundred are read."""
+    with pytest.raises(MalformedFile, match="keys with equal hashes"):
         read(tmp_path, ("v", of_one_hash(kind, wrap, 30_000)))
     assert len(read(tmp_path, ("v", of_one_hash(kind, wrap, 100))).values) == 100
 
 
 def test_frozen_sets_of_protocol_2(tmp_path: Path) -> None:
-    """Frozen sets that a call makes have hashes that nobody can foresee; equal ones stay one key."""
+    """Frozensets made by a call have unpredictable hashes; equal sets remain one key."""
     keys = [called("builtins", "frozenset", listing(i, 5)) for i in (1, 2, 1)]
     assert list(read(tmp_path, ("v", mapping(*[(key, 0) for key in keys]))).values) == [
         "v.frozenset({1, 5})",
@@ -108,7 +108,7 @@ def test_frozen_sets_of_protocol_2(tmp_path: Path) -> None:
 
 
 def test_equal_keys_stay_equal(tmp_path: Path) -> None:
-    """Among many tuples, those that Python takes for one key are one: of 1, 1.0 and True, of numbers of any size."""
+    """Keys that are equal in Python are one key: 1, 1.0 and True, and integers of any size."""
     keys = [*tuples([b"K\x00", b"K\x02"], 14, 12_000), b"(NK\x01t", b"(N\x88t", b"(NG" + struct.pack(">d", 1.0) + b"t"]
     keys += [
         b"(" + pickled("a") + pickled(2**70) + b"t",
@@ -119,8 +119,8 @@ def test_equal_keys_stay_equal(tmp_path: Path) -> None:
     assert (found.values["v.(None, 1)"], found.values[f"v.('a', {2**70})"]) == (12_002, 12_004)
 
 
-def test_honest_keys_pass(tmp_path: Path) -> None:
-    """Tuples, numbers, complex numbers, frozen sets and huge integers may be keys, and are written as ever."""
+def test_valid_keys_pass(tmp_path: Path) -> None:
+    """Tuples, numbers, complex numbers, frozensets and huge integers can be keys, with their usual text."""
     keys: list[Part] = [(1, "k"), (1, (2, 3)), (1,), called("builtins", "complex", 1, 2), 2**70, DIGITS]
     found = read(tmp_path, *[(key, tensor()) for key in keys], (b"(K\x02K\x01\x91", tensor()))
     names = list(found.tensors)
@@ -130,7 +130,7 @@ def test_honest_keys_pass(tmp_path: Path) -> None:
 
 
 def test_values_of_thousands_of_digits(tmp_path: Path) -> None:
-    """Python refuses to write them in decimal: they are compared and shown in hexadecimal."""
+    """Integers with more digits than Python prints are compared, and printed in hexadecimal."""
     for rank, digits in enumerate((DIGITS, DIGITS.replace(b"\x01", b"\x02"))):
         (tmp_path / f"m_rank{rank}.pth").write_bytes(torch_zip(state(("note", digits))))
     report = syncheck.compare(tmp_path)
@@ -140,14 +140,14 @@ def test_values_of_thousands_of_digits(tmp_path: Path) -> None:
 
 
 def test_a_dictionary_keeps_its_methods(tmp_path: Path) -> None:
-    """BUILD on an OrderedDict, where torch puts `_metadata`, cannot put a number in place of `items`."""
+    """BUILD on an OrderedDict, where torch stores `_metadata`, cannot replace `items`."""
     made = called("collections", "OrderedDict") + b"(" + pickled("t") + tensor() + b"u"
     found = read(tmp_path, ("v", made + mapping(("items", 1), ("get", 2), ("_metadata", 3)) + b"b"))
     assert list(found.tensors) == ["w", "v.t"]
 
 
-def test_many_of_one_name_and_long_names(tmp_path: Path) -> None:
-    """Ten thousand tensors that end at one name are numbered; a name of megabytes above thousands is an error."""
+def test_repeated_and_long_names(tmp_path: Path) -> None:
+    """Ten thousand tensors with one name are numbered; a name of megabytes above thousands is an error."""
     one = mapping(("model", mapping(("w", tensor()))))
     found = read(tmp_path, ("a", listing(*[one + b"q\x01"] + [b"h\x01"] * 50)))
     assert list(found.tensors)[-1].endswith("w")
@@ -157,15 +157,15 @@ def test_many_of_one_name_and_long_names(tmp_path: Path) -> None:
 
 
 def test_errors_stay_short(tmp_path: Path) -> None:
-    """A name of a million characters, or one with a newline, makes no longer and no second line."""
+    """A name of a million characters or with a newline gives a short one-line error."""
     with pytest.raises(MalformedFile) as caught:
         read(tmp_path, ("n\n" * 500_000, tensor(offset=3)))
     assert len(str(caught.value)) < 2000
     assert caught.value.reason.isprintable()
 
 
-def test_records_that_lie_in_each_other(tmp_path: Path) -> None:
-    """A record whose bytes are those of another is malformed: a thousand of them would be read a thousand times."""
+def test_overlapping_zip_records(tmp_path: Path) -> None:
+    """Overlapping records are malformed, because a thousand of them would be read a thousand times."""
     inner = Member(b"archive/data/1", DATA)
     blob = inner.local() + bytes(-len(inner.local()) % 4)
     views = [("v", tensor(storage("1"))), ("u", tensor(storage("0", len(blob) // 4)))]
@@ -175,5 +175,5 @@ def test_records_that_lie_in_each_other(tmp_path: Path) -> None:
         (tmp_path / "a.pth").write_bytes(zipped(first, order, outer, replace(inner, offset=offset), version))
         if offset is None:
             assert len(syncheck.read(str(tmp_path / "a.pth")).tensors) == 2
-    with pytest.raises(MalformedFile, match="within data/0; needed records apart"):
+    with pytest.raises(MalformedFile, match="within data/0; needed separate records"):
         syncheck.read(str(tmp_path / "a.pth"))

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is executed, and no file changes how the next one is read."""
+"""Nothing in a checkpoint is executed, and no file affects the reading of the next one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ PAYLOADS = [
 
 
 @pytest.mark.parametrize("module, name, argument", PAYLOADS, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_runs_something_is_refused(tmp_path: Path, module: str, name: str, argument: Any) -> None:
-    """A pickle that calls what can only be there to run something is refused by name, and nothing ran."""
+def test_code_execution_is_refused(tmp_path: Path, module: str, name: str, argument: Any) -> None:
+    """A pickle with a callable that executes code is refused with its name, and nothing is executed."""
     canary = tmp_path / "canary"
     given = argument.replace("{canary}", str(canary)) if isinstance(argument, str) else argument
     path = save_pth(tmp_path / "evil.pth", {"w": WEIGHT, "evil": Call(Global(module, name), (given,))})
@@ -84,14 +84,14 @@ def test_reduce_of_a_real_object_is_refused(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_named_and_never_called_is_refused_too(tmp_path: Path) -> None:
-    """A dangerous name is refused when it is only looked up: a stub may be called later in the stream."""
+def test_dangerous_names_are_refused_without_a_call(tmp_path: Path) -> None:
+    """A dangerous name is refused on lookup, because a later opcode may call it."""
     with pytest.raises(RefusedFile, match=r"builtins\.eval"):
         syncheck.read(str(save_pth(tmp_path / "a.pth", {"w": WEIGHT, "f": Global("builtins", "eval")})))
 
 
 def test_harmless_unknown_names_are_inert(tmp_path: Path) -> None:
-    """Paths, enums, partials, ranges and torch functions are stubs that did nothing, and their tensors are found."""
+    """Paths, enums, partials, ranges and torch functions are inert, and their tensors are found."""
     names = [("pathlib", "PosixPath"), ("functools", "partial"), ("builtins", "range"), ("torch", "relu"), ("x", "Y")]
     tree = {"w": WEIGHT} | {name: Call(Global(module, name), (WEIGHT, "text")) for module, name in names}
     found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
@@ -125,7 +125,7 @@ TARGETS = [
 @pytest.mark.parametrize("state", STATES, ids=repr)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_stand_ins_cannot_be_changed(tmp_path: Path, target: Global, state: Any) -> None:
-    """BUILD on a stand-in, which sets attributes, fails or does nothing, and the next file is read as before."""
+    """BUILD on a stand-in fails or has no effect, and the next file is read correctly."""
     path = tmp_path / "evil.pth"
     # As if the stand-in were an object that was just made: no call, only a state.
     stream = _pickled_build(target, state)
@@ -149,8 +149,8 @@ def _pickled_build(target: Global, state: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_stub_classes_of_one_file_are_not_those_of_the_next(tmp_path: Path) -> None:
-    """What a file sets on a stub's class dies with it."""
+def test_stub_classes_are_not_shared_between_files(tmp_path: Path) -> None:
+    """Attributes that a file sets on a stub's class do not affect the next file."""
     stream = _pickled_build(Global("x", "Y"), (None, {"__call__": 1, "append": 2, "name": "z"}))
     for _ in range(2):
         with contextlib.suppress(CheckpointError):
@@ -160,22 +160,22 @@ def test_stub_classes_of_one_file_are_not_those_of_the_next(tmp_path: Path) -> N
 
 
 def recursive() -> bytes:
-    """A list that holds itself."""
+    """A list that contains itself."""
     return b"\x80\x02]q\x00h\x00a."
 
 
 def recursive_dict() -> bytes:
-    """A dict that holds itself two levels down."""
+    """A dict that contains itself two levels down."""
     return b"\x80\x02}q\x00X\x01\x00\x00\x00a]q\x01h\x00as."
 
 
 def deep() -> bytes:
-    """100,000 lists in each other."""
+    """100,000 nested lists."""
     return b"\x80\x02" + b"]" * 100_001 + b"a" * 100_000 + b"."
 
 
 def bomb() -> bytes:
-    """A list of two references to a list of two references, 60 times: 2^60 places in 300 bytes."""
+    """A list of two references to a list of two references, 60 times: 2^60 leaves in 300 bytes."""
     stream = b"\x80\x02]q\x00"
     for i in range(60):
         stream += b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1])
@@ -183,30 +183,30 @@ def bomb() -> bytes:
 
 
 def parameter_group_bomb() -> bytes:
-    """The same where values are written as text: among an optimizer's settings."""
+    """The same in an optimizer's settings, which are converted to text."""
     inner = bomb()[2:-1]
     return b"\x80\x02}(X\x05\x00\x00\x00state}X\x0c\x00\x00\x00param_groups]}X\x01\x00\x00\x00a" + inner + b"sau."
 
 
 def long_memo() -> bytes:
-    """A memo index that asks for gigabytes."""
+    """A memo index that requests gigabytes."""
     return b"\x80\x02]r\xff\xff\xff\x7f."
 
 
 def long_text() -> bytes:
-    """A string that claims 2^60 bytes."""
+    """A string with a stated length of 2^60 bytes."""
     return b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"."
 
 
-# Two unfold up to the limit of what is read, which takes seconds.
+# Two of the cases unfold up to the limit, which takes seconds.
 LONG = [pytest.param(make, marks=pytest.mark.slow) for make in (bomb, parameter_group_bomb)]
 BOMBS = [recursive, recursive_dict, deep, *LONG, long_memo, long_text]
 
 
 @pytest.mark.parametrize("make", BOMBS, ids=lambda make: make.__name__)
 @pytest.mark.timeout(30)
-def test_streams_that_do_not_end(tmp_path: Path, make: Any) -> None:
-    """Containers that hold themselves, nest or unfold without end are malformed, found out in bounded time."""
+def test_endless_containers(tmp_path: Path, make: Any) -> None:
+    """Recursive, deep or exponentially unfolding containers are malformed, detected in bounded time."""
     began = time.monotonic()
     with pytest.raises(MalformedFile) as caught:
         syncheck.read(str(save_records(tmp_path / "a.pth", make())))
@@ -225,7 +225,7 @@ def test_streams_that_do_not_end(tmp_path: Path, make: Any) -> None:
     ids=["text", "none", "tensor", "tuple"],
 )
 def test_tensors_without_a_storage(tmp_path: Path, arguments: tuple[Any, ...]) -> None:
-    """A tensor rebuilt from something that is no storage is malformed."""
+    """A tensor rebuilt from an object other than a storage is malformed."""
     with pytest.raises(MalformedFile, match="without a storage"):
         syncheck.read(str(save_pth(tmp_path / "a.pth", {"w": Call(REBUILD, arguments)})))
 
@@ -240,11 +240,11 @@ def test_tensors_without_a_storage(tmp_path: Path, arguments: tuple[Any, ...]) -
         (0, (2,), (-1,), "non-negative integers"),
         (0, (2, 3), (1,), "2 sizes but 1 strides"),
         (0, (True,), (1,), "non-negative integers"),
-        (-1, (2,), (1,), "negative offset"),
+        (-1, (2,), (1,), "an offset out of range"),
     ],
 )
 def test_tensors_out_of_bounds(tmp_path: Path, offset: int, shape: Any, strides: Any, message: str) -> None:
-    """A tensor that would read outside its record, or has impossible sizes, is malformed before a byte is read."""
+    """A tensor beyond its record or with impossible sizes is malformed before any data is read."""
     from checkpoints import _Stored
 
     call = Call(REBUILD, (_Stored("0", "FloatStorage", 6), offset, shape, strides))

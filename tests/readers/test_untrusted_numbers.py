@@ -1,4 +1,4 @@
-"""Numbers, names and objects in a pickle or header that would take all time or memory, or that cannot be printed."""
+"""Numbers, names and objects that would take unbounded time or memory, or cannot be printed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 HUGE = 10**5000  # more digits than Python turns into text
 
 
-def flat(data: bytes) -> Flat:
-    """Read a bare pickle as that of a checkpoint."""
+def read_bare_pickle(data: bytes) -> Flat:
+    """Read a bare pickle as a checkpoint's."""
     return flatten(unpickle(data, "a.pth", "data.pkl")[0], "a.pth", len(data))
 
 
 def call(module: str, name: str, *arguments: Any) -> bytes:
-    """A pickle that calls what it names."""
+    """A pickle that calls a global."""
     return b"\x80\x02c%b\n%b\n%bR." % (module.encode(), name.encode(), pickle.dumps(arguments, 2)[2:-1])
 
 
 def doubled(levels: int, leaf: Any, pair: type = list) -> Any:
-    """An object of a few bytes of pickle that has 2**levels leaves."""
+    """An object with 2**levels leaves in a few bytes of pickle."""
     for _ in range(levels):
         leaf = pair((leaf, leaf))
     return leaf
@@ -51,18 +51,18 @@ def doubled(levels: int, leaf: Any, pair: type = list) -> Any:
     ],
 )
 def test_keys_and_values_of_any_size(state: Any, name: str) -> None:
-    """An integer of 5,000 digits is a key, a member of a set or a setting like any other; nothing fails on its text."""
-    assert name in flat(pickle.dumps(state, 2)).values
+    """An integer of 5,000 digits can be a key, a member of a set or a setting, and is printable."""
+    assert name in read_bare_pickle(pickle.dumps(state, 2)).values
 
 
 def test_keys_that_are_objects_have_one_name_everywhere() -> None:
-    """A key of an unknown class is written by its class, never by its address."""
-    names = flat(pickle.dumps({PurePosixPath("x"): 1, "s": {PurePosixPath("y")}}, 2)).values
+    """A key of an unknown class is printed as its class, without an address."""
+    names = read_bare_pickle(pickle.dumps({PurePosixPath("x"): 1, "s": {PurePosixPath("y")}}, 2)).values
     assert list(names) == [f"<{PurePosixPath.__module__}.PurePosixPath>", "s.0.0"]  # Python 3.13 moved it
 
 
 def test_an_error_has_no_address() -> None:
-    """What an error says of an object of an unknown class is the same for every copy of the file."""
+    """Errors about objects of unknown classes are equal for every copy of the file."""
     for data, said in (
         (b"\x80\x02cfoo\nBar\n)RQ.", "<foo.Bar>"),
         (b"\x80\x02cnumpy._core.multiarray\n_reconstruct\n)RQ.", "<_NumpyArray>"),
@@ -73,7 +73,7 @@ def test_an_error_has_no_address() -> None:
 
 
 def test_sets_have_one_text() -> None:
-    """A set of things that have no order reads the same whatever order it was filled in; a large one is counted."""
+    """A set has the same text for any insertion order; a large set is counted."""
     assert brief({"b", 1, None}) == "set({'b', 1, None})"
     assert brief(frozenset({"b", (1,), "a"})) == "frozenset({'a', 'b', (1,)})"
     assert brief({*range(7), "a"}) == "<set of 8>"
@@ -91,8 +91,8 @@ def test_sets_have_one_text() -> None:
     ],
     ids=["device", "dtype", "subclass", "state"],
 )
-def test_objects_that_double_are_not_written_out(data: bytes) -> None:
-    """A name or state made of 2**60 parts in 500 bytes of pickle is cut, not written out."""
+def test_exponential_objects_are_not_printed(data: bytes) -> None:
+    """A name or state with 2**60 parts in 500 bytes of pickle is cut off."""
     started = time.process_time()
     with contextlib.suppress(MalformedFile):
         unpickle(data, "a.pth", "data.pkl")
@@ -111,14 +111,14 @@ def test_objects_that_double_are_not_written_out(data: bytes) -> None:
     ids=["tree", "optimizer"],
 )
 def test_names_that_take_all_memory(state: Any) -> None:
-    """A long key above many others, 4 GB of names from 300 kB, is refused before the names are made."""
+    """A long key above many others, 4 GB of names from 300 kB, is refused before the names are built."""
     with pytest.raises(MalformedFile, match="without end"):
-        flat(pickle.dumps(state, 2))
+        read_bare_pickle(pickle.dumps(state, 2))
 
 
 @pytest.mark.parametrize("kind", ["tree", "optimizer"])
-def test_many_of_one_name(kind: str) -> None:
-    """Of 20,000 things of one name each gets its number, in time that grows with them and not with their square."""
+def test_repeated_names_take_linear_time(kind: str) -> None:
+    """20,000 tensors with one name are numbered in linear time."""
     many = 20_000
     names = {"params": list(range(many)), "param_names": ["w"] * many}
     state = {"state": {i: {"a": i} for i in range(many)}, "param_groups": [names]}
@@ -126,23 +126,23 @@ def test_many_of_one_name(kind: str) -> None:
     if kind == "tree":
         data = b"\x80\x02cfoo\nBar\n)R" + b"}X\x01\x00\x00\x00aK\x01sa" * many + b"."
     started = time.process_time()
-    values = [name for name in flat(data).values if not name.endswith(".params")]
+    values = [name for name in read_bare_pickle(data).values if not name.endswith(".params")]
     assert len(values) == many
     assert values[-1].endswith(f"#{many}")
     assert time.process_time() - started < 2
 
 
 def test_attributes_of_a_dictionary_are_not_its_methods() -> None:
-    """A pickle may give an OrderedDict attributes, as state dicts have; `items` stays its method, and is a value."""
+    """An attribute `items` of an OrderedDict is a value and does not replace the method."""
     data = b"\x80\x02ccollections\nOrderedDict\n)RX\x01\x00\x00\x00wK\x02s}X\x05\x00\x00\x00itemsK\x01sb."
-    assert flat(data).values == {"w": 2, "items": 1}
+    assert read_bare_pickle(data).values == {"w": 2, "items": 1}
 
 
 @pytest.mark.parametrize("params", [[[1]], [{}]])
-def test_ids_of_parameters_that_are_no_keys(params: Any) -> None:
-    """Ids of parameters that cannot be keys of a dictionary name nothing."""
+def test_unhashable_parameter_ids(params: Any) -> None:
+    """Parameter ids that cannot be dictionary keys get no names."""
     state = {"state": {0: {"step": 3}}, "param_groups": [{"params": params, "param_names": ["a"]}]}
-    values = flat(pickle.dumps(state, 2)).values
+    values = read_bare_pickle(pickle.dumps(state, 2)).values
     assert values["optimizer.0.step"] == 3
     assert not any(name.endswith(".params") for name in values)
 
@@ -151,7 +151,7 @@ def test_ids_of_parameters_that_are_no_keys(params: Any) -> None:
     "shape", [[HUGE // 10**1000, 0], [1] * 65, [1 << 62, 1 << 62]], ids=["digits", "dimensions", "product"]
 )
 def test_sizes_of_a_safetensors_file(tmp_path: Path, shape: list[int]) -> None:
-    """Sizes that no tensor has are malformed, also of a dtype that is not read, at once."""
+    """Impossible sizes are malformed quickly, also for an unknown dtype."""
     header = json.dumps({"w": {"dtype": "F4", "shape": shape, "data_offsets": [0, 4]}}).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))

@@ -1,4 +1,4 @@
-"""A zip whose directory, or its end, says what is not so is malformed: torch reads as many records as the end says."""
+"""A zip with inconsistent end records is malformed: torch reads as many records as they state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("data", [PLAIN, with_zip64(PLAIN)], ids=["zip", "
 
 
 def fault(folder: Path, data: bytes) -> str:
-    """Return why a file cannot be read; empty where it can."""
+    """Return the error of reading a file, or an empty string."""
     (folder / "f.pth").write_bytes(data)
     try:
         assert list(syncheck.read(str(folder / "f.pth")).tensors) == ["w"]
@@ -32,37 +32,37 @@ def fault(folder: Path, data: bytes) -> str:
 
 @BOTH
 def test_an_intact_file_is_read(data: bytes, tmp_path: Path) -> None:
-    """With and without zip64, with a comment, and with bytes behind the end, which torch passes over too."""
+    """With and without zip64, with a comment, and with trailing bytes, which torch also skips."""
     assert fault(tmp_path, data) == ""
     assert fault(tmp_path, data[:-2] + b"\x03\x00abc") == ""
     assert fault(tmp_path, data + bytes(50)) == ""
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reason"),
     [
-        ({"count": 3}, "4 records in a directory whose end says 3; needed the same number"),
-        ({"here": 5}, "4 records in a directory whose end says 5"),
-        ({"disk": 1}, "several disks"),
+        ({"count": 3}, "4 records in a directory that lists 3; needed equal numbers"),
+        ({"here": 5}, "4 records in a directory that lists 5"),
+        ({"disk": 1}, "multi-disk zip"),
     ],
 )
 @pytest.mark.parametrize("zip64", [False, True])
-def test_what_the_end_says_is_held_against_the_directory(
-    wrong: dict[str, Any], told: str, zip64: bool, tmp_path: Path
+def test_end_record_is_compared_with_the_directory(
+    wrong: dict[str, Any], reason: str, zip64: bool, tmp_path: Path
 ) -> None:
-    """Numbers of records and disks, of the old record and of that of zip64, one at a time."""
+    """Each number of records and disks in the old and zip64 end records is checked."""
     data = with_zip64(PLAIN, **wrong) if zip64 else zipped(*saved(state()), **wrong)
-    assert told in fault(tmp_path, data)
+    assert reason in fault(tmp_path, data)
 
 
 @pytest.mark.parametrize("wrong", [{"length": 45}, {"place": 4}, {"disks": 2}, {"disks": 0}, {"shift": 1}])
-def test_what_zip64_says_is_so(wrong: dict[str, int], tmp_path: Path) -> None:
-    """The length of its record, where its locator says it lies, where the directory lies; later Pythons look too."""
+def test_zip64_record_is_checked(wrong: dict[str, int], tmp_path: Path) -> None:
+    """The length and location of the zip64 record, and the location of the directory, are checked."""
     assert "zip directory: " in fault(tmp_path, with_zip64(PLAIN, **wrong))
 
 
-def test_both_ends_say_the_same(tmp_path: Path) -> None:
-    """Where there is zip64, the old record says the same or that the number is there, as torch and zipfile write."""
+def test_both_end_records_agree(tmp_path: Path) -> None:
+    """With zip64, the old record has equal numbers or refers to zip64, as torch and zipfile write."""
     data = with_zip64(PLAIN)
     end = len(data) - 22
     for at, width in ((8, 2), (10, 2), (12, 4), (16, 4)):
@@ -73,8 +73,8 @@ def test_both_ends_say_the_same(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_every_bit_of_the_end(data: bytes, tmp_path: Path) -> None:
-    """Each flip is malformed but of what nothing depends on: the versions of zip64, the length of a comment."""
+def test_every_bit_of_the_end_records(data: bytes, tmp_path: Path) -> None:
+    """Each flip is malformed, except in zip64 versions and the comment's length."""
     start = data.rindex(b"archive/version") + len(b"archive/version")
     free = {len(data) - 2, len(data) - 1} | ({start + i for i in range(12, 16)} if len(data) > len(PLAIN) else set())
     for at in range(start, len(data)):
@@ -83,9 +83,9 @@ def test_every_bit_of_the_end(data: bytes, tmp_path: Path) -> None:
             assert (fault(tmp_path, damaged) == "") == (at in free), (at - start, bit)
 
 
-def test_an_entry_that_goes_on_beyond_the_directory(tmp_path: Path) -> None:
-    """Of the last entry zipfile takes what is there: its name, extra field or comment may claim more."""
+def test_an_entry_beyond_the_directory(tmp_path: Path) -> None:
+    """The name, extra field or comment of the last entry can exceed the directory, which zipfile ignores."""
     entry = PLAIN.rindex(b"PK\x01\x02")
-    for at in (30, 32):  # of the extra field and the comment; none is there
+    for at in (30, 32):  # lengths of the extra field and the comment, both 0
         data = PLAIN[: entry + at] + struct.pack("<H", 7) + PLAIN[entry + at + 2 :]
-        assert "an entry of 22 bytes where 15 are left" in fault(tmp_path, data)
+        assert "an entry of 22 bytes with 15 left" in fault(tmp_path, data)

@@ -30,7 +30,7 @@ from syncheck.live.here import NOTHING
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
 from syncheck.snapshots import Metadata
-from syncheck.tensor_parallel import replicated
+from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -193,7 +193,7 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
             if held.short[name] in found:
                 found[held.short[name]][rank] = tensor
     places = positions_of(holdings.snapshots())
-    whole = replicated(found) if places.plain else frozenset()
+    whole = find_replicated(found) if places.plain else frozenset()
     wanted: dict[str, dict[bytes, Wanted]] = {}
     for name, tensors in found.items():
         for members in divide(tensors, tuple(holdings.places), places, replicated=name in whole).comparable:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.dtypes import DTYPES
 from syncheck.names import normalize
-from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, in_c_order
+from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ class Catalogue:
                 row.name,
                 row.dtype,
                 row.shape,
-                in_c_order(row.shape),
+                contiguous_strides(row.shape),
                 "",
                 0,
                 refused=row.refused,

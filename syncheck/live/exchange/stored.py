@@ -12,7 +12,7 @@ from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.kernel.blocks import Files, is_plain, ranges
 from syncheck.live.digest import Stream
 from syncheck.live.digest.host import default
-from syncheck.snapshots import Snapshot, in_c_order
+from syncheck.snapshots import Snapshot, contiguous_strides
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
@@ -48,7 +48,7 @@ def opened(path: str, files: Files) -> Snapshot:
 
     Raises CheckpointError for what cannot be read, UsageError for a folder of several checkpoints and a fingerprint.
     """
-    found = paths.open_all([path])
+    found = paths.open_checkpoints([path])
     for broken in found.unreadable:
         raise UsageError(f"{broken.path}: {broken.reason}")
     if len(found.snapshots) != 1:
@@ -67,11 +67,11 @@ def _readable(tensor: Tensor, files: Files) -> Tensor:
     # Whatever lay about it in the file is undone by reading.
     return replace(
         tensor,
-        strides=in_c_order(tensor.shape),
+        strides=contiguous_strides(tensor.shape),
         offset=0,
         big_endian=False,
         lazy="",
-        parts=(),
+        shards=(),
         crc32=tensor.crc32 if is_plain(tensor) else None,
         record=None,
         opened=None,

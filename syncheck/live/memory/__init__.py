@@ -13,14 +13,14 @@ from syncheck.live.memory.things import is_readable, title_of
 from syncheck.live.memory.tree import Tree
 from syncheck.messages import Note, Refusal
 from syncheck.names import normalize
-from syncheck.readers.bookkeeping import settled
+from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.pickles.tree import flatten
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncheck.readers.pickles.stand_ins import TensorPlace
+    from syncheck.readers.pickles.stand_ins import TensorLocation
 
 FORMAT = "memory"
 
@@ -45,14 +45,14 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     flat = flatten(tree.root, path)
     for name, kind in tree.hidden:
         place = HeldPlace(None, (), None, Refusal.IN_UNREAD_OBJECT(name=kind))
-        flat.tensors[flat.free(name, flat.tensors)] = place
+        flat.tensors[flat.unique_name(name, flat.tensors)] = place
     tensors = {name: _tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
     # With a partitioned optimizer, the groups of each rank are of its own parameters.
     values = {name: value for name, value in flat.values.items() if not (tree.dealt_out and is_membership(name))}
     stubs, unread = tuple(sorted(tree.stubs)), ", ".join(sorted(tree.unread))
     notes = (Note.NOT_READ_IN_FULL(objects=unread),) if unread else ()
-    return settled(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata, notes))
+    return remove_bookkeeping(Snapshot(path, FORMAT, _size(tensors.values()), tensors, values, stubs, metadata, notes))
 
 
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
@@ -68,7 +68,7 @@ def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
     ]
 
 
-def _tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> Tensor:
+def _tensor(name: str, place: TensorLocation, path: str, parameter: bool) -> Tensor:
     dtype = place.dtype.name if place.dtype else "unknown"
     held = place.held if isinstance(place, HeldPlace) else None
     return Tensor(

@@ -25,8 +25,8 @@ from syncheck.live.digest.parts import (
 )
 from syncheck.live.memory.sharded import sharding_of
 from syncheck.messages import SHARD_REFUSALS, Refusal
-from syncheck.readers.pickles.stand_ins import TensorPlace
-from syncheck.snapshots import in_c_order
+from syncheck.readers.pickles.stand_ins import TensorLocation
+from syncheck.snapshots import contiguous_strides
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType
@@ -64,7 +64,7 @@ class Held:
         return row[start - first * size : stop - first * size]
 
 
-class HeldPlace(TensorPlace):
+class HeldPlace(TensorLocation):
     """A tensor in memory, in the shape in which `readers.pickles.tree` expects one of a file."""
 
     held: Held | None
@@ -79,7 +79,7 @@ class HeldPlace(TensorPlace):
     ) -> None:
         # A live check makes some hundred of these every time.
         self.__dict__.update(
-            storage=None, dtype=dtype, offset=0, shape=shape, strides=in_c_order(shape), refused=refused,
+            storage=None, dtype=dtype, offset=0, shape=shape, strides=contiguous_strides(shape), refused=refused,
             sharding=sharding, held=held,
         )  # fmt: skip
 

@@ -326,13 +326,13 @@ class CheckpointPlugin:
     @spelling(PYTEST)
     def _write(self, path: str) -> None:
         from syncheck.errors import SyncheckError
-        from syncheck.readers import keep
+        from syncheck.readers import refuse_overwrite
         from syncheck.report.files import write_file
 
         try:
             report = self.judge.report()
             with self.judge.here():
-                keep(path, PYTEST.name("output"))
+                refuse_overwrite(path, PYTEST.name("output"))
                 write_file(path, report, option=PYTEST.name("output"))
             self.written.append(path)
         except SyncheckError as error:

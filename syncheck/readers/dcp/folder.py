@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint: `.metadata` and one file or more of each rank, read without torch.
+"""Read torch.distributed.checkpoint folders, `.metadata` and at least one file per rank, without torch.
 
-Each chunk of a tensor, and each pickled object, is a whole torch.save zip at some place of a `.distcp` file. A tensor
-of one chunk is read like any other; of several, it is a tensor in parts. The names are those that torch.save of the
-same state dict would have had.
+Each chunk of a tensor and each pickled object is a complete torch.save zip within a `.distcp` file. A tensor of one
+chunk is read like any other; a tensor of several chunks has shards. Tensors have the names that torch.save would give
+to the same state dict.
 Layout: torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.15.
 """
 
@@ -17,15 +17,15 @@ from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
 from syncheck.messages import Note, Refusal
 from syncheck.readers import torch_zip
 from syncheck.readers.assembly import Assembly
-from syncheck.readers.bookkeeping import settled
+from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.dcp.tree import rebuild
 from syncheck.readers.files import read_file
-from syncheck.readers.opening import regular
-from syncheck.readers.pickles.stand_ins import TensorPlace, refused_place
+from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
-from syncheck.snapshots import Part, Snapshot, Tensor, in_c_order
+from syncheck.readers.regular_file import open_regular_file
+from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -34,82 +34,84 @@ if TYPE_CHECKING:
 
 FORMAT = "dcp"
 CHUNKS = ".distcp"
-# Written by torch.save: what Lightning and Megatron-Core keep apart, such as the step.
+# torch.save files in which Lightning and Megatron-Core store more values, such as the step.
 EXTRAS = ("meta.pt", "common.pt")
-_ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, which torch.save writes without a comment
+_ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, to which torch.save adds no comment
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
 
 
 def _with_extras(whole: Snapshot) -> Snapshot:
-    """Add what the files hold that are no chunks. Raises CheckpointError for one that cannot be read."""
-    there = [path for name in EXTRAS if os.path.lexists(path := os.path.join(whole.path, name))]
-    if not there:
+    """Add the content of the extra torch.save files. Raises CheckpointError for an unreadable file."""
+    paths = [path for name in EXTRAS if os.path.lexists(path := os.path.join(whole.path, name))]
+    if not paths:
         return whole
     assembly = Assembly(whole.path, whole.format)
-    for part in (whole, *map(read_file, there)):
+    for part in (whole, *map(read_file, paths)):
         assembly.add(part)
     return assembly.snapshot()
 
 
-def _unlisted(folder: str, named: Collection[str]) -> Iterator[Message]:
-    """Yield a note about chunk files that belong to no tensor: torch does not read them, so they are not compared.
+def _note_unlisted_files(folder: str, listed: Collection[str]) -> Iterator[Message]:
+    """Yield a note about chunk files without a tensor: torch does not read them, so they are not compared.
 
-    named: those in which chunks lie, by their path below the folder.
+    listed: files of the chunks, by path below the folder.
     """
-    found = sorted(name for name in os.listdir(folder) if name.endswith(CHUNKS) and name not in named)
+    found = sorted(name for name in os.listdir(folder) if name.endswith(CHUNKS) and name not in listed)
     if found:
         yield Note.UNLISTED_FILES(count=len(found), names=tuple(found))
 
 
 def matches_folder(folder: str) -> bool:
-    """Whether a folder is of this format: with `.metadata`, or with chunks that have lost it. Raises OSError."""
+    """Whether a folder has `.metadata`, or chunk files without it. Raises OSError."""
     if os.path.isfile(os.path.join(folder, METADATA)):
         return True
     return any(name.endswith(CHUNKS) for name in os.listdir(folder))
 
 
 def holds(relative: str) -> bool:
-    """Whether a file belongs to such a checkpoint. relative: its path below the folder."""
+    """Whether a file belongs to this format. relative: its path below the folder."""
     return relative in EXTRAS or relative.endswith(CHUNKS)
 
 
 def read(folder: str) -> Snapshot:
-    """Open a folder as one checkpoint: its tensors' names and places, its values and its metadata block.
+    """Open a folder as one checkpoint without reading tensor data.
 
-    Raises MalformedFile for chunks that are missing, cut short, or do not cover their tensor, RefusedFile for a pickle
-    that wants to run something, UnsupportedFormat for chunks that other writers made.
+    Raises MalformedFile for chunks that are missing, truncated, or do not cover their tensor, RefusedFile for a pickle
+    that would execute code, UnsupportedFormat for chunks of other writers.
     """
     entries, size = read_index(folder)
-    found = _Found(folder)
+    found = _Records(folder)
     chunks = [(name, chunk) for name, entry in entries.items() for chunk in entry.chunks]
     try:
         for name, chunk in sorted(chunks, key=lambda item: (item[1].file, item[1].offset)):
             found.read(name, chunk, entries[name])
     finally:
         found.close()
-    leaves = {name: found.leaf(name, entry) for name, entry in entries.items()}
+    leaves = {name: found.make_leaf(name, entry) for name, entry in entries.items()}
     tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
     flat = flatten(tree, folder, size + found.pickled, found.made)
     unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
-    tensors = {name: replace(found.tensors.get(id(place), unread), name=name) for name, place in flat.tensors.items()}
+    tensors = {
+        name: replace(found.tensors.get(id(location), unread), name=name) for name, location in flat.tensors.items()
+    }
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
-        flat.metadata, (Note.ONE_COPY(), *found.notes(), *_unlisted(folder, found.sizes)),
+        flat.metadata, (Note.ONE_COPY(), *found.list_notes(), *_note_unlisted_files(folder, found.sizes)),
     )  # fmt: skip
-    return settled(_with_extras(whole))
+    return remove_bookkeeping(_with_extras(whole))
 
 
 @dataclass
-class _Found:
-    """What the records of a folder hold; read in the order in which they lie, one file open at a time."""
+class _Records:
+    """Reads the records of a folder in file order, with one open file at a time."""
 
     folder: str
     tensors: dict[int, Tensor] = field(default_factory=dict)
-    """By the id of the place that stands for it in the tree."""
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    """By the id of the tensor's TensorLocation in the tree."""
+    shards: dict[str, list[Shard]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    made: list[TensorPlace] = field(default_factory=list)
-    """Every tensor that is stored; each is to end under a name."""
+    made: list[TensorLocation] = field(default_factory=list)
+    """All stored tensors; each needs a name."""
     unknown: list[str] = field(default_factory=list)
     stubs: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -117,76 +119,76 @@ class _Found:
     file: BinaryIO | None = None
     opened: str = ""
     read_to: int = 0
-    """Where in that file the last record ends."""
+    """End of the last record in the open file."""
 
     def read(self, name: str, chunk: Chunk, entry: Entry) -> None:
-        """Open one record. Raises CheckpointError, with the folder's path and the place in it."""
+        """Read one record. Raises CheckpointError for the folder, with the record's location."""
         place = f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(entry.chunks) > 1 else "")
         file = self._open(chunk, place)
-        # Else one record, however long, could be read for each of a million names.
+        # Without this check, a million names could refer to one long record.
         if chunk.offset < self.read_to:
             found = f"its record begins at byte {chunk.offset}"
-            needed = f"at least {self.read_to}, where the one before ends"
+            needed = f"at least {self.read_to}, the end of the previous record"
             raise MalformedFile(self.folder, place=place, found=found, needed=needed, next_step=_AGAIN)
         self.read_to = chunk.offset + chunk.length
-        view = io.BufferedReader(_View(file, chunk.offset, chunk.length))
+        view = io.BufferedReader(_FileRange(file, chunk.offset, chunk.length))
         if entry.shape is None and not _is_zip(file, chunk):
             self._add_unknown(name)
             return
         try:
             archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file))
-            data = archive.bytes_of("data.pkl")
-            made: list[TensorPlace] = []
+            data = archive.read_record("data.pkl")
+            made: list[TensorLocation] = []
             tree, stubs = unpickle(data, archive.path, f"{archive.stem}data.pkl", made=made)
             if entry.shape is None:
-                big = archive.big_endian()
-                self.tensors |= {id(place): _moved(archive.tensor(name, place, big), chunk) for place in made}
+                big = archive.is_big_endian()
+                self.tensors |= {id(part): _shift_offset(archive.tensor(name, part, big), chunk) for part in made}
                 self.made += made
                 self.objects[name] = tree
                 self.pickled += len(data)
                 self.stubs |= set(stubs)
             else:
-                self._add_part(name, tree, archive, chunk, entry)
+                self._add_shard(name, tree, archive, chunk, entry)
         except CheckpointError as error:
             if error.path == self.folder:
                 raise
             raise type(error)(self.folder, place=place, found=error.reason) from None
-        except (ValueError, OverflowError) as error:  # the zip's directory leads out of the record
+        except (ValueError, OverflowError) as error:  # the zip's directory refers beyond the record
             raise MalformedFile(self.folder, place=place, found=str(error), next_step=_AGAIN) from None
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         if self.file is not None:
             self.file.close()
 
-    def leaf(self, name: str, entry: Entry) -> Any:
-        """Return what stands for an entry in the tree: the object that was pickled, or a tensor's place."""
+    def make_leaf(self, name: str, entry: Entry) -> Any:
+        """Return an entry's leaf in the tree: the pickled object, or the location of a tensor."""
         if entry.shape is None:
             return self.objects[name]
-        place = TensorPlace(None, entry.dtype, 0, entry.shape, in_c_order(entry.shape))
-        self.tensors[id(place)] = self._whole(name, entry)
-        self.made.append(place)  # an id is one thing's own only as long as that lives
-        return place
+        location = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
+        self.tensors[id(location)] = self._combine_shards(name, entry)
+        self.made.append(location)  # keeps the object alive, so that its id stays unique
+        return location
 
-    def notes(self) -> Iterator[Message]:
-        """Yield a note about records that could not be read."""
+    def list_notes(self) -> Iterator[Message]:
+        """Yield a note about unreadable records."""
         if self.unknown:
             yield Note.UNKNOWN_RECORDS(count=len(self.unknown), names=tuple(sorted(self.unknown)))
 
     def _open(self, chunk: Chunk, place: str) -> BinaryIO:
-        """Return the file of a chunk, which lies within it."""
+        """Return the open file of a chunk, after checking that it contains the chunk."""
         if self.file is None or self.opened != chunk.file:
             self.close()
             path = os.path.join(self.folder, chunk.file)
             try:
-                self.file, self.opened, self.read_to = regular(path), chunk.file, 0
+                self.file, self.opened, self.read_to = open_regular_file(path), chunk.file, 0
             except UnreadableFile as error:
                 raise MalformedFile(self.folder, place=place, found=error.reason, next_step=_AGAIN) from None
-            except (OSError, UnicodeEncodeError) as error:  # a name may hold half a character
-                found = getattr(error, "strerror", None) or "a name that no file can have"
+            except (OSError, UnicodeEncodeError) as error:  # a name may contain a lone surrogate
+                found = getattr(error, "strerror", None) or "an invalid file name"
                 raise MalformedFile(
                     self.folder, place=place, found=found.lower(),
-                    needed=f"the file that {METADATA} names", next_step=_AGAIN,
+                    needed=f"the file listed in {METADATA}", next_step=_AGAIN,
                 ) from None  # fmt: skip
             self.sizes[chunk.file] = os.fstat(self.file.fileno()).st_size
         end, size = chunk.offset + chunk.length, self.sizes[chunk.file]
@@ -198,48 +200,50 @@ class _Found:
         return self.file
 
     def _add_unknown(self, name: str) -> None:
-        """Count an object that a planner of the user's own wrote: beside a replica that can be read it is missing."""
+        """Count an object of a custom planner, so that it is reported as missing if another replica can be read."""
         self.unknown.append(name)
-        place = refused_place(Refusal.UNKNOWN_RECORD())
-        self.tensors[id(place)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=place.refused)
-        self.objects[name] = place
+        location = refused_tensor(Refusal.UNKNOWN_RECORD())
+        self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
+        self.objects[name] = location
 
-    def _add_part(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
-        if not isinstance(tree, TensorPlace):
-            tree = TensorPlace(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
-        tensor = _moved(archive.tensor(name, tree, archive.big_endian()), chunk)
+    def _add_shard(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
+        if not isinstance(tree, TensorLocation):
+            tree = TensorLocation(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
+        tensor = _shift_offset(archive.tensor(name, tree, archive.is_big_endian()), chunk)
         dtype = entry.dtype.name if entry.dtype is not None else "unknown"
         if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
             raise MalformedFile(
-                archive.path, found=f"the record holds {tensor.dtype} {list(tensor.shape)}",
-                needed=f"{dtype} {list(chunk.shape)}, as {METADATA} says", next_step=_AGAIN,
+                archive.path, found=f"the record contains {tensor.dtype} {list(tensor.shape)}",
+                needed=f"{dtype} {list(chunk.shape)}, as in {METADATA}", next_step=_AGAIN,
             )  # fmt: skip
-        self.parts.setdefault(name, []).append(Part(tensor, chunk.start))
+        self.shards.setdefault(name, []).append(Shard(tensor, chunk.start))
 
-    def _whole(self, name: str, entry: Entry) -> Tensor:
-        shape, parts = entry.shape or (), self.parts.get(name, [])
-        if len(parts) == 1 and not parts[0].tensor.refused:
-            return parts[0].tensor
-        refused = next((part.tensor.refused for part in parts if part.tensor.refused), None)
+    def _combine_shards(self, name: str, entry: Entry) -> Tensor:
+        shape, shards = entry.shape or (), self.shards.get(name, [])
+        if len(shards) == 1 and not shards[0].tensor.refused:
+            return shards[0].tensor
+        refused = next((shard.tensor.refused for shard in shards if shard.tensor.refused), None)
         dtype = entry.dtype.name if entry.dtype is not None else "unknown"
         if entry.dtype is None:
             refused = refused or Refusal.UNKNOWN_DTYPE()
-        parts = [] if refused else sorted(parts, key=lambda part: part.start)
-        path = parts[0].tensor.path if parts else self.folder
-        data = None if parts else b""  # of a tensor without elements
-        return Tensor(name, dtype, shape, in_c_order(shape), path, 0, refused=refused, data=data, parts=tuple(parts))
+        shards = [] if refused else sorted(shards, key=lambda shard: shard.start)
+        path = shards[0].tensor.path if shards else self.folder
+        data = None if shards else b""  # for a tensor without elements
+        return Tensor(
+            name, dtype, shape, contiguous_strides(shape), path, 0, refused=refused, data=data, shards=tuple(shards)
+        )
 
 
 def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:
-    """Whether a record begins or ends as a zip does; where it only ends as one, its beginning is damaged."""
+    """Whether a record starts or ends as a zip; if it only ends as a zip, it is damaged."""
     if torch_zip.matches(os.pread(file.fileno(), min(chunk.length, len(torch_zip.MAGIC)), chunk.offset)):
         return True
     end = chunk.offset + max(0, chunk.length - _ZIP_END_SIZE)
     return os.pread(file.fileno(), len(_ZIP_END), end) == _ZIP_END
 
 
-class _View(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
+class _FileRange(io.RawIOBase):
+    """A range of a file as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -259,7 +263,7 @@ class _View(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError("a place before the start of the record")
+            raise ValueError("an offset before the start of the record")
         self._at = base + offset
         return self._at
 
@@ -270,8 +274,8 @@ class _View(io.RawIOBase):
         return got
 
 
-def _moved(tensor: Tensor, chunk: Chunk) -> Tensor:
-    """Count a tensor's place from the start of the file and not from that of its chunk."""
+def _shift_offset(tensor: Tensor, chunk: Chunk) -> Tensor:
+    """Make a tensor's offset relative to the start of the file instead of its chunk."""
     if tensor.data is not None or tensor.refused:
         return tensor
     record = tensor.record

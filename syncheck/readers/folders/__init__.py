@@ -1,6 +1,6 @@
-"""Folders of files that belong together as a checkpoint: which format a folder is of, and its reader.
+"""Readers of folders that are a single checkpoint.
 
-Imported when a folder was given: these readers take a good part of the time that comparing two small files takes.
+Imported only for folders, because it takes a considerable part of the time for comparing two small files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot
 
-# Each has `matches_folder(folder)`, `read(folder)`, and `holds(relative)`: whether a file, by its path below the
-# folder, belongs to such a checkpoint and so is none of its own. The first that fits is taken: Accelerate's folders
-# look like those of transformers, with more in them.
+# Each module has `matches_folder(folder)`, `read(folder)`, and `holds(relative)`: whether a file, by its path below the
+# folder, belongs to the checkpoint and is not one itself. The first match reads the folder: Accelerate's folders also
+# match transformers' format.
 FOLDERS: dict[str, ModuleType] = {
     dcp.FORMAT: dcp,
     accelerate.FORMAT: accelerate,
@@ -29,23 +29,23 @@ FOLDERS: dict[str, ModuleType] = {
 
 
 def sniff_folder(folder: str) -> ModuleType | None:
-    """Return the format of a folder that is itself one checkpoint, or None.
+    """Return the reader of a folder that is a single checkpoint, or None.
 
     Raises UnreadableFile for a folder that cannot be listed.
     """
     try:
-        return next((found for found in FOLDERS.values() if found.matches_folder(folder)), None)
+        return next((reader for reader in FOLDERS.values() if reader.matches_folder(folder)), None)
     except (OSError, ValueError) as error:
         raise UnreadableFile.because(folder, error) from None
 
 
 def read_folder(folder: str) -> Snapshot | None:
-    """Open a folder that is itself one checkpoint; None where it is none. Raises CheckpointError as `read` does."""
-    found = sniff_folder(folder)
-    if found is None:
+    """Open a folder that is a single checkpoint, or return None. Raises CheckpointError as `read` does."""
+    reader = sniff_folder(folder)
+    if reader is None:
         return None
     try:
-        snapshot: Snapshot = found.read(folder)
+        snapshot: Snapshot = reader.read(folder)
     except OSError as error:
         raise UnreadableFile.because(folder, error) from None
     return snapshot

@@ -1,4 +1,4 @@
-"""Folders of Accelerate's `save_state`: weights, optimizer.bin, and the random states of every rank."""
+"""Folders of Accelerate's `save_state`: weights, optimizer.bin, and the RNG state of every rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from syncheck.readers.folders import huggingface
-from syncheck.readers.folders.inside import names_in
+from syncheck.readers.folders.listing import list_names
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -17,11 +17,11 @@ _RANDOM = re.compile(r"random_states_\d+\.pkl")
 
 
 def matches_folder(folder: str) -> bool:
-    """Whether a folder holds weights, and random states under the names that Accelerate gives them."""
-    names = names_in(folder)
+    """Whether a folder contains weights, and RNG states under Accelerate's names."""
+    names = list_names(folder)
     return huggingface.has_weights(names) and any(_RANDOM.fullmatch(name) for name in names)
 
 
 def read(folder: str) -> Snapshot:
-    """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is missing or broken."""
+    """Open the folder as one checkpoint. Raises CheckpointError for a missing or unreadable file."""
     return huggingface.read(folder, FORMAT)

@@ -1,7 +1,7 @@
-"""DeepSpeed's tag folders: `global_step500/` with a file for each model part and each rank's part of the optimizer.
+"""DeepSpeed tag folders: `global_step500/` with a file per model-parallel rank and per ZeRO partition.
 
-Names as in deepspeed/runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name, _get_expert_ckpt_name): mp_rank counts the
-model-parallel ranks, zero_pp_rank the data-parallel ones, whose ZeRO partitions have no element in common.
+Names as in deepspeed/runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name, _get_expert_ckpt_name): mp_rank is the
+model-parallel rank, zero_pp_rank the data-parallel rank, whose ZeRO partitions are disjoint.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.messages import Note
-from syncheck.readers.folders.inside import names_in, numbered
-from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
+from syncheck.readers.folders.listing import list_names, match_in_order
+from syncheck.readers.folders.parallel_parts import choose_label, note_missing_parts, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -25,42 +25,46 @@ _MODEL = re.compile(
 )
 _OPTIMIZER = re.compile(rf"(?:bf16_)?(?P<label>(?:zero_pp_rank|expp_rank)_\d+_{_MP})_optim_states\.pt")
 
-# Parts that are numbered from 0 on without a gap.
+# Files that are numbered from 0 without gaps.
 _MODEL_PART = re.compile(r"mp_rank_(\d+)")
 _ZERO_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
 def matches_folder(folder: str) -> bool:
-    """Whether a folder holds the files that DeepSpeed writes for a tag."""
-    names = names_in(folder)
+    """Whether a folder contains files that DeepSpeed writes for a tag."""
+    names = list_names(folder)
     return any(_MODEL.fullmatch(name) for name in names)
 
 
 def holds(relative: str) -> bool:
-    """Whether a file, by its path below the folder, belongs to such a checkpoint."""
+    """Whether a file belongs to this format. relative: its path below the folder."""
     return any(pattern.fullmatch(relative) for pattern in (_MODEL, _OPTIMIZER))
 
 
-def _is_part(match: re.Match[str]) -> bool:
+def _is_zero_partition(match: re.Match[str]) -> bool:
     return match["label"].startswith("zero_pp_rank_")
 
 
 def read(folder: str) -> Snapshot:
-    """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is broken."""
-    names = names_in(folder)
-    models, optimizers = numbered(_MODEL, names), numbered(_OPTIMIZER, names)
+    """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file."""
+    names = list_names(folder)
+    models, optimizers = match_in_order(_MODEL, names), match_in_order(_OPTIMIZER, names)
     parts = [
-        # The only part of a folder may be one of several nodes'.
-        (os.path.join(folder, match.string), match["label"] if _is_part(match) else label(match, found), is_optimizer)
+        # A single file keeps its label, because other nodes may have more files.
+        (
+            os.path.join(folder, match.string),
+            match["label"] if _is_zero_partition(match) else choose_label(match, found),
+            is_optimizer,
+        )
         for found, is_optimizer in ((models, False), (optimizers, True))
         for match in found
     ]
     snapshot = read_parts(folder, FORMAT, parts)
     for found, pattern, what in ((models, _MODEL_PART, "model-parallel parts"), (optimizers, _ZERO_PART, "ZeRO parts")):
-        places = [tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"]))]
-        snapshot = replace(snapshot, notes=(*snapshot.notes, *lacking(places, what)))
-    shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_part(match))
-    snapshot = replace(snapshot, shards=shards)
+        part_numbers = [tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"]))]
+        snapshot = replace(snapshot, notes=(*snapshot.notes, *note_missing_parts(part_numbers, what)))
+    shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_zero_partition(match))
+    snapshot = replace(snapshot, shard_labels=shards)
     if sum(match.string.startswith("zero_pp_rank_") for match in models) < 2:
         return snapshot
     return replace(snapshot, notes=(*snapshot.notes, Note.RANKS_IN_FOLDER()))

@@ -1,8 +1,8 @@
-"""Folders with one file for each thing that is saved: weights, optimizer, scheduler, scaler, random states.
+"""Folders with separate files for weights, optimizer, scheduler, scaler and RNG states.
 
-transformers' Trainer (`checkpoint-500/`) and Accelerate's `save_state` write them, with the names of
-transformers/trainer.py and accelerate/utils/constants.py. Weights may be one file, or several that an index names:
-`model.safetensors.index.json`, which huggingface_hub/serialization/_base.py writes, or `pytorch_model.bin.index.json`.
+The formats are transformers' Trainer (`checkpoint-500/`) and Accelerate's `save_state`, with file names from
+transformers/trainer.py and accelerate/utils/constants.py. Weights are one file, or several files with an index:
+`model.safetensors.index.json`, as in huggingface_hub/serialization/_base.py, or `pytorch_model.bin.index.json`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.messages import Note
 from syncheck.readers.assembly import Assembly, as_stored
-from syncheck.readers.bookkeeping import settled
+from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.files import read_file
-from syncheck.readers.folders.inside import names_in, numbered, read_json
-from syncheck.readers.pickles.optimizer_names import named_by_order
+from syncheck.readers.folders.listing import list_names, match_in_order, read_json
+from syncheck.readers.pickles.optimizer_names import match_by_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ _AGAIN = "save or copy the whole folder again"
 _WEIGHTS = re.compile(
     r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?P<number>_\d+)?\.(?P<ending>safetensors|bin)"
 )
-# What stands beside the weights, and what its names begin with; the group is a number, empty where there is none.
+# Files besides the weights, and the prefix of their names. The group is the file's number, if any.
 _BESIDE = {
     re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)"): "optimizer",
     re.compile(r"(?:lr_)?scheduler(?:_(\d+))?\.(?:pt|bin)"): "scheduler",
@@ -43,57 +43,57 @@ _BESIDE = {
     re.compile(r"rng_state(?:_(\d+))?\.pth"): "rng_state",
     re.compile(r"random_states_(\d+)\.pkl"): "random_states",
 }
-# Of these there may be one for each rank or object, so that their number is said even where there is one.
+# Files that keep their number in names even if there is only one, because they belong to a numbered object.
 _NUMBERED = ("custom_checkpoint",)
 _OF_RANKS = ("rng_state", "random_states")
 _PROGRESS = "trainer_state.json"
-# By these a folder with one known file of weights is told from any folder that has a file of that name.
+# Files that confirm the format for a folder with one file of weights, whose name alone would match unrelated folders.
 _COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_config.json", _PROGRESS})
 
 
 def _read_index(path: str) -> Snapshot:
-    """Open the weights that an index names. path: the index.
+    """Open the weights of an index. path: the index.
 
-    Raises CheckpointError, of the index, when a file is missing or lies outside the folder, when a tensor is not in
-    its file, and when a file holds one that the index gives to no file or to another.
+    Raises CheckpointError with the path of the index if a file is missing or outside the folder, or if a file contains
+    other tensors than the index assigns to it.
     """
     folder = os.path.dirname(path)
-    where = _weight_map(path)
+    weight_map = _weight_map(path)
     whole = Assembly(folder, "")
     tensors_in: dict[str, dict[str, None]] = {}  # in the order of the index
-    for tensor, name in where.items():
+    for tensor, name in weight_map.items():
         tensors_in.setdefault(name, {})[tensor] = None
-    for name, wanted in sorted(tensors_in.items()):
+    for name, listed in sorted(tensors_in.items()):
         file = os.path.join(folder, name)
         if not os.path.lexists(file):
-            first = next(iter(wanted))
+            first = next(iter(listed))
             raise UnreadableFile(path, place=f"tensor '{first}'", found=f"the file {name} is missing", next_step=_AGAIN)
         part = read_file(file)
         for tensor in part.tensors:
-            if where.get(tensor) != name:
-                other = where.get(tensor)
-                gives = f"the index gives it to {other}" if other else "the index does not name it"
-                raise _malformed(path, tensor, f"it is in {name}, but {gives}", "one file for each tensor")
-        for tensor in sorted(wanted.keys() - part.tensors.keys()):
-            raise _malformed(path, tensor, f"it is not in {name}", f"{len(wanted)} tensors in that file")
+            if weight_map.get(tensor) != name:
+                other = weight_map.get(tensor)
+                assignment = f"the index assigns it to {other}" if other else "the index does not list it"
+                raise _malformed(path, tensor, f"it is in {name}, but {assignment}", "one file for each tensor")
+        for tensor in sorted(listed.keys() - part.tensors.keys()):
+            raise _malformed(path, tensor, f"it is not in {name}", f"{len(listed)} tensors in that file")
         whole.add(part)
     whole.bytes += os.stat(path).st_size
-    # In the order of the index, which is that of the model where nobody sorted it.
-    whole.tensors = {tensor: whole.tensors[tensor] for tensor in where}
+    # In the order of the index, which is the model's if the writer did not sort it.
+    whole.tensors = {tensor: whole.tensors[tensor] for tensor in weight_map}
     return whole.snapshot()
 
 
 def _weight_map(path: str) -> dict[str, str]:
-    """Return which file holds which tensor, with no file outside the folder."""
-    where: Any = read_json(path).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+    """Return the file of each tensor, after checking that all files are in the folder."""
+    weight_map: Any = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise MalformedFile(
-            path, place="weight_map", found=brief(where), needed="a file name for each tensor", next_step=_AGAIN
+            path, place="weight_map", found=brief(weight_map), needed="a file name for each tensor", next_step=_AGAIN
         )
-    for tensor, name in where.items():
+    for tensor, name in weight_map.items():
         if not name or "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name):
             raise _malformed(path, tensor, f"the file {brief(name)}", "a file in the folder of the index")
-    return where
+    return weight_map
 
 
 def _malformed(path: str, tensor: str, found: str, needed: str) -> MalformedFile:
@@ -101,16 +101,16 @@ def _malformed(path: str, tensor: str, found: str, needed: str) -> MalformedFile
 
 
 def has_weights(names: Iterable[str]) -> bool:
-    """Whether there are weights among the files of a folder, as one file of a known name or with an index."""
+    """Whether a folder's files include weights, as one file with a known name or with an index."""
     return any(_WEIGHTS.fullmatch(name) or _INDEX.fullmatch(name) for name in names)
 
 
 def matches_folder(folder: str) -> bool:
-    """Whether a folder holds an index of weights, or weights and what libraries put beside them.
+    """Whether a folder contains an index of weights, or weights with other files of the format.
 
-    On other nodes than the first, Trainer saves all but the weights.
+    Trainer saves the weights on the first node only.
     """
-    names = names_in(folder)
+    names = list_names(folder)
     if any(_INDEX.fullmatch(name) for name in names):
         return True
     beside = any(pattern.fullmatch(name) for pattern in _BESIDE for name in names)
@@ -120,42 +120,41 @@ def matches_folder(folder: str) -> bool:
 
 
 def holds(relative: str) -> bool:
-    """Whether a file, by its path below the folder, belongs to such a checkpoint."""
+    """Whether a file belongs to this format. relative: its path below the folder."""
     patterns = (_WEIGHTS, _SHARD, _INDEX, *_BESIDE)
     return relative == _PROGRESS or any(pattern.fullmatch(relative) for pattern in patterns)
 
 
 def read(folder: str, format_name: str = FORMAT) -> Snapshot:
-    """Open such a folder: the model's tensors, `optimizer.*`, `scheduler.*` and so on, and how far the run was.
+    """Open the folder as one checkpoint: the model's tensors, `optimizer.*`, `scheduler.*`, ..., and the progress.
 
-    Raises CheckpointError for a file of it that cannot be read.
+    Raises CheckpointError for an unreadable file.
     """
-    names = names_in(folder)
+    names = list_names(folder)
     whole = Assembly(folder, format_name)
-    in_order = _add_weights(whole, names)
+    in_model_order = _add_weights(whole, names)
     for pattern, top in _BESIDE.items():
-        found = numbered(pattern, names)
+        found = match_in_order(pattern, names)
         for match in found:
-            # A file that is the only one of its kind needs no number, unless that says that others are missing:
-            # optimizer_1.bin alone is of the second optimizer, but random states may be of any one rank.
+            # A single file of its kind gets no label, unless its number shows that files are missing: optimizer_1.bin
+            # is the second optimizer's, but a single file of RNG states may belong to any rank.
             alone = len(found) == 1 and top not in _NUMBERED and (top in _OF_RANKS or not int(match[1] or 0))
-            # Of several, the one without a number is the first, but rng_state.pth is that of a single process.
+            # Among several files, the one without a number is the first, except rng_state.pth of a single process.
             label = "" if alone else (match[1] or ("" if top == "rng_state" else "0"))
-            whole.add(read_file(os.path.join(folder, match.string)), _below(top, label))
-    if in_order:
+            whole.add(read_file(os.path.join(folder, match.string)), _add_prefix(top, label))
+    if in_model_order:
         _name_parameters(whole)
     if _PROGRESS in names:
         state = read_json(os.path.join(folder, _PROGRESS))
         progress = {key: state.get(key) for key in ("global_step", "epoch")}
         whole.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
-    return settled(whole.snapshot())
+    return remove_bookkeeping(whole.snapshot())
 
 
-def _below(top: str, label: str) -> Callable[[str], str]:
-    """Return how to name what a file holds that is all of one thing, such as `optimizer`.
+def _add_prefix(top: str, label: str) -> Callable[[str], str]:
+    """Return a function that prefixes the names of a file.
 
-    top: what the names begin with; those that begin so already get it once. label: what tells this file from others
-    of its kind, empty where there is no other.
+    top: the prefix, which names may already have. label: distinguishes the file from others of its kind, or is empty.
     """
     start = f"{top}.{label}" if label else top
 
@@ -167,37 +166,37 @@ def _below(top: str, label: str) -> Callable[[str], str]:
 
 
 def _add_weights(whole: Assembly, names: list[str]) -> bool:
-    """Add the weights of each model, and other files of weights under their own names.
+    """Add the weights of each model, and other files of weights below their file name.
 
-    Returns whether the tensors are in the model's order: safetensors and indexes are sorted by name.
+    Returns whether the tensors are in the model's order; safetensors and indexes are sorted by name.
     """
-    slots = _weights(names)
+    slots = _choose_weights(names)
     for slot, name in slots.items():
         path = os.path.join(whole.folder, name)
         part = _read_index(path) if _INDEX.fullmatch(name) else read_file(path)
-        # Accelerate saves several models side by side: model.safetensors, model_1.safetensors.
-        # One with a number is not the first, also where that is missing.
+        # Accelerate numbers additional models: model.safetensors, model_1.safetensors. A numbered model is not the
+        # first, even if the first is missing.
         first = slot == next(iter(slots)) and not ((one := _WEIGHTS.fullmatch(name)) and one["number"])
-        whole.add(part, as_stored if first else _below(slot, ""))
+        whole.add(part, as_stored if first else _add_prefix(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
     weights = {name for name in names if _WEIGHTS.fullmatch(name) or _SHARD.fullmatch(name)}
     for name in sorted(weights - used - set(slots.values())):
-        # Another copy of the weights, or a shard that the index no longer names: libraries may load it instead.
-        whole.add(read_file(os.path.join(whole.folder, name)), _below(name, ""))
+        # Another copy of the weights, or a shard that is not in the index: libraries may load it instead.
+        whole.add(read_file(os.path.join(whole.folder, name)), _add_prefix(name, ""))
         whole.notes.append(Note.OTHER_WEIGHTS(file=name, others=", ".join(slots.values())))
     return [bool(_WEIGHTS.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
 
 
 def _name_parameters(whole: Assembly) -> None:
-    """Give the optimizer's states the names of their parameters, where the order tells them."""
+    """Use parameter names for the optimizer's states, if their order determines the names."""
     groups = {name.split(".")[2] for name in whole.values if name.startswith("optimizer.param_groups.")}
-    found = named_by_order({name: tensor.shape for name, tensor in whole.tensors.items()}, len(groups))
+    found = match_by_order({name: tensor.shape for name, tensor in whole.tensors.items()}, len(groups))
     full = {name: found.get(name, name) for name in whole.tensors}
     whole.tensors = {full[name]: replace(tensor, name=full[name]) for name, tensor in whole.tensors.items()}
 
 
-def _weights(names: list[str]) -> dict[str, str]:
-    """Choose the file or index of each model: where both formats lie there, safetensors, as transformers does."""
+def _choose_weights(names: list[str]) -> dict[str, str]:
+    """Choose the file or index of each model. If both formats are present, choose safetensors, as transformers does."""
     found: dict[str, tuple[int, int, str]] = {}
     for name in names:
         index, one = _INDEX.fullmatch(name), _WEIGHTS.fullmatch(name)
@@ -205,9 +204,9 @@ def _weights(names: list[str]) -> dict[str, str]:
         if match is None:
             continue
         slot = match["stem"].removeprefix("pytorch_") + (match["number"] or "" if one else "")
-        # One file before an index, as transformers.PreTrainedModel.from_pretrained looks for them.
+        # A file precedes an index, as in transformers.PreTrainedModel.from_pretrained.
         rank = 2 * (match["ending"] == "bin") + (index is not None)
-        # And of two indexes the one without a variant in its name.
+        # An index without a variant in its name precedes an index with a variant.
         chosen = rank, len(name), name
         found[slot] = min(found.get(slot, chosen), chosen)
     return {slot: name for slot, (_, _, name) in sorted(found.items(), key=lambda item: (item[0] != "model", item[0]))}

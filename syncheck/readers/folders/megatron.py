@@ -1,7 +1,7 @@
-"""Folders of one Megatron-LM iteration: `iter_0000500/mp_rank_00_001/model_optim_rng.pt`, a folder for each part.
+"""Megatron-LM iteration folders: `iter_0000500/mp_rank_00_001/model_optim_rng.pt`, one folder per model part.
 
-The numbers are the tensor-, pipeline- and expert-parallel ranks (megatron/training/checkpointing.py,
-get_checkpoint_name): each folder holds another part of the model.
+The numbers are tensor-, pipeline- and expert-parallel ranks (megatron/training/checkpointing.py, get_checkpoint_name);
+each folder contains another part of the model.
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, UnreadableFile
-from syncheck.readers.folders.inside import names_in, numbered
-from syncheck.readers.folders.parallel_parts import label, lacking, read_parts
+from syncheck.readers.folders.listing import list_names, match_in_order
+from syncheck.readers.folders.parallel_parts import choose_label, note_missing_parts, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
 
 FORMAT = "megatron"
 _FOLDER = re.compile(r"(?P<label>mp_rank_(?P<numbers>\d+(?:_\d+){0,2}))")
-# Whether all in the file is of the optimizer.
+# Whether a file contains only optimizer state.
 _FILES = {"model_optim_rng.pt": False, "model_rng.pt": False, "optim.pt": True, "distrib_optim.pt": True}
 
 
 def matches_folder(folder: str) -> bool:
-    """Whether a folder holds the folder of a model-parallel rank with what Megatron saves in it."""
-    ranks = numbered(_FOLDER, names_in(folder))
+    """Whether a folder contains a model-parallel rank's folder with Megatron's files."""
+    ranks = match_in_order(_FOLDER, list_names(folder))
     return any(os.path.lexists(os.path.join(folder, rank.string, name)) for rank in ranks for name in _FILES)
 
 
 def holds(relative: str) -> bool:
-    """Whether a file, by its path below the folder, belongs to such a checkpoint."""
+    """Whether a file belongs to this format. relative: its path below the folder."""
     rank, _, name = relative.partition("/")
     return _FOLDER.fullmatch(rank) is not None and name in _FILES
 
 
 def read(folder: str) -> Snapshot:
-    """Open the folder as one checkpoint. Raises CheckpointError for a file of it that is broken, or a rank without."""
-    ranks = numbered(_FOLDER, names_in(folder))
+    """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file, or a rank without files."""
+    ranks = match_in_order(_FOLDER, list_names(folder))
     parts = [
-        (os.path.join(folder, rank.string, name), label(rank, ranks), _FILES[name])
+        (os.path.join(folder, rank.string, name), choose_label(rank, ranks), _FILES[name])
         for rank in ranks
-        for name in _files(os.path.join(folder, rank.string))
+        for name in _list_files(os.path.join(folder, rank.string))
     ]
     snapshot = read_parts(folder, FORMAT, parts)
-    gone = lacking((tuple(map(int, rank["numbers"].split("_"))) for rank in ranks), "model-parallel parts")
-    return replace(snapshot, notes=(*snapshot.notes, *gone))
+    notes = note_missing_parts((tuple(map(int, rank["numbers"].split("_"))) for rank in ranks), "model-parallel parts")
+    return replace(snapshot, notes=(*snapshot.notes, *notes))
 
 
-def _files(rank: str) -> list[str]:
-    """Return what Megatron saved in the folder of a rank. Raises MalformedFile where there is nothing of it."""
+def _list_files(rank: str) -> list[str]:
+    """Return Megatron's files in the folder of a rank. Raises MalformedFile if it has no such file."""
     try:
-        inside = set(names_in(rank))
+        names = set(list_names(rank))
     except OSError as error:
         raise UnreadableFile.because(rank, error) from None
-    found = [name for name in _FILES if name in inside]
+    found = [name for name in _FILES if name in names]
     if not found:
         again = "the save did not finish, or the copy is not complete: save or copy the whole folder again"
         raise MalformedFile(rank, found="no file of this rank", needed=f"one of {', '.join(_FILES)}", next_step=again)

@@ -1,4 +1,4 @@
-"""Checkpoints that model-parallel and ZeRO ranks write in parts: each file holds what no other does."""
+"""Checkpoints in which each file of a model-parallel or ZeRO rank contains a different part."""
 
 from __future__ import annotations
 
@@ -21,50 +21,49 @@ if TYPE_CHECKING:
 
     Part: TypeAlias = tuple[str, str, bool]
 
-# What helpers beside the model are known by: it stays in front, so that what a tensor is can be told from its name.
+# Top-level keys that stay before the label, because they determine the kinds of tensors.
 _TOPS = ("optimizer", "scaler")
-# Names under which trainers keep the progress of a run.
+# Names of a run's progress.
 _PROGRESS = frozenset({"step", "epoch", "global_step", "global_steps", "iteration", "iter", "epochs_run", "steps_run"})
 
 
 def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Snapshot:
     """Open a checkpoint in parts.
 
-    parts: of each file its path, a label that tells it from the others (empty where there is one), and whether all in
-    it is of the optimizer. Labels stand in front of the names, after `optimizer`. Values that all files have alike,
-    such as the iteration, keep their name. Raises CheckpointError for a file that cannot be read, and for one that was
-    written at another moment of the run.
+    parts: for each file, its path, a label that distinguishes it (empty for a single file), and whether all of it is
+    optimizer state. Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files,
+    such as the iteration, get no label. Raises CheckpointError for an unreadable file, or a file of another step.
     """
     whole = Assembly(folder, format_name)
     opened = [read_file(path) for path, _, _ in parts]
     _check_progress(opened, folder)
     for part, (_, label, optimizer) in zip(opened, parts, strict=True):
-        whole.add(part, _labelled(label, optimizer=optimizer))
-    whole.values |= _shared(opened)
+        whole.add(part, _make_rename(label, optimizer=optimizer))
+    whole.values |= _find_shared_values(opened)
     return whole.snapshot()
 
 
-def label(match: re.Match[str], found: Sequence[re.Match[str]]) -> str:
-    """Return what tells a file from the others found of its kind: nothing for the first part where it is the only one.
+def choose_label(match: re.Match[str], found: Sequence[re.Match[str]]) -> str:
+    """Return the label of a file. It is empty for part 0 if no other part is present.
 
-    Another part that stands alone is not the first one, whatever it holds. match: of which `label` is the name.
+    A single part other than 0 keeps its label, because the folder is incomplete. match: with a group `label`.
     """
     first = not any(int(number) for number in re.findall(r"\d+", match["label"]))
     return "" if first and len(found) == 1 else match["label"]
 
 
-def lacking(places: Iterable[tuple[int, ...]], what: str) -> list[Message]:
-    """Return a note if a folder lacks parts. places: the numbers of each part."""
-    there = set(places)
-    if len({len(place) for place in there}) != 1:  # no grid
+def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], what: str) -> list[Message]:
+    """Return a note if a folder lacks parts. part_numbers: the numbers in each part's name."""
+    present = set(part_numbers)
+    if len({len(place) for place in present}) != 1:  # names with different counts of numbers form no grid
         return []
-    most = math.prod(max(column) + 1 for column in zip(*there, strict=True))
-    gone = most - len(there)
-    return [Note.PARTS_ABSENT(absent=brief(gone), total=brief(most), what=what)] if gone else []
+    most = math.prod(max(column) + 1 for column in zip(*present, strict=True))
+    missing = most - len(present)
+    return [Note.PARTS_ABSENT(absent=brief(missing), total=brief(most), what=what)] if missing else []
 
 
 def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
-    """Raise MalformedFile where parts say of different steps that they are of them: no checkpoint has such."""
+    """Raise MalformedFile if parts have different steps, which no consistent checkpoint has."""
     first: dict[str, Snapshot] = {}
     for part in opened:
         for name in _PROGRESS.intersection(part.values):
@@ -74,12 +73,12 @@ def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
                     part.path,
                     place=name,
                     found=brief(part.values[name]),
-                    needed=f"{brief(other.values[name])}, as {os.path.relpath(other.path, folder)} has",
-                    next_step="it is of another step than the rest: save or copy the whole folder again",
+                    needed=f"{brief(other.values[name])}, as in {os.path.relpath(other.path, folder)}",
+                    next_step="its step differs from the other files: save or copy the whole folder again",
                 )
 
 
-def _labelled(label: str, *, optimizer: bool) -> Callable[[str], str]:
+def _make_rename(label: str, *, optimizer: bool) -> Callable[[str], str]:
     def rename(name: str) -> str:
         top, dot, inner = name.partition(".")
         if optimizer:
@@ -92,8 +91,8 @@ def _labelled(label: str, *, optimizer: bool) -> Callable[[str], str]:
     return rename
 
 
-def _shared(opened: Sequence[Snapshot]) -> dict[str, Any]:
-    """Return the values at the top of all files that hold them, where these agree: the iteration, the version."""
+def _find_shared_values(opened: Sequence[Snapshot]) -> dict[str, Any]:
+    """Return the top-level values that are equal in all files that have them, such as the iteration."""
     first = {name: value for part in reversed(opened) for name, value in part.values.items() if "." not in name}
     return {
         name: value

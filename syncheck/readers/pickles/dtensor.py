@@ -1,9 +1,9 @@
-"""Tensor subclasses in a checkpoint's pickle: a DTensor is this rank's part, with how the parts lie over the ranks.
+"""Tensor subclasses in a checkpoint's pickle. A DTensor is a rank's shard with its sharding.
 
-torch writes a subclass as `_rebuild_from_type_v2(call, class, arguments, state)`. Of a DTensor the state holds the
-local tensor and a DTensorSpec: the mesh, and a placement for each of its dimensions.
+torch writes a subclass as `_rebuild_from_type_v2(call, class, arguments, state)`. The state of a DTensor contains the
+local tensor and a DTensorSpec: the mesh, and a placement for each mesh dimension.
 Formats: torch/distributed/tensor/_dtensor_spec.py and torch/distributed/device_mesh.py of torch 2.6 to 2.15. Until
-torch 2.8 a mesh keeps a tensor of its ranks; then a layout, sizes and strides into the list of all ranks.
+torch 2.8 a mesh has a tensor of its ranks; later a layout, which is sizes and strides into the list of all ranks.
 """
 
 from __future__ import annotations
@@ -15,160 +15,160 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import brief
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, attributes_of, refused_place
+from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorLocation, attributes_of, refused_tensor
 from syncheck.snapshots import Sharding, are_naturals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Ranks of a mesh. The largest runs that were published had some ten thousands.
+# Limit of ranks in a mesh. The largest published runs have some ten thousand.
 _MAX_RANKS = 1 << 20
 
-# Sizes, ranks, coordinate, names, and where this rank stands along the other dimensions of the root mesh.
+# Sizes, ranks, coordinate, names, and this rank's coordinates in the other dimensions of the root mesh.
 Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...], tuple[tuple[str, int], ...]]
 
 
 class _Unknown(Exception):
-    """The pickle describes a DTensor in a way that is not understood; it is then counted and not compared."""
+    """The pickle describes a DTensor in an unknown way, so its tensor is counted but not compared."""
 
 
 def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> Any:
-    """Rebuild a tensor subclass: a DTensor is its local tensor, any other wraps one ordinary tensor or is not known."""
+    """Rebuild a tensor subclass: the local tensor of a DTensor, or the single tensor within another subclass."""
     attributes = attributes_of(state)
     if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
         own = {name: attributes.pop(name) for name in ("_local_tensor", "_spec") if name in attributes}
         try:
-            place = _local(args, own)
+            tensor = _read_local_tensor(args, own)
         except _Unknown:
-            place = refused_place(Refusal.SHARDED_DTENSOR())
-        return Compound.around(place, attributes, *own.values())
+            tensor = refused_tensor(Refusal.SHARDED_DTENSOR())
+        return Compound.wrap(tensor, attributes, *own.values())
     if isinstance(call, StandIn) and isinstance(args, tuple):
-        place = call(*args)
-        if not isinstance(place, TensorPlace):
-            return place
-        return Compound.around(place, state) if state else place
+        tensor = call(*args)
+        if not isinstance(tensor, TensorLocation):
+            return tensor
+        return Compound.wrap(tensor, state) if state else tensor
     reason = Refusal.SUBCLASS(name=brief(getattr(kind, "name", kind), 80))
-    return refused_place(reason, inner={"given": args, "state": state})
+    return refused_tensor(reason, inner={"given": args, "state": state})
 
 
-def _local(args: Any, parts: Mapping[str, Any]) -> TensorPlace:
-    """Return the place of the local tensor, with its sharding. args: class, dtype, whole shape, ..."""
+def _read_local_tensor(args: Any, parts: Mapping[str, Any]) -> TensorLocation:
+    """Return the local tensor with its sharding. args: class, dtype, full shape, ..."""
     local, spec = parts.get("_local_tensor"), parts.get("_spec")
-    if not isinstance(local, TensorPlace) or local.refused or not isinstance(args, tuple) or len(args) < 3:
+    if not isinstance(local, TensorLocation) or local.refused or not isinstance(args, tuple) or len(args) < 3:
         raise _Unknown
-    mesh, placed = _field(spec, "mesh"), _field(spec, "placements")
+    mesh, placed = _get_field(spec, "mesh"), _get_field(spec, "placements")
     if not isinstance(mesh, Inert) or not isinstance(placed, (tuple, list)):
         raise _Unknown
     if mesh.known is None:  # all tensors of a file share their mesh
-        mesh.known = _mesh(mesh)
+        mesh.known = _read_mesh(mesh)
     sizes, ranks, coordinate, names, beside = mesh.known
-    placements = tuple(_placement(one) for one in placed)
+    placements = tuple(_format_placement(one) for one in placed)
     if len(placements) != len(sizes):
         raise _Unknown
-    return local.as_part(Sharding(sizes, ranks, placements, _numbers(args[2]), names, coordinate, beside))
+    return local.as_shard(Sharding(sizes, ranks, placements, _check_numbers(args[2]), names, coordinate, beside))
 
 
-def _placement(placement: Any) -> str:
-    """Write a placement as torch prints it; that of a masked or otherwise special sum is a sum's."""
+def _format_placement(placement: Any) -> str:
+    """Return a placement as torch prints it; subclasses of Partial, like masked partials, print as partial."""
     name = getattr(type(placement), "name", "").rpartition(".")[2]
     if name == "Replicate":
         return "R"
     if name.endswith("Partial"):
-        operation = _field(placement, "reduce_op")
+        operation = _get_field(placement, "reduce_op")
         return f"P({operation})" if isinstance(operation, str) else "P"
-    dim = _field(placement, "dim")
+    dim = _get_field(placement, "dim")
     if type(dim) is not int or name not in ("Shard", "_StridedShard"):
         raise _Unknown
-    return f"S({dim})" if name == "Shard" else f"_S({dim}, {brief(_field(placement, 'split_factor'))})"
+    return f"S({dim})" if name == "Shard" else f"_S({dim}, {brief(_get_field(placement, 'split_factor'))})"
 
 
-def _mesh(mesh: Inert) -> Mesh:
-    """Return what a DeviceMesh says of itself and of its root mesh."""
-    tensor = _field(mesh, "mesh")
-    if isinstance(tensor, TensorPlace):
-        sizes, ranks = tensor.shape, _numbers(_field(mesh, "_flatten_mesh_list"))
+def _read_mesh(mesh: Inert) -> Mesh:
+    """Return the layout of a DeviceMesh, and this rank's coordinates in its root mesh."""
+    tensor = _get_field(mesh, "mesh")
+    if isinstance(tensor, TensorLocation):
+        sizes, ranks = tensor.shape, _check_numbers(_get_field(mesh, "_flatten_mesh_list"))
     else:
-        sizes, ranks = _by_layout(mesh)
-    coordinate = _coordinate(mesh, sizes)
-    names = _names(mesh)
+        sizes, ranks = _read_layout(mesh)
+    coordinate = _read_coordinate(mesh, sizes)
+    names = _read_names(mesh)
     if math.prod(sizes) != len(ranks) or len(set(ranks)) < len(ranks) or len(names) not in (0, len(sizes)):
         raise _Unknown
     beside: tuple[tuple[str, int], ...] = ()
-    if isinstance(root := _field(mesh, "_root_mesh"), Inert):
-        at = _numbers(_field(root, "_coordinate_on_dim"))
-        beside = tuple(one for one in zip(_names(root), at, strict=False) if one[0] not in names)
+    if isinstance(root := _get_field(mesh, "_root_mesh"), Inert):
+        at = _check_numbers(_get_field(root, "_coordinate_on_dim"))
+        beside = tuple(one for one in zip(_read_names(root), at, strict=False) if one[0] not in names)
     return tuple(sizes), ranks, coordinate, names, beside
 
 
-def _names(mesh: Inert) -> tuple[str, ...]:
-    names = _field(mesh, "mesh_dim_names", "_mesh_dim_names") or ()
+def _read_names(mesh: Inert) -> tuple[str, ...]:
+    names = _get_field(mesh, "mesh_dim_names", "_mesh_dim_names") or ()
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise _Unknown
     return tuple(names)
 
 
-def _by_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and ranks of a mesh that is a layout of all ranks; a part of a mesh leaves some of them out."""
-    everyone = _numbers(_field(mesh, "_flatten_rank_map"))
-    axes = _axes(mesh)
+def _read_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and ranks of a mesh with a layout of all ranks; a submesh contains only some of them."""
+    all_ranks = _check_numbers(_get_field(mesh, "_flatten_rank_map"))
+    axes = _list_axes(mesh)
     sizes = tuple(len(axis) for axis in axes)
-    start, root = 0, _field(mesh, "_root_mesh")
+    start, root = 0, _get_field(mesh, "_root_mesh")
     if isinstance(root, Inert):
-        # The whole mesh falls into equal parts. This rank's part starts where the rank stands in the whole mesh, less
-        # the steps to the rank from the start of the part.
-        start = _position(root, _axes(root)) - _position(mesh, axes)
-    elif math.prod(sizes) != len(everyone):
+        # The root mesh is divided into equal submeshes. This rank's submesh starts at the rank's position in the root
+        # mesh minus its position in the submesh.
+        start = _find_position(root, _list_axes(root)) - _find_position(mesh, axes)
+    elif math.prod(sizes) != len(all_ranks):
         raise _Unknown
     at = [start + sum(steps) for steps in product(*axes)]
-    if min(at) < 0 or max(at) >= len(everyone):
+    if min(at) < 0 or max(at) >= len(all_ranks):
         raise _Unknown
-    return sizes, tuple(everyone[position] for position in at)
+    return sizes, tuple(all_ranks[position] for position in at)
 
 
-def _position(mesh: Inert, axes: list[list[int]]) -> int:
-    return sum(axis[i] for axis, i in zip(axes, _coordinate(mesh, tuple(map(len, axes))), strict=True))
+def _find_position(mesh: Inert, axes: list[list[int]]) -> int:
+    return sum(axis[i] for axis, i in zip(axes, _read_coordinate(mesh, tuple(map(len, axes))), strict=True))
 
 
-def _axes(mesh: Inert) -> list[list[int]]:
-    """List the steps that each dimension of a mesh takes through the list of ranks."""
-    layout = _field(mesh, "_layout")
-    flat = _field(layout, "axes")
+def _list_axes(mesh: Inert) -> list[list[int]]:
+    """List the steps of each mesh dimension through the list of ranks."""
+    layout = _get_field(mesh, "_layout")
+    flat = _get_field(layout, "axes")
     if flat is not None:
-        pairs = [(_field(axis, "shape"), _field(axis, "stride")) for axis in _several(flat)]
-    else:  # until torch 2.12 one layout of several dimensions, each of which may be several itself
-        shape, stride = (_several(_field(layout, name)) for name in ("shape", "stride"))
+        pairs = [(_get_field(axis, "shape"), _get_field(axis, "stride")) for axis in _as_list(flat)]
+    else:  # until torch 2.12, one layout for all dimensions, each of which can be nested
+        shape, stride = (_as_list(_get_field(layout, name)) for name in ("shape", "stride"))
         if len(shape) != len(stride):
             raise _Unknown
         pairs = list(zip(shape, stride, strict=True))
-    dims = [(_numbers(_several(shape)), _numbers(_several(stride))) for shape, stride in pairs]
+    dims = [(_check_numbers(_as_list(shape)), _check_numbers(_as_list(stride))) for shape, stride in pairs]
     if any(len(shape) != len(stride) for shape, stride in dims):
         raise _Unknown
     if not 0 < math.prod(size for shape, _ in dims for size in shape) <= _MAX_RANKS:
         raise _Unknown
     within = [[[i * step for i in range(n)] for n, step in zip(*dim, strict=True)] for dim in dims]
-    return [[sum(steps) for steps in product(*several)] for several in within]
+    return [[sum(steps) for steps in product(*steps_of_dim)] for steps_of_dim in within]
 
 
-def _coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    found = _numbers(_field(mesh, "_coordinate_on_dim"))
-    if len(found) != len(sizes) or any(at >= size for at, size in zip(found, sizes, strict=True)):
+def _read_coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    coordinate = _check_numbers(_get_field(mesh, "_coordinate_on_dim"))
+    if len(coordinate) != len(sizes) or any(at >= size for at, size in zip(coordinate, sizes, strict=True)):
         raise _Unknown
-    return found
+    return coordinate
 
 
-def _several(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
+def _check_numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_RANKS or not are_naturals(value):
         raise _Unknown
     return tuple(value)
 
 
-def _field(thing: Any, *names: str) -> Any:
-    """Return the first of these attributes that an inert object was given, else None."""
-    for given in thing.given if isinstance(thing, Inert) else ():
+def _get_field(pickled: Any, *names: str) -> Any:
+    """Return the first attribute with one of the names that an inert object has, or None."""
+    for given in pickled.given if isinstance(pickled, Inert) else ():
         attributes = attributes_of(given)
         for name in names:
             if name in attributes:

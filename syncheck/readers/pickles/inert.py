@@ -1,21 +1,21 @@
-"""What a pickle may build of classes that are not known, and in place of OrderedDict: it does nothing."""
+"""Inert replacements for objects of unknown classes, for containers, and for types with predictable hashes."""
 
 from __future__ import annotations
 
 import pickle
 from typing import Any
 
-from syncheck.readers.pickles.limits import light
+from syncheck.readers.pickles.limits import check_nesting
 
 
 class Inert:
-    """An object of an unknown class: remembers what the pickle gave it and does nothing."""
+    """An object of an unknown class, which only keeps its arguments and state."""
 
     name = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Keep what the pickle gave."""
-        light(*args, *kwargs.values())
+        """Keep the arguments."""
+        check_nesting(*args, *kwargs.values())
         self = super().__new__(cls)
         self.given = [*args, *kwargs.values()]
         self.items = {}
@@ -24,13 +24,13 @@ class Inert:
     given: list[Any]
     items: dict[Any, Any]
     known: Any = None
-    """What a reader made of it."""
+    """A cache for a reader's interpretation of the object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take anything, as a class unknown to us may."""
+        """Accept any arguments."""
 
     def __setstate__(self, state: Any) -> None:
-        light(state)
+        check_nesting(state)
         self.given.append(state)
 
     def append(self, item: Any) -> None:
@@ -49,8 +49,8 @@ class Inert:
         self.items[key] = value
 
     def __call__(self, *args: Any) -> Inert:
-        """Stand in for an object that is called to rebuild another."""
-        light(*args)
+        """Stand in for a call that rebuilds another object."""
+        check_nesting(*args)
         self.given.extend(args)
         return self
 
@@ -59,39 +59,39 @@ class Inert:
 
 
 class Ordered(dict[Any, Any]):
-    """Stands in for OrderedDict, whose BUILD could set `items` and the like; torch puts `_metadata` there.
+    """Stand in for OrderedDict, whose BUILD could overwrite methods like `items`; torch stores `_metadata` there.
 
-    attributes: what BUILD gave; tensors in there are compared.
+    attributes: states set by BUILD; tensors in them are compared.
     """
 
     __slots__ = ("attributes",)
     attributes: Any
 
     def __init__(self, *pairs: Any) -> None:
-        if pairs:  # torch's have none
-            super().__init__(_checked(pairs[0], 1))
+        if pairs:  # torch passes none
+            super().__init__(_check_elements(pairs[0], 1))
 
     def __setstate__(self, state: Any) -> None:
-        """Keep attributes apart from the items."""
-        light(state)
+        """Keep attributes separate from the items."""
+        check_nesting(state)
         self.attributes = [*getattr(self, "attributes", ()), state]
 
 
-def _checked(given: Any, deep: int = 0) -> Any:
-    """Return what a container is made of, where its parts can be hashed. deep: 1 for pairs of key and value."""
+def _check_elements(given: Any, deep: int = 0) -> Any:
+    """Return the elements for a container after checking their nesting. deep: 1 for pairs of key and value."""
     if not isinstance(given, (list, tuple, dict, set, frozenset)):
-        raise pickle.UnpicklingError("a container of something that is none")
-    light(*[pair[0] if deep and isinstance(pair, (list, tuple)) and pair else pair for pair in given])
+        raise pickle.UnpicklingError("a container with invalid content")
+    check_nesting(*[pair[0] if deep and isinstance(pair, (list, tuple)) and pair else pair for pair in given])
     return given
 
 
-def set_of(given: Any = ()) -> set[Any]:
+def make_set(given: Any = ()) -> set[Any]:
     """Stand in for set."""
-    return set(_checked(given))
+    return set(_check_elements(given))
 
 
 class Frozen(frozenset[Any]):
-    """A frozen set with a hash that a file cannot predict."""
+    """A frozenset with unpredictable hashes, so that a file cannot contain many with equal hashes."""
 
     __slots__ = ()
 
@@ -99,15 +99,15 @@ class Frozen(frozenset[Any]):
         return hash(frozenset(repr(part) if isinstance(part, (int, float)) else part for part in self))
 
 
-def frozen_of(given: Any = ()) -> frozenset[Any]:
+def make_frozenset(given: Any = ()) -> frozenset[Any]:
     """Stand in for frozenset."""
-    return Frozen(_checked(given))
+    return Frozen(_check_elements(given))
 
 
 class Complex(complex):
-    """A complex number whose hash nobody can foresee: of thousands of equal hashes, a dictionary is quadratic."""
+    """A complex number with an unpredictable hash, so that a file cannot contain many with equal hashes."""
 
     __slots__ = ()
 
     def __hash__(self) -> int:
-        return hash(repr(self + 0))  # of texts, hashes differ from run to run; 0.0 and -0.0 are equal
+        return hash(repr(self + 0))  # hashes of strings are randomized; + 0 makes -0.0 equal to 0.0

@@ -1,56 +1,56 @@
-"""Keys of a checkpoint's containers as text: in bounded time, though shared parts may unfold without end."""
+"""Convert keys of containers to text in bounded time, although shared parts can unfold without bound."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from syncheck.readers.pickles.stand_ins import TensorPlace
+from syncheck.readers.pickles.stand_ins import TensorLocation
 
-# Parts that one key may have, and how deep they may lie in each other.
+# Limits of one key: its parts, and their nesting.
 _MOST_PARTS = 10_000
 _MOST_DEEP = 100
-# Bits of a number that a float can hold. Larger ones are text: Python does not write more than 4,300 digits either.
+# Bits of the largest integer that a float can represent. Python also limits decimal text to 4,300 digits.
 _MOST_BITS = 1023
 
 
 class Huge(str):
-    """The hexadecimal text of an integer that no float can hold."""
+    """Hexadecimal text of an integer beyond the range of floats."""
 
     __slots__ = ()
 
 
-class Unending(Exception):
-    """A key has too many parts to be written."""
+class UnboundedKey(Exception):
+    """A key has too many parts."""
 
 
-def plain(value: Any) -> Any:
-    """Return a value as it is compared and printed: an integer that no float can hold is its hexadecimal text."""
+def to_plain(value: Any) -> Any:
+    """Return a value for comparing and printing: integers beyond the range of floats become hexadecimal text."""
     if isinstance(value, complex):
-        return complex(value)  # not a stand-in, which hashes otherwise
+        return complex(value)  # without the stand-in's hash
     return Huge(hex(value)) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
 
 
-def text(key: Any) -> str:
-    """Write a key as `str` does. Raises Unending where that would take without end.
+def to_text(key: Any) -> str:
+    """Return a key as text, like `str`. Raises UnboundedKey for keys with too many parts.
 
-    Sets are written in order; what has no text of its own is written by its type: an address is no name.
+    Sets are sorted, and other objects are printed as their type, because addresses differ between ranks.
     """
-    return key if isinstance(key, str) else _written(key, [_MOST_PARTS], 0)
+    return key if isinstance(key, str) else _write(key, [_MOST_PARTS], 0)
 
 
-def ordering(part: Any) -> str:
-    """Return what a part of a set is sorted by: sets have no order of their own; this is the same on every rank."""
-    if isinstance(part, TensorPlace):
+def sort_key(part: Any) -> str:
+    """Return a sort key for an element of a set that is equal on all ranks."""
+    if isinstance(part, TensorLocation):
         return f"<{part.dtype and part.dtype.name} {part.shape}>"
-    return _written(part, [_MOST_PARTS], 0)
+    return _write(part, [_MOST_PARTS], 0)
 
 
-def _written(value: Any, left: list[int], depth: int) -> str:
+def _write(value: Any, left: list[int], depth: int) -> str:
     left[0] -= 1
     if left[0] < 0 or depth > _MOST_DEEP:
-        raise Unending
+        raise UnboundedKey
     if isinstance(value, (tuple, list, set, frozenset)):
-        parts = [_written(part, left, depth + 1) for part in value]
+        parts = [_write(part, left, depth + 1) for part in value]
         if isinstance(value, tuple):
             return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
         if isinstance(value, list):
@@ -58,7 +58,7 @@ def _written(value: Any, left: list[int], depth: int) -> str:
         inside = f"{{{', '.join(sorted(parts))}}}" if parts else ""
         return f"frozenset({inside})" if isinstance(value, frozenset) else inside or "set()"
     if isinstance(value, int):
-        return str(plain(value))
+        return str(to_plain(value))
     if isinstance(value, (str, bytes, bytearray, float, complex, type(None))):
         return repr(value)
     return f"<{getattr(value, 'name', '') or type(value).__name__}>"

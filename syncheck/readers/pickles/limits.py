@@ -1,10 +1,10 @@
-"""Limit the memory and time of a pickle, by its opcodes before it is built and by its keys before they are hashed.
+"""Limit the memory and time of a pickle, by its opcodes before loading and by its keys before they are hashed.
 
-- Memory: Python allocates room for all numbers below the number of a stored object (ten bytes could ask for 32 GB,
-  python/cpython#115952), and for the stated length of bytes. `scan` checks both, and counts objects.
-- Time: Python hashes a tuple anew each time, with everything it unfolds to, and a dictionary takes quadratic time for
-  keys of one hash. Few files have keys that are tuples, sets or long integers. Python's own unpickler, twenty times
-  slower, reads these files, and `Keys` checks each key.
+- Memory: Python allocates its memo up to the largest index (ten bytes can request 32 GB, python/cpython#115952), and
+  the stated length of byte strings. `scan` checks both, and counts objects.
+- Time: Python hashes a tuple with all its nested contents each time, and dictionaries take quadratic time for keys with
+  equal hashes. The rare files with keys that are tuples, sets or long integers are read with Python's own unpickler,
+  which is twenty times slower, and `Keys` checks each key.
 
 Opcodes: pickletools.py of Python 3.11 to 3.14, protocols 0 to 5.
 """
@@ -16,36 +16,36 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.readers import bounds
+from syncheck.readers import limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from mmap import mmap
 
-# Limits: parts of one key; parts of all keys, besides four for each byte of the file; unequal keys of one hash.
+# Limits: nested parts of one key; parts of all keys, plus four per byte of the file; different keys with one hash.
 MOST_PARTS = 10_000
 _MOST_ALL = 1_000_000
 _MOST_OF_ONE_HASH = 100
-# Memo numbers below this cost some MB at most, and are not checked.
+# Memo indexes below this limit cost a few MB and are not checked.
 _FEW = 1 << 20
 _ATOM = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})"
 _STORE = rb"(?:q.|r..[\x00-\x0f]\x00|\x94|p\d{1,6}\n)?"
-# The atoms without numbers that may share a hash: -1 and -2 have the same, and so have 1.0 and 2.0**61.
+# Atoms without the numbers that share a hash: -1 and -2 do, and 1.0 and 2.0**61.
 _COUNT = rb"(?:[N\x88\x89]|K.|M..|J.{3}[\x00-\x7f])"
 # Harmless tuples: of a few numbers, or consumed at once by a call, which checks its arguments.
 _TUPLE = rb"\((?:COUNT{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x85)?|[t\x85-\x87]STORE[QRb\x81]"
 _TUPLE = _TUPLE.replace(b"ATOM", _ATOM).replace(b"COUNT", _COUNT).replace(b"STORE", _STORE)
-# A run of opcodes between two texts, with arguments of a fixed size or up to the end of the line. It ends before memo
-# numbers of _FEW or more, other tuples, long integers and STOP.
+# A run of opcodes between two strings, with arguments of fixed size or up to the end of the line. It ends at memo
+# indexes of _FEW or more, other tuples, long integers and STOP.
 _RUN = re.compile(
     rb"(?:" + _TUPLE + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
     rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
     rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
     re.DOTALL,
 )
-# Opcodes with a length before their text, bytes or integer: how many bytes the length has.
+# Opcodes of strings, bytes and integers that start with their length: the number of bytes of this length.
 _COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
-# Integers: those of more than 64 bits may have one hash.
+# Integers: different integers of more than 64 bits can have the same hash.
 _LONG = b"\x8a\x8bIL"
 # One opcode of a run. The first byte is kept to count objects.
 _OPCODE = re.compile(
@@ -53,13 +53,13 @@ _OPCODE = re.compile(
     rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?",
     re.DOTALL,
 )
-# Free opcodes create nothing, or objects that Python creates once only, such as None and small integers. Light opcodes
-# are all others except calls, sets and dictionary items, which take some hundred bytes and count as _HEAVY light
-# opcodes. A text counts as much.
+# Free opcodes create nothing, or objects that Python creates only once, like None and small integers. Light opcodes
+# are all other opcodes except calls, sets and dictionary items, which take some hundred bytes and count as _HEAVY
+# check_nesting opcodes, as do strings.
 _FREE = b"()012N.abceghjpqrK\x80\x82\x83\x84\x88\x89\x90\x93\x94\x95\x97\x98"
 _LIGHT = bytes(set(range(256)) - set(b"QRdiosu\x81\x8f\x91\x92"))
 _HEAVY = 4
-# Bytes of opcodes without texts that are not counted: some 50,000 tensors. At worst they take a GB.
+# Bytes of opcodes without strings that are not counted, about 50,000 tensors. In the worst case they take 1 GB.
 _FEW_OPCODES = 1 << 22
 
 
@@ -74,26 +74,26 @@ class Scan(NamedTuple):
     size: int = 0
 
 
-def _objects(run: bytes) -> int:
+def _count_objects(run: bytes) -> int:
     """Estimate the memory of a run of opcodes, in hundreds of bytes."""
     codes = _OPCODE.sub(rb"\1", run)
     return len(codes.translate(None, _FREE)) + (_HEAVY - 1) * len(codes.translate(None, _LIGHT))
 
 
 def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
-    """Check the opcodes of the pickle that begins at `start`, and build nothing.
+    """Check the opcodes of the pickle at `start` without loading it.
 
-    most: limit of objects in place of `bounds.MOST_OBJECTS`. The scan stops at bytes that are no opcode and at the end
-    of the data; the unpickler refuses both.
+    most: limit of objects in place of `MOST_OBJECTS`. The scan stops at an invalid opcode or the end of the data; the
+    unpickler refuses both.
     """
-    most = bounds.MOST_OBJECTS if most is None else most
+    most = limits.MOST_OBJECTS if most is None else most
     at, end, slow, passed, objects = start, len(data), False, 0, 0
     while at < end and objects <= most:
         run = _RUN.match(data, at)
         length = run.end() - at if run else 0
         passed += length
         if passed > _FEW_OPCODES:
-            objects += _objects(data[at : at + length])
+            objects += _count_objects(data[at : at + length])
         at += length
         code = data[at] if at < end else 0
         if width := _COUNTED.get(code):
@@ -101,8 +101,8 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
             at += 1 + width + size
             objects += _HEAVY
             slow = slow or (size > 8 and code in _LONG)
-            if at > end and size > _FEW and code in b"B\x8e\x96":  # Python makes room for bytes before it reads them
-                return Scan(f"it asks for {size} bytes, beyond its end")
+            if at > end and size > _FEW and code in b"B\x8e\x96":  # Python allocates bytes before it reads them
+                return Scan(f"it asks for {size} bytes, more than it has")
         elif length:  # a run may have ended at its maximum length
             continue
         elif code in _LONG or code in b"t\x85\x86\x87\x91":
@@ -120,18 +120,18 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
     return Scan(f"it has more than {most} objects" if objects > most else "", slow, end - start)
 
 
-def light(*given: Any) -> None:
-    """Check the arguments of a call. Raises UnpicklingError for tuples that unfold to more parts than MOST_PARTS."""
+def check_nesting(*given: Any) -> None:
+    """Check the arguments of a call. Raises UnpicklingError for tuples with more than MOST_PARTS nested parts."""
     for part in given:
         if isinstance(part, (tuple, frozenset)):
-            for inner in part:  # mostly a few numbers
+            for inner in part:  # usually a few numbers
                 if isinstance(inner, (tuple, frozenset)):
                     _count_parts(part)
                     break
 
 
 def _count_parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
-    """Count the parts that Python hashes for a key. Raises UnpicklingError if there are too many."""
+    """Count the parts that Python hashes for a key. Raises UnpicklingError above the limit."""
     count, stack = 1, [key]
     while stack:
         inside = stack.pop()
@@ -143,7 +143,7 @@ def _count_parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
 
 
 class Keys:
-    """The keys of a pickle, checked before Python hashes them. size: bytes of the pickle."""
+    """Checks the keys of a pickle before Python hashes them. size: bytes of the pickle."""
 
     def __init__(self, size: int) -> None:
         self.left = _MOST_ALL + 4 * size
@@ -151,7 +151,7 @@ class Keys:
         self.hashes: Counter[int] = Counter()
 
     def check(self, keys: Iterable[Any]) -> None:
-        """Raise UnpicklingError for keys that take too long to hash, or that share a hash with too many keys."""
+        """Raise UnpicklingError for keys that take too long to hash, or too many keys with the same hash."""
         for key in keys:
             if isinstance(key, (tuple, frozenset)):
                 self.left -= _count_parts(key)
@@ -163,4 +163,4 @@ class Keys:
                 self.known.add(key)
                 self.hashes[hash(key)] += 1
                 if self.hashes[hash(key)] > _MOST_OF_ONE_HASH:
-                    raise pickle.UnpicklingError(f"more than {_MOST_OF_ONE_HASH} keys of one hash")
+                    raise pickle.UnpicklingError(f"more than {_MOST_OF_ONE_HASH} keys with equal hashes")

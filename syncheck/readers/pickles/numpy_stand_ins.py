@@ -1,4 +1,4 @@
-"""Numpy arrays and scalars in a checkpoint's pickle: their bytes lie in the pickle itself.
+"""Stand-ins for numpy arrays and scalars, whose bytes are in the pickle.
 
 Formats: numpy/_core/src/multiarray/methods.c (array_reduce, array_setstate), scalartypes.c.src and descriptor.c of
 numpy 1.26 to 2.4. `numpy.core` became `numpy._core` in numpy 2.
@@ -14,9 +14,9 @@ from typing import Any
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorPlace, TypeName, sizes
+from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorLocation, TypeName, check_sizes
 
-# numpy's codes for what torch has under a name; strings, objects, records and dates are none of them.
+# numpy's codes of the dtypes that torch has; strings, objects, records and dates are not among them.
 _CODES = {
     **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{f"i{size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
@@ -28,13 +28,13 @@ _CODES = {
 
 
 class _NumpyDType:
-    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. One of ml_dtypes names a class."""
+    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. ml_dtypes passes a class."""
 
     __slots__ = ("_code", "_order")
 
     def __init__(self, code: Any, *_: Any) -> None:
         code = getattr(code, "name", code)
-        # Not of anything: to write what refers to itself twice, and that again, takes all time.
+        # `brief` limits the time for nested objects that contain each other many times.
         self._code, self._order = code if isinstance(code, str) else brief(code), "<"
 
     def __repr__(self) -> str:
@@ -42,12 +42,12 @@ class _NumpyDType:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):
-            raise pickle.UnpicklingError("the byte order of a numpy dtype is off")
+            raise pickle.UnpicklingError("invalid byte order of a numpy dtype")
         self._order = state[1]
 
     @property
     def code(self) -> str:
-        """As numpy writes it: f8; ml_dtypes.bfloat16 for a class."""
+        """The code as numpy writes it, f8, or the name of a class: ml_dtypes.bfloat16."""
         return self._code
 
     @property
@@ -57,27 +57,27 @@ class _NumpyDType:
 
     @property
     def dtype(self) -> DType | None:
-        """The row of our table, None for what torch has no name for."""
+        """The torch dtype, or None if torch lacks it."""
         return DTYPES.get(_CODES.get(self._code, ""))
 
 
 class _NumpyArray(Compound):
-    """A numpy array: made empty by _reconstruct, then filled by BUILD with shape, dtype, order and bytes."""
+    """A numpy array: created empty by _reconstruct; BUILD sets shape, dtype, order and bytes."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__(None, None, 0, (), (), refused=Refusal.EMPTY_NUMPY())
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
-            raise pickle.UnpicklingError("the state of a numpy array is off")
+            raise pickle.UnpicklingError("invalid state of a numpy array")
         _, shape, kind, fortran, data = state
-        shape = sizes(shape)
+        shape = check_sizes(shape)
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
-            inner: dict[str, Any] = {"elements": data} if isinstance(data, list) else {}  # perhaps tensors
-            if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times: equal, or not
-                inner["bytes"] = TensorPlace(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)
+            inner: dict[str, Any] = {"elements": data} if isinstance(data, list) else {}  # may contain tensors
+            if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times are compared as bytes
+                inner["bytes"] = TensorLocation(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)
             self._fill(shape=shape, refused=Refusal.NUMPY_DTYPE(name=f"{code:.40}"), inner=inner)
             return
         if len(data) != math.prod(shape) * dtype.size:
@@ -88,7 +88,7 @@ class _NumpyArray(Compound):
 
 
 def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> _NumpyArray:
-    """Stand in for numpy's _frombuffer, by which protocol 5 writes arrays."""
+    """Stand in for numpy's _frombuffer, which protocol 5 uses."""
     if not isinstance(buffer, (bytes, bytearray)) or order not in ("C", "F"):
         raise pickle.UnpicklingError(f"a numpy array in the order {brief(order)}")
     array = _NumpyArray()
@@ -96,8 +96,8 @@ def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) 
     return array
 
 
-def _scalar(kind: Any, data: Any = None) -> Any:
-    """Return a numpy scalar as a Python number; bytes that cannot be read so are kept as they are."""
+def _read_scalar(kind: Any, data: Any = None) -> Any:
+    """Return a numpy scalar as a Python number, or its bytes if it has no Python equivalent."""
     if not isinstance(kind, _NumpyDType) or not isinstance(data, bytes):
         return None
     dtype = kind.dtype
@@ -114,6 +114,6 @@ NUMPY: dict[str, Any] = {
     **{
         f"numpy.{core}.multiarray.{name}": StandIn(call)
         for core in ("_core", "core")
-        for name, call in (("_reconstruct", _NumpyArray), ("scalar", _scalar))
+        for name, call in (("_reconstruct", _NumpyArray), ("scalar", _read_scalar))
     },
 }

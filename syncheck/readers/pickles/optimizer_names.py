@@ -1,4 +1,4 @@
-"""Whose state is it? From an optimizer's integer ids to the names of its parameters."""
+"""Map an optimizer's integer ids to the names of its parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import AVERAGED, kinds_of
+from syncheck.kinds import AVERAGED, classify_tensors
 from syncheck.names import normalize
 from syncheck.readers.pickles import keys
-from syncheck.readers.pickles.stand_ins import TensorPlace
+from syncheck.readers.pickles.stand_ins import TensorLocation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,51 +20,51 @@ if TYPE_CHECKING:
     _Shape = tuple[int, ...]
     _Shapes = AbstractSet[_Shape]
 
-# Where Lightning keeps what callbacks and users give it: a tensor in there is no parameter.
-_BESIDE = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
+# Lightning's keys for callbacks and user data, whose tensors are not parameters.
+_NOT_MODEL = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 
-def parameter_names(
+def match_parameters(
     state: Mapping[str, Any], models: Mapping[str, tuple[int, ...]], ordered: Sequence[str]
 ) -> dict[Any, str]:
-    """Map the ids of an optimizer's state dict to parameter names by the order of the parameters (see `_aligned`).
+    """Map the ids of an optimizer's state dict to parameter names by the order of the parameters (see `_align`).
 
-    models: shapes of the checkpoint's other tensors by name. ordered: of these, the parameters, `in_order`. Returns
-    nothing if the ids and the parameters do not fit.
+    models: shapes of the checkpoint's other tensors by name. ordered: the parameters among them, by `list_parameters`.
+    Returns {} if ids and parameters do not match.
     """
-    ids = ids_of(state)
+    ids = list_ids(state)
     if not ids or not all(isinstance(key, (int, str)) for key in ids):
         return {}
-    groups = [_listed(group, "params") for group in state["param_groups"]]
-    # As many ids as tensors outside of `ema` and the like: these are the parameters, and that is their average.
+    groups = [_as_list(group, "params") for group in state["param_groups"]]
+    # If the ids match the tensors outside of `ema` and similar keys, the tensors below these keys are averages.
     plain = [name for name in ordered if name.partition(".")[0] not in AVERAGED]
     ordered = plain if len(plain) == len(ids) else ordered
-    shapes = {key: _shapes(state["state"].get(key)) for key in ids}
-    # Groups are made from the parameters in order, but the order of the groups is the user's.
+    shapes = {key: _state_shapes(state["state"].get(key)) for key in ids}
+    # Parameters within a group are in model order, but the order of the groups is the user's.
     for parts in ([ids], groups) if len(ids) == len(ordered) or len(groups) == 1 else (groups,):
-        names = [name for part in parts for name in _aligned([shapes[key] for key in part], ordered, models)]
+        names = [name for part in parts for name in _align([shapes[key] for key in part], ordered, models)]
         if len(set(names)) == len(ids):
             return dict(zip(ids, names, strict=True))
     return {}
 
 
-def ids_of(state: Mapping[str, Any]) -> list[Any]:
-    """List the ids of the parameters of an optimizer's state dict, group by group."""
-    return [key for group in state["param_groups"] for key in _listed(group, "params")]
+def list_ids(state: Mapping[str, Any]) -> list[Any]:
+    """List the parameter ids of an optimizer's state dict, group by group."""
+    return [key for group in state["param_groups"] for key in _as_list(group, "params")]
 
 
-def known_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
-    """Map the ids of an optimizer's state dict to the names that the file gives; empty where it gives none.
+def stored_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
+    """Map the ids of an optimizer's state dict to names stored in the file; {} without names.
 
-    Sources, best first: names used as keys already, `param_names` of newer torch, and the metadata block.
+    Sources, best first: keys that are names, `param_names` of recent torch versions, and the metadata block.
     """
-    ids = ids_of(state)
+    ids = list_ids(state)
     if all(isinstance(key, str) for key in ids):
         return {key: key for key in ids}
     if not all(isinstance(key, (int, str)) for key in ids):
         return {}
-    stored = [name for group in state["param_groups"] for name in _listed(group, "param_names")]
+    stored = [name for group in state["param_groups"] for name in _as_list(group, "param_names")]
     described = () if metadata is None else metadata.optimizer_parameters
     for names in (stored, described):
         if len(names) == len(ids) and all(isinstance(name, str) and name for name in names):
@@ -72,72 +72,72 @@ def known_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any
     return {}
 
 
-def members_of(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
-    """Return the members of a parameter group under `params`, or, if no file names them, as ids under `(positions)`.
+def list_members(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
+    """Return the members of a parameter group under `params`, or without stored names, their ids under `(positions)`.
 
-    known: of `known_names`. ordered: whether the order of the ids matters, because torch loads states by position.
+    known: from `stored_names`. ordered: whether the order of ids matters, because torch loads states by position.
     """
     if known:
         short = normalize(known.values())
         return "params", sorted(short[known[key]] for key in ids)
-    texts = [keys.text(key) for key in ids]
+    texts = [keys.to_text(key) for key in ids]
     return "(positions)", texts if ordered else sorted(texts)
 
 
-def in_order(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
-    """List a model's parameters. models: shapes of all tensors by name, in the order of the state dict."""
-    kinds = kinds_of(models, metadata).by_name
-    return [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_BESIDE)]
+def list_parameters(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
+    """List a model's parameters. models: shapes of all tensors by name, in state-dict order."""
+    kinds = classify_tensors(models, metadata).by_name
+    return [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_NOT_MODEL)]
 
 
-def named_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[str, str]:
-    """Map `optimizer.<id>.<state>` to names with the parameter's, of an optimizer that was saved in its own file.
+def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[str, str]:
+    """Map `optimizer.<id>.<state>` to the parameter's name, if the optimizer has its own file.
 
-    shapes: of all tensors by name, those of the model in the order of its state dict. groups: of the optimizer; with
-    several, the ids are not in the order of the model. Returns nothing where ids and parameters do not fit.
+    shapes: of all tensors by name, with the model's in state-dict order. groups: number of parameter groups; with
+    several, ids are not in model order. Returns {} if ids and parameters do not match.
     """
     states = {name: match for name in shapes if (match := _STATE.fullmatch(name))}
-    ordered = in_order({name: shape for name, shape in shapes.items() if name not in states}, None)
+    ordered = list_parameters({name: shape for name, shape in shapes.items() if name not in states}, None)
     by_id: dict[int, set[tuple[int, ...]]] = {}
     for name, match in states.items():
         by_id.setdefault(int(match[1]), set()).add(shapes[name])
     if groups != 1 or by_id.keys() != set(range(len(by_id))):
         return {}
-    names = _aligned([by_id[key] for key in range(len(by_id))], ordered, shapes)
+    names = _align([by_id[key] for key in range(len(by_id))], ordered, shapes)
     return {name: f"optimizer.{names[int(match[1])]}.{match[2]}" for name, match in states.items() if names}
 
 
-def _listed(group: Any, key: str) -> list[Any]:
+def _as_list(group: Any, key: str) -> list[Any]:
     value = group.get(key) if isinstance(group, dict) else None
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _shapes(entries: Any) -> set[tuple[int, ...]]:
+def _state_shapes(entries: Any) -> set[tuple[int, ...]]:
     """Return the shapes of the tensors in one parameter's state."""
     values = entries.values() if isinstance(entries, dict) else ()
-    return {value.shape for value in values if isinstance(value, TensorPlace)}
+    return {value.shape for value in values if isinstance(value, TensorLocation)}
 
 
-def _aligned(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:
-    """Name the parameter of each state, by shapes and order; empty if no choice of names fits, or several do.
+def _align(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:
+    """Name the parameter of each state by shapes and order; [] if no assignment fits, or several do.
 
-    states: shapes of the tensors in each parameter's state; 0-d counters fit any parameter. ordered: names that may be
-    parameters. Names without a state are buffers or frozen. A module lists its buffers after its parameters, so if
-    several choices fit, the names of a module that have a state are its first ones.
+    states: shapes of the tensors in each parameter's state; 0-d counters fit any parameter. ordered: names of candidate
+    parameters. Names without a state are buffers or frozen parameters. A module's state dict lists parameters before
+    buffers, so if several assignments fit, a module's names with a state are its first ones.
     """
     if len(states) == len(ordered):
         return list(ordered) if all(map(_fits, states, (models[name] for name in ordered))) else []
     modules = [list(names) for _, names in groupby(ordered, lambda name: name.rpartition(".")[0])]
     for runs in ([[name] for name in ordered], modules):
-        both = (_first_choice(states, runs, models), _last_choice(states, runs, models))
+        both = (_choose_first(states, runs, models), _choose_last(states, runs, models))
         found = [names for names in both if len(names) == len(states)]
         if found and found[0] == found[-1]:
             return found[0]
     return []
 
 
-def _first_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
-    """Give the states, in turn, as many of the first names of each run as fit."""
+def _choose_first(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+    """Assign states to names in order, as many of the first names of each run as fit."""
     names: list[str] = []
     for run in runs:
         fits = [_fits(of, models[name]) for of, name in zip(states[len(names) :], run, strict=False)]
@@ -145,8 +145,8 @@ def _first_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: 
     return names
 
 
-def _last_choice(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
-    """Do the same from the last state to the first."""
+def _choose_last(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
+    """Assign states to names from the end."""
     names: list[str] = []
     for run in reversed(runs):
         left = len(states) - len(names)

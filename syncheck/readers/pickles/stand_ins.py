@@ -1,7 +1,7 @@
-"""What stands in a checkpoint's pickle for storages, tensors, dtypes, and functions that rebuild an object.
+"""Stand-ins for storages, tensors, dtypes and rebuild functions in a checkpoint's pickle.
 
-Stand-ins are frozen instances, not functions: pickle's BUILD opcode can set attributes
-on whatever the stream holds, and a function whose defaults were set by one file would serve the next file too.
+Stand-ins are immutable instances instead of functions, because the BUILD opcode can set attributes of any object:
+defaults that one file set on a function would affect the next file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.limits import light
+from syncheck.readers.pickles.limits import check_nesting
 from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class _Frozen:
-    """Once built it stays as it is: BUILD may try to set the attributes of anything that the stream has made.
+    """An object that cannot change after construction, although BUILD can try to set its attributes.
 
-    The subclasses have no slots: a frozen dataclass with slots gets a `__setstate__` that sets its fields.
+    Subclasses have no slots, because frozen dataclasses with slots have a `__setstate__` that sets fields.
     """
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"  # an address would be another one on each rank
+        return f"<{type(self).__name__}>"  # without an address, which differs between ranks
 
     def __setstate__(self, state: Any) -> None:
         raise pickle.UnpicklingError(f"the pickle sets attributes of a {type(self).__name__}")
@@ -42,10 +42,10 @@ class _Frozen:
 
 @dataclass(frozen=True, repr=False)
 class Storage(_Frozen):
-    """A storage record of the archive: its key, dtype (None when untyped) and size in elements.
+    """A storage: the key of its record, dtype (None if untyped), and number of elements in the record.
 
-    itemsize: bytes of an element; None for a storage class that is not known. start, size: of the elements that this
-    one is: it may be a part of the record.
+    itemsize: bytes per element, None for an unknown storage class. start, size: the elements of this storage if it is a
+    view of the record.
     """
 
     dtype: DType | None
@@ -55,20 +55,20 @@ class Storage(_Frozen):
     start: int
     size: int
 
-    def as_tensor(self) -> TensorPlace:
-        """Return the place of all its elements, of all its bytes where it is untyped."""
+    def as_tensor(self) -> TensorLocation:
+        """Return a tensor of all elements, or of all bytes for an untyped storage."""
         if self.itemsize is None:
-            return refused_place(Refusal.UNKNOWN_STORAGE())
+            return refused_tensor(Refusal.UNKNOWN_STORAGE())
         unit = 1 if self.dtype else self.itemsize
-        return TensorPlace(self, self.dtype or DTYPES["uint8"], self.start * unit, (self.size * unit,), (1,))
+        return TensorLocation(self, self.dtype or DTYPES["uint8"], self.start * unit, (self.size * unit,), (1,))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TensorPlace(_Frozen):
-    """Where a tensor's bytes lie: `offset` and `strides` in elements of `dtype` within `storage`.
+class TensorLocation(_Frozen):
+    """The location of a tensor's bytes: `offset` and `strides` in elements of `dtype` within `storage`.
 
-    refused: why its bytes cannot be compared; then only dtype and shape mean something. data, big_endian: of a numpy
-    array, whose bytes the pickle holds itself. sharding: of the local tensor of a DTensor.
+    refused: why the tensor cannot be compared; then only dtype and shape are valid. data, big_endian: for a numpy
+    array, whose bytes are in the pickle. sharding: for the local tensor of a DTensor.
     """
 
     storage: Storage | None
@@ -82,35 +82,35 @@ class TensorPlace(_Frozen):
     big_endian: bool = False
     sharding: Sharding | None = None
 
-    def as_part(self, sharding: Sharding) -> TensorPlace:
-        """Return the same place, as a rank's part of a DTensor."""
-        return TensorPlace(**(_fields(self) | {"sharding": sharding}))
+    def as_shard(self, sharding: Sharding) -> TensorLocation:
+        """Return the same location as a rank's shard of a DTensor."""
+        return TensorLocation(**(_fields(self) | {"sharding": sharding}))
 
 
-def _fields(place: TensorPlace) -> dict[str, Any]:
-    return {field.name: getattr(place, field.name) for field in fields(TensorPlace)}
+def _fields(location: TensorLocation) -> dict[str, Any]:
+    return {field.name: getattr(location, field.name) for field in fields(TensorLocation)}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Compound(TensorPlace):
-    """A tensor with more in it than bytes.
+class Compound(TensorLocation):
+    """A tensor that contains more than its bytes.
 
-    inner: what torch.load restores beside the bytes, such as attributes, or what a tensor that is not read is made of.
-    hidden: what this place stands for, and what is not compared by itself.
+    inner: further content that torch.load restores, like attributes, or the components of a tensor that syncheck
+    does not read. hidden: objects that this tensor replaces and that are not compared separately.
     """
 
     inner: dict[Any, Any] = field(default_factory=dict)
     hidden: tuple[Any, ...] = ()
 
     @classmethod
-    def around(cls, place: TensorPlace, inner: Any, *hidden: Any) -> Compound:
-        """Return the same place with something beside it. inner: the state of an object, or other parts by name."""
-        before = place.inner if isinstance(place, Compound) else {}
-        return cls(**_fields(place), inner={**before, **attributes_of(inner)}, hidden=(place, *hidden))
+    def wrap(cls, location: TensorLocation, inner: Any, *hidden: Any) -> Compound:
+        """Return a tensor with additional content. inner: the state of an object, or components by name."""
+        before = location.inner if isinstance(location, Compound) else {}
+        return cls(**_fields(location), inner={**before, **attributes_of(inner)}, hidden=(location, *hidden))
 
 
 def attributes_of(state: Any) -> dict[Any, Any]:
-    """Return the attributes of an object's state: a dictionary, or one beside a dictionary of its slots."""
+    """Return the attributes in an object's state: a dictionary, or a pair with the dictionary of its slots."""
     if isinstance(state, dict):
         return dict(state)
     if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, (dict, type(None))) for part in state):
@@ -120,25 +120,25 @@ def attributes_of(state: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StandIn(_Frozen):
-    """A callable of ours that a pickle may name. made: lists each tensor that it rebuilds, so that none is lost."""
+    """A callable for a name in a pickle. made: collects all rebuilt tensors, so that none is lost."""
 
     call: Callable[..., Any]
-    made: list[TensorPlace] | None = None
+    made: list[TensorLocation] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Rebuild what the pickle asks for."""
-        light(*args)
+        check_nesting(*args)
         made = self.call(*args)
-        if self.made is not None and isinstance(made, TensorPlace):
+        if self.made is not None and isinstance(made, TensorLocation):
             self.made.append(made)
         return made
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StorageType(_Frozen):
-    """A storage class such as torch.FloatStorage, as the persistent id of a storage names it.
+    """A storage class like torch.FloatStorage, as named by the persistent id of a storage.
 
-    dtype: None for bytes, and for elements of a quantized tensor. itemsize: bytes of an element.
+    dtype: None for bytes and quantized elements. itemsize: bytes per element.
     """
 
     dtype: DType | None
@@ -147,21 +147,21 @@ class StorageType(_Frozen):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TypeName(_Frozen):
-    """A class that a pickle names to say what a tensor is, such as torch.Tensor."""
+    """A class that describes a tensor, like torch.Tensor."""
 
     name: str
 
 
 class DTypeName(TypeName):
-    """A dtype such as torch.float8_e4m3fn, given by name to _rebuild_tensor_v3."""
+    """A dtype like torch.float8_e4m3fn, an argument of _rebuild_tensor_v3."""
 
     @property
     def dtype(self) -> DType | None:
-        """The row of our table; None for one that is not read."""
+        """The supported dtype, or None."""
         return DTYPES.get(self.name)
 
 
-def sizes(value: Any) -> tuple[int, ...]:
+def check_sizes(value: Any) -> tuple[int, ...]:
     """Check a tuple of sizes or strides. Raises UnpicklingError for anything but non-negative integers."""
     if not isinstance(value, (tuple, list)) or not are_naturals(value):
         raise pickle.UnpicklingError(f"sizes and strides must be non-negative integers, found {brief(value)}")
@@ -170,10 +170,12 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def refused_place(reason: Message, shape: Any = (), dtype: Any = None, inner: Any = None) -> TensorPlace:
-    """Stand in for a tensor whose bytes are not read, so that it is counted.
+def refused_tensor(reason: Message, shape: Any = (), dtype: Any = None, inner: Any = None) -> TensorLocation:
+    """Return a tensor that is counted but not read.
 
-    shape, dtype: if these are known. inner: what it is made of; tensors in it are compared.
+    shape, dtype: if known. inner: its components; tensors among them are compared.
     """
-    place = TensorPlace(None, dtype if isinstance(dtype, DType) else None, 0, sizes(shape), (), refused=reason)
-    return Compound.around(place, inner) if inner else place
+    location = TensorLocation(
+        None, dtype if isinstance(dtype, DType) else None, 0, check_sizes(shape), (), refused=reason
+    )
+    return Compound.wrap(location, inner) if inner else location

@@ -1,11 +1,12 @@
-"""The one unpickler: builds plain containers and tensor places, imports nothing, runs nothing.
+"""The unpickler: it builds plain containers and tensor locations, and neither imports nor executes anything.
 
-A pickle names the callables that rebuild its objects. Each name is looked up in three tables, never imported:
+A pickle contains the names of callables that rebuild its objects. They are looked up in three tables and never
+imported:
 
-- `TABLE`, put together of those of `rebuild`, `numpy_stand_ins` and `dtensor`: our own stand-ins for the few names that
-  torch.save writes for tensors, arrays and plain containers.
-- `REFUSED_*`: names that can only be there to run something. The whole file is refused.
-- any other name becomes an inert stub that keeps what it was given, so that tensors inside are still found.
+- `TABLE`, from `rebuild`, `numpy_stand_ins` and `dtensor`: stand-ins for the names that torch.save writes for tensors,
+  arrays and plain containers.
+- `REFUSED_*`: names whose only use is to execute code. The whole file is refused.
+- All other names become inert classes that keep their arguments, so that tensors among them are found.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
-from syncheck.readers import bounds
+from syncheck.readers import limits
 from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.limits import Keys, light, scan
+from syncheck.readers.pickles.limits import Keys, check_nesting, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
-from syncheck.readers.pickles.stand_ins import StandIn, Storage, StorageType, TensorPlace
+from syncheck.readers.pickles.stand_ins import StandIn, Storage, StorageType, TensorLocation
 from syncheck.snapshots import MOST_ELEMENTS
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 TABLE = REBUILT | NUMPY | SUBCLASSES
 
-# Roots of modules that no tensor, number or configuration lives in.
+# Top-level modules without classes of tensors, numbers or configurations.
 REFUSED_MODULES = frozenset(
     "_ctypes _frozen_importlib _imp _pickle _posixsubprocess _socket _thread _winapi asyncio bdb cPickle "
     "cloudpickle code codeop commands ctypes dill ftplib http imp importlib joblib marshal mmap msvcrt multiprocessing "
@@ -50,14 +51,14 @@ REFUSED_BUILTINS = frozenset(
 )
 REFUSED_NAMES = frozenset({"types.CodeType", "types.FunctionType", "operator.attrgetter", "operator.methodcaller"})
 
-# Characters of a name that is kept and printed; nobody's classes have longer ones.
+# Limit of characters in a name, which is kept and printed.
 _LONGEST = 1_000
-# Names that Python 2 protocols write.
+# Names in pickles of Python 2 protocols.
 ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
 
 
 def is_refused(module: str, name: str) -> bool:
-    """Whether a global can only be there to run something."""
+    """Whether the only use of a global in a checkpoint is to execute code."""
     root = module.partition(".")[0]
     if root == "builtins":
         return name.partition(".")[0] in REFUSED_BUILTINS
@@ -66,27 +67,27 @@ def is_refused(module: str, name: str) -> bool:
 
 
 class Stream:
-    """Bytes with pickles in a row: `at` is where the next one begins, and after reading it, where it ended.
+    """Consecutive pickles: `at` is the start of the next pickle, and after reading it, its end.
 
-    A pickle never gets more than there are bytes. most: objects that one may make, where not those of `bounds`. With
-    its `peek` the unpickler takes more than an opcode at a time.
+    A read never returns more bytes than the data has. most: limit of objects per pickle, in place of `MOST_OBJECTS`.
+    With `peek`, the unpickler can read more than one opcode at a time.
     """
 
     def __init__(self, data: bytes | mmap, at: int = 0, most: int | None = None) -> None:
         self.data, self.at, self.most = data, at, most
 
     def peek(self, size: int) -> bytes:
-        """Return the next bytes without moving on."""
+        """Return the next bytes without consuming them."""
         return self.data[self.at : self.at + size]
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes."""
+        """Consume and return the next bytes."""
         found = self.data[self.at : self.at + size]
         self.at += len(found)
         return found
 
     def readinto(self, buffer: bytearray) -> int:
-        """Fill a buffer as far as there are bytes."""
+        """Fill a buffer as far as the data suffices."""
         found = self.read(len(buffer))
         buffer[: len(found)] = found
         return len(found)
@@ -97,12 +98,12 @@ class Stream:
 
 
 class _Rules:
-    """What an unpickler makes of names and storages."""
+    """Handling of globals and storages, shared by both unpicklers."""
 
     def __init__(
-        self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorPlace]
+        self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorLocation]
     ) -> None:
-        super().__init__(source)  # type: ignore[call-arg]  # of the unpickler that it stands before
+        super().__init__(source)  # type: ignore[call-arg]  # the constructor of the unpickler in the subclass
         self.made = made
         self.path, self.place, self.storages = path, place, storages
         self.views: dict[str, Storage] = {}
@@ -121,29 +122,29 @@ class _Rules:
                 self.path,
                 place=self.place,
                 found=f"the pickle calls {full}, which runs code; nothing was run",
-                next_step="do not load this file with weights_only=False; find out where it comes from",
+                next_step="do not load this file with weights_only=False; check its origin",
             )
         if full not in self.stubs:
-            if len(self.stubs) == bounds.MOST_CLASSES:
-                raise pickle.UnpicklingError(f"more than {bounds.MOST_CLASSES} classes that are not known")
+            if len(self.stubs) == limits.MOST_CLASSES:
+                raise pickle.UnpicklingError(f"more than {limits.MOST_CLASSES} unknown classes")
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
 
     def persistent_load(self, pid: Any) -> Any:
         legacy = self.storages is not None
-        if legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class and its source
-            light(pid)
+        if legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class with its source
+            check_nesting(pid)
             return pid[1]
-        # As many as torch.load takes apart; before torch 1.6 the sixth says which part of a storage another one is.
+        # As in torch.load. Before torch 1.6, the sixth element describes a view of the storage.
         if not isinstance(pid, tuple) or len(pid) != (6 if legacy else 5) or pid[0] != "storage":
             raise pickle.UnpicklingError(f"persistent id {brief(pid)} is not a storage")
         _, kind, key, location, numel = pid[:5]
-        light(kind, location)
+        check_nesting(kind, location)
         if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MOST_ELEMENTS:
-            raise pickle.UnpicklingError(f"storage key or size is off in {brief(pid)}")
+            raise pickle.UnpicklingError(f"invalid storage key or size in {brief(pid)}")
         if not isinstance(location, (str, bytes)) or not isinstance(kind, (StorageType, type)):
-            raise pickle.UnpicklingError(f"storage class or location is off in {brief(pid)}")
-        # Of a storage class that is not known, such as a quantized one, tensors are counted and not read.
+            raise pickle.UnpicklingError(f"invalid storage class or location in {brief(pid)}")
+        # Tensors in an unknown storage class, like quantized storages, are counted but not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
         storage = Storage(row[0], key, numel, row[1], 0, numel)
         if self.storages is None:
@@ -154,16 +155,16 @@ class _Rules:
         return storage if pid[5] is None else self._view(storage, pid[5], self.storages)
 
     def _view(self, root: Storage, view: Any, storages: dict[str, Storage]) -> Storage:
-        """Return the part of a storage that another one was, in files of before torch 0.4."""
+        """Return a view of a storage, as written before torch 0.4."""
         if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
-            raise pickle.UnpicklingError(f"the view of a storage is {brief(view)}")
+            raise pickle.UnpicklingError(f"invalid view of a storage: {brief(view)}")
         key, start, size = view
         if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= root.numel:
             raise pickle.UnpicklingError(f"a view of {brief(view)} into a storage of {root.numel} elements")
         storage = Storage(root.dtype, root.key, root.numel, root.itemsize, start, size)
-        # torch.load takes the first of those that bear one key.
+        # torch.load would use the first view with this key.
         if key in storages or self.views.setdefault(key, storage) != storage:
-            raise pickle.UnpicklingError(f"two views of one key, {brief(key)}")
+            raise pickle.UnpicklingError(f"two views with the same key, {brief(key)}")
         return storage
 
 
@@ -171,8 +172,8 @@ class _Unpickler(_Rules, pickle.Unpickler):
     pass
 
 
-_Slow: Any = pickle._Unpickler  # noqa: SLF001 - Python's own, in which each opcode can be another
-# Opcodes that hash, and which of the top of the stack.
+_Slow: Any = pickle._Unpickler  # noqa: SLF001 - the Python implementation, whose opcodes can be replaced
+# Opcodes that hash, and the hashed elements at the top of the stack.
 _HASHED = {
     pickle.SETITEM: slice(-2, -1),
     pickle.SETITEMS: slice(None, None, 2),
@@ -182,7 +183,7 @@ _HASHED = {
 }
 
 
-class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # it has no type
+class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # the base has type Any
     """Checks each key before it is hashed."""
 
     keys: Keys
@@ -201,21 +202,20 @@ def unpickle(
     path: str,
     place: str,
     storages: dict[str, Storage] | None = None,
-    made: list[TensorPlace] | None = None,
+    made: list[TensorLocation] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the object tree of a torch.save pickle and the names of the globals that became inert stubs.
+    """Return the object tree of a torch.save pickle, and the names of globals that became inert classes.
 
-    data: the pickle, or a stream that stands at its first byte. path, place: for error texts. storages: of the format
-    of before torch 1.6 only, to be filled by key. made: to be filled with every tensor that the pickle rebuilds, also
-    if nothing in the tree refers to it. Raises RefusedFile for a global that can only be there to run something, and
-    MalformedFile for anything else that is wrong.
+    data: the pickle, or a stream at its first byte. path, place: for error messages. storages: collects storages by
+    key, only for the format before torch 1.6. made: collects all tensors that the pickle rebuilds, also outside
+    the tree. Raises RefusedFile for a global that executes code, and MalformedFile for all other faults.
     """
     source = Stream(data) if isinstance(data, bytes) else data
     found = scan(source.data, source.at, source.most)
     if found.fault:
         raise MalformedFile(
             path, place=place, found=f"the pickle would take all memory or time: {found.fault}",
-            next_step="no library writes this; find out where the file comes from",
+            next_step="no library writes this; check the origin of the file",
         )  # fmt: skip
     unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(
         source, path, place, storages, [] if made is None else made
@@ -224,9 +224,9 @@ def unpickle(
         unpickler.keys = Keys(found.size)
     try:
         tree = unpickler.load()
-    except (RefusedFile, MemoryError):  # what it asks for was held against the file before
+    except (RefusedFile, MemoryError):  # the scan has already limited what the file can request
         raise
-    # A broken stream can fail in any way that the C unpickler and our stand-ins can.
+    # A damaged stream can raise any exception of the C unpickler and of the stand-ins.
     except Exception as error:  # noqa: BLE001
         raise MalformedFile(
             path,

@@ -1,4 +1,4 @@
-"""What lies in a torch.distributed.checkpoint folder beside its chunks is compared, or told; never dropped."""
+"""Files besides the chunks of a torch.distributed.checkpoint folder are compared or reported."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def folder(path: Path) -> Path:
-    """Write a folder of one tensor, `w`."""
+    """Write a folder with one tensor, `w`."""
     return assemble(path, {"w": (torch.ones(3), [((0,), (3,))])})
 
 
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
-def test_a_name_that_is_in_both_is_kept_twice(tmp_path: Path, name: str) -> None:
-    """Two folders whose extra files differ in a tensor of a name that a chunk has too are out of sync."""
+def test_a_name_in_both_files_is_kept_twice(tmp_path: Path, name: str) -> None:
+    """Folders whose extra files differ in a tensor that has the name of a chunk's tensor are out of sync."""
     two = [folder(tmp_path / side) for side in "ab"]
     for i, one in enumerate(two):
         save_pth(one / name, {"w": np.full(3, i, np.float32), "step": 5})
@@ -39,18 +39,18 @@ def test_a_name_that_is_in_both_is_kept_twice(tmp_path: Path, name: str) -> None
 
 
 def test_extra_files_of_two_steps(tmp_path: Path) -> None:
-    """Where the metadata block of one says step 5 and of another step 6, the folder is no checkpoint of one moment."""
+    """A folder with metadata blocks of steps 5 and 6 is malformed."""
     one = folder(tmp_path / "a")
     for step, name in ((5, "meta.pt"), (6, "common.pt")):
         block = syncheck.metadata(run="r", rank=0, world_size=1, step=step)
         save_pth(one / name, {f"of_{step}": np.ones(3, np.float32), "syncheck": block})
-    with pytest.raises(MalformedFile, match=r"common\.pt: metadata, step: 6; needed 5, as before it"):
+    with pytest.raises(MalformedFile, match=r"common\.pt: metadata, step: 6; needed 5, as in the other files"):
         syncheck.read(str(one))
 
 
 @pytest.mark.parametrize("how", ["pipe", "dangling"])
-def test_an_extra_file_that_cannot_be_read(tmp_path: Path, how: str) -> None:
-    """What bears the name of such a file and is none makes the folder unreadable."""
+def test_an_unreadable_extra_file(tmp_path: Path, how: str) -> None:
+    """An extra file that is not a checkpoint makes the folder unreadable."""
     one = folder(tmp_path / "a")
     if how == "pipe":
         os.mkfifo(one / "meta.pt")
@@ -61,7 +61,7 @@ def test_an_extra_file_that_cannot_be_read(tmp_path: Path, how: str) -> None:
 
 
 def test_chunks_of_another_save_are_counted(tmp_path: Path) -> None:
-    """Files of chunks that `.metadata` does not name, such as those of another save, are named as not compared."""
+    """Chunk files that `.metadata` does not list, as of another save, are reported as not compared."""
     one = folder(tmp_path / "a")
     (before,) = syncheck.read(str(one)).notes
     for rank in (3, 4):

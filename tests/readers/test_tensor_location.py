@@ -1,4 +1,4 @@
-"""Where a tensor's bytes lie, and how often a view shows them."""
+"""Locations of tensors, and views that repeat their bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 
 
-def test_a_view_without_end_is_refused(tmp_path: Path) -> None:
-    """A number expanded to 400 GB would be read for minutes: it is counted and not compared; a small one is read."""
+def test_a_huge_view_is_refused(tmp_path: Path) -> None:
+    """A number expanded to 400 GB, minutes of reading, is counted and not compared; a small view is read."""
     for rank in range(2):
         torch.save(
             {"huge": torch.zeros(1).expand(10**11), "small": torch.ones(1).expand(100), "w": torch.ones(1)},
