@@ -17,6 +17,7 @@ from syncheck.diagnose import syn230_differs_by_node as syn230
 from syncheck.diagnose import syn231_tensor_parallel_replicated as syn231
 from syncheck.diagnose.case import Common
 from syncheck.records import TensorDiff
+from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
