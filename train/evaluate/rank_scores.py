@@ -12,7 +12,7 @@ from train.data import DataOptions, load_data
 from train.errors import UserError
 from train.evaluate.replicas import load_weights
 from train.launch import RankContext
-from train.models import build_chosen
+from train.models import build_from_settings
 from train.scoring import evaluate, evaluation_batches
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _build(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.Module
     # Without memory first: the width comes out of a file, and nothing is allocated for one that does not fit.
     try:
         with torch.device("meta"):
-            model = build_chosen(task, data.channels, data.classes, data.image_size)
+            model = build_from_settings(task, data.channels, data.classes, data.image_size)
     except UserError as error:
         raise UserError(f"{replicas.files[0].path}: {error}") from error
     needed = {name: _described(tensor) for name, tensor in model.state_dict().items()}

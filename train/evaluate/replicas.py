@@ -14,7 +14,7 @@ import torch
 
 from syncheck import Options, compare, read
 from train.checkpoints.formats import FORMATS
-from train.data import DATASETS, MOST_SAMPLES
+from train.data import DATASETS, MAX_SAMPLES
 from train.errors import UserError
 from train.models import MODELS
 
@@ -125,7 +125,7 @@ def _task(snapshot: Snapshot) -> Task:
         raise UserError(f"{path}: data {data!r} is unknown; there are {', '.join(DATASETS)}")
     numbers = {name: config.get(name) for name in NUMBERS}
     for name, number in numbers.items():
-        most = MOST_SAMPLES if name == "train_samples" else MOST
+        most = MAX_SAMPLES if name == "train_samples" else MOST
         if number is not None and not (isinstance(number, int) and 1 <= number <= most):
             mend = "none for the model's own" if name in ("width", "depth", "alpha") else "none for the data's own"
             raise UserError(f"{path}: {name} {number!r}; needs 1 to {most}, or {mend}")
