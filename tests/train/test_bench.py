@@ -31,7 +31,7 @@ BENCH = (sys.executable, "-m", "train.bench")
 TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit-train", "128", "--epochs", "2")
 
 
-def test_the_first_epoch_is_left_out() -> None:
+def test_excludes_the_first_epoch() -> None:
     """The epoch that warms caches up does not count, the rest do; accuracy is the last one's, memory the most."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
     found = read_timing(records, began=990.0)
@@ -39,12 +39,12 @@ def test_the_first_epoch_is_left_out() -> None:
     assert (found.epoch_time, found.throughput) == (3.0, 320 / 3)
 
 
-def test_a_single_epoch_counts_itself() -> None:
+def test_includes_a_single_epoch() -> None:
     """Where there is no other, the first epoch is better than nothing."""
     assert read_timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
 
 
-def test_an_epoch_that_was_cut_short_does_not_count() -> None:
+def test_excludes_an_incomplete_epoch() -> None:
     """Of epochs of 10, 10 and 5 steps the second counts; where the short one is alone, its own steps do."""
     short = {**epoch(3, 2.0), "step": 25, "samples": 160}
     found = read_timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
@@ -60,7 +60,7 @@ def test_speed_up_is_over_single() -> None:
     assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
 
 
-def test_the_tables_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Text, markdown and JSON have the same medians, and name what could not be run."""
     rows = [row("single", 4.0), row("ddp", 2.0), row("hsdp", problem="it will not")]
     text, markdown = as_text(rows, MACHINE, width=200), as_markdown(rows, MACHINE)
@@ -143,7 +143,7 @@ def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_method_refuses_is_told(programs: Programs) -> None:
+def test_refusals_are_printed_below_the_table(programs: Programs) -> None:
     """A refusal is a line below the table, by --spawn and torchrun; the rest is measured. Exit code 2 if nothing is."""
     done = programs.run(*BENCH, "ddp", "--rounds", 1, *TINY, "--no-buffer-sync", cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -156,7 +156,7 @@ def test_what_a_method_refuses_is_told(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_a_case_that_does_not_end_is_ended(programs: Programs) -> None:
+def test_kills_a_case_after_its_timeout(programs: Programs) -> None:
     """After --timeout all processes of the case are gone, the table says so, and the exit code is 1."""
     process = programs.start(*BENCH, "ddp", "--rounds", 1, "--timeout", 0.5, *TINY, cwd=ROOT)
     done = programs.finish(process, 60)
@@ -184,7 +184,7 @@ def test_a_signal_prints_what_was_measured(programs: Programs, number: signal.Si
 
 
 @pytest.mark.slow
-def test_a_closer_look(programs: Programs) -> None:
+def test_measures_parts_and_overhead(programs: Programs) -> None:
     """The parts of ddp's step, and the trainer against a bare loop, are measured on real processes."""
     done = programs.run(*BENCH, "--parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -39,7 +39,7 @@ def fake_runs(folder: Path, *codes: int) -> list[list[str]]:
     return [[sys.executable, "-c", bad.format(code=code) if code else good] for code in codes]
 
 
-def test_what_was_measured_once_is_not_refused(tmp_path: Path) -> None:
+def test_a_measured_case_is_not_refused(tmp_path: Path) -> None:
     """A case that is refused at first is no failure; one that dies in its second round is, and keeps its first run."""
     refused, dies = row("ddp"), row("zero")
     for turn, words in enumerate(fake_runs(tmp_path, 0, 2)):
@@ -85,7 +85,7 @@ def test_a_table_that_cannot_be_written_is_kept(tmp_path: Path, capsys: pytest.C
     ],
     ids=str,
 )
-def test_loops_that_do_unlike_work_are_not_compared(changes: dict[str, Any], says: str) -> None:
+def test_overhead_refuses_unsupported_settings(changes: dict[str, Any], says: str) -> None:
     """Refused is what the bare loop does not do, and shares that are not even."""
     check_settings(Settings(), RankContext(world_size=2))
     with pytest.raises(UserError, match=says):
@@ -108,7 +108,7 @@ def test_every_timed_epoch_of_the_trainer_trains(monkeypatch: pytest.MonkeyPatch
 
 
 def test_parts_are_compared_with_one_process() -> None:
-    """Each part has its speed-up over one process with the global batch, and DDP the exposed share of the all-reduce."""
+    """Each part has its speed-up over one process with the global batch; DDP also has the time not hidden."""
     found = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1, "gradient_bytes": 44_700_000}
     lines = format_parts(found, 2).splitlines()
     assert [line.split(" ms per step ")[1].split()[0] for line in lines[:4]] == ["1.00", "2.00", "1.67", "1.25"]

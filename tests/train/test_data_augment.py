@@ -106,7 +106,7 @@ def test_another_process_gets_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_elses_random_numbers_are_drawn(kind: str) -> None:
+def test_augmentation_keeps_the_state_of_other_generators(kind: str) -> None:
     """torch's and NumPy's generators stand where they stood, so a model's dropout does not depend on --workers."""
     images = augmented(kind)
     torch.manual_seed(1)
@@ -266,7 +266,7 @@ def test_augmented_runs_are_reproducible() -> None:
     assert not torch.equal(first["fc.weight"], plain["fc.weight"])
 
 
-def test_the_engine_tells_the_epoch() -> None:
+def test_the_engine_sets_the_epoch() -> None:
     """The training set stands at the epoch that was trained last, counted from 0."""
     job = trained(RankContext(), Settings(augment="basic", limit_train=64, epochs=3, width=4))
     assert job.train_samples.epoch == 2

@@ -194,7 +194,7 @@ def test_a_pickle_with_another_md5_is_never_read(
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02not a pickle", pickle.dumps({"labels": [1]}), pickle.dumps(3)])
-def test_a_batch_that_is_none_is_one_line(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_batch_is_one_line(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the MD5 fits: no pickle, a pickle without images, of something else."""
     cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(data_batch_2=content))
     with pytest.raises(UserError, match=f"^--data cifar10: the training files in {tmp_path} are damaged: ") as info:

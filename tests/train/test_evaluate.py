@@ -219,7 +219,7 @@ def test_as_a_user_types_it(drifted: Path, programs: Programs) -> None:
     assert "exit codes:" in helped.stdout
 
 
-def test_the_last_step_saved_is_told_once(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_last_saved_step_once(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--save-every and --save-per-rank both write the last step: one table and one sentence have it."""
     assert main([str(synced)]) == 0
     once = capsys.readouterr().out

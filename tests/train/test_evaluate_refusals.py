@@ -104,7 +104,9 @@ def damage(name: str, folder: Path) -> list[str]:
         ("option", "unrecognized arguments: --nope"),
     ],
 )
-def test_what_cannot_be_evaluated(name: str, message: str, synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_invalid_files_and_options(
+    name: str, message: str, synced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each kind of unfit file or option is one line with the reason and exit code 2, and no table."""
     code = main(damage(name, synced))
     out, err = capsys.readouterr()
@@ -114,7 +116,7 @@ def test_what_cannot_be_evaluated(name: str, message: str, synced: Path, capsys:
     assert message in line
 
 
-def test_a_broken_file_does_not_go_unsaid(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_a_truncated_file(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A truncated file and the rank without a peer are reported, and the exit code is 2."""
     assert main(damage("cut", synced)) == 2
     err = capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_a_transformer_sees_where_a_patch_is() -> None:
     assert len(model.get_submodule("layers")) == 2
 
 
-def test_width_is_a_knob() -> None:
+def test_width_changes_the_size() -> None:
     """A narrower model is smaller; torchvision's cannot be made so; the convnet has no BatchNorm."""
     for name in ("resnet8", "resnet18", "convnet", "resnet50", "transformer", "mnist_convnet"):
         assert parameters(name, width=4) < parameters(name, width=8)

@@ -126,7 +126,7 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
     averaged = average_statistics(model, states)
     averaged_scores = [_score(model, {**state, **averaged}, batches, ctx) if averaged else None for state in states]
     ranks = zip(replicas.files, own_scores, averaged_scores, strict=True)
-    return RunScores(replicas, tuple(RankScore(file.rank, file.path, *scores) for file, *scores in ranks))
+    return RunScores(replicas, tuple(RankScore(file.rank, file.path, own, merged) for file, own, merged in ranks))
 
 
 def average_statistics(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> State:
