@@ -2,7 +2,7 @@
 
 From the top: run.py, the command line, calls engine.py, the loop over epochs and batches; that calls step.py, one
 optimizer step; and that calls one of methods/, of which single.py is to be read first. job.py builds what they work on,
-settings.py and options/ say what can be asked for.
+settings.py and options.py define the settings of a run and its command-line options.
 
 Where to look for the rest:
 

@@ -113,7 +113,7 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
         best = job.best.take(test, position.epoch, position.step)
     logbook.after_epoch(position, trained, test, time.perf_counter() - start, best)
     if best:
-        logbook.saved(job.saver.best(position.step))
+        logbook.record_saved_files(job.saver.best(position.step))
     return test
 
 
@@ -132,7 +132,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps)
     # Not strict: the loader may have more batches than --max-steps leaves.
-    batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
+    batches = zip(sizes, logbook.time_batches(job.train_batches), strict=False)
     with job.method.joined(trainer.optimizer) if join else nullcontext():
         for samples, (x, y) in batches:  # samples: of the global batch. x, y: this rank's share of it
             lr = job.rate.at(position.step)
@@ -159,8 +159,8 @@ def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
     would replace them by rank 0's. Checked first, so that what is saved is what was found to be right, or was repaired.
     """
     step = position.step
-    logbook.warned(job.watch.after_step(step, last=step == job.plan.steps))
-    logbook.saved(job.saver.after_step(step))
+    logbook.record_warning(job.watch.after_step(step, last=step == job.plan.steps))
+    logbook.record_saved_files(job.saver.after_step(step))
     job.keeper.after_step(position)
 
 

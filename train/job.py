@@ -24,7 +24,7 @@ from train.errors import UserError
 from train.faults import make_fault
 from train.loading import training_batches
 from train.methods import METHODS, check_modifiers
-from train.models import build_chosen
+from train.models import build_from_settings
 from train.position import Plan
 from train.resume import Keeper
 from train.schedule import LearningRate
@@ -137,12 +137,12 @@ def load(settings: Settings, ctx: RankContext) -> Data:
         if settings.download and ctx.local_rank == 0:
             download(settings.data, settings.data_dir)
     with ctx.together():
-        return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.of(settings))
+        return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.from_settings(settings))
 
 
 def make_model(settings: Settings, data: Data) -> nn.Module:
     """Build the network that the settings name, for this data. Raises UserError."""
-    model = build_chosen(settings, data.channels, data.classes, data.image_size)
+    model = build_from_settings(settings, data.channels, data.classes, data.image_size)
     if settings.channels_last:
         # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
         # stay as they are.

@@ -54,7 +54,7 @@ from train.launch import (
 )
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
-from train.recorders.make import make_recorder
+from train.recorders.composite import make_recorder
 from train.recorders.output import Output
 from train.settings import check
 

@@ -11,7 +11,7 @@ from scenarios import load
 from started import ROOT
 
 from train.evaluate.rank_scores import score_run
-from train.evaluate.replicas import find
+from train.evaluate.replicas import find_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +36,6 @@ def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 def scores(*paths: Path) -> RunScores:
     """Evaluate the one run under the paths."""
-    (found,), refused = find([str(path) for path in paths])
+    (found,), refused = find_replicas([str(path) for path in paths])
     assert refused == []
     return score_run(found, None)

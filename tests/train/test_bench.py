@@ -16,9 +16,9 @@ from programs import children
 from started import ROOT, alive, wait_for
 
 from train.bench.__main__ import main
-from train.bench.cases import CASES, chosen
-from train.bench.runs import Timing, timing
-from train.bench.table import as_json, as_markdown, as_text, speed_up
+from train.bench.cases import CASES, select_cases
+from train.bench.runs import Timing, read_timing
+from train.bench.table import as_json, as_markdown, as_text, compute_speed_up
 from train.errors import UserError
 from train.options import build_parser
 
@@ -31,36 +31,36 @@ BENCH = (sys.executable, "-m", "train.bench")
 TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit-train", "128", "--epochs", "2")
 
 
-def test_the_first_epoch_is_left_out() -> None:
+def test_excludes_the_first_epoch() -> None:
     """The epoch that warms caches up does not count, the rest do; accuracy is the last one's, memory the most."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
-    found = timing(records, began=990.0)
+    found = read_timing(records, began=990.0)
     assert found == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
     assert (found.epoch_time, found.throughput) == (3.0, 320 / 3)
 
 
-def test_a_single_epoch_counts_itself() -> None:
+def test_includes_a_single_epoch() -> None:
     """Where there is no other, the first epoch is better than nothing."""
-    assert timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
+    assert read_timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
 
 
-def test_an_epoch_that_was_cut_short_does_not_count() -> None:
+def test_excludes_an_incomplete_epoch() -> None:
     """Of epochs of 10, 10 and 5 steps the second counts; where the short one is alone, its own steps do."""
     short = {**epoch(3, 2.0), "step": 25, "samples": 160}
-    found = timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
+    found = read_timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
     assert (found.epochs, found.steps, found.samples) == ((4.0,), 10, 320)
-    found = timing([record("start"), epoch(1, 99.0), {**short, "epoch": 2, "step": 15}], began=990.0)
+    found = read_timing([record("start"), epoch(1, 99.0), {**short, "epoch": 2, "step": 15}], began=990.0)
     assert (found.epochs, found.steps, found.samples) == ((2.0,), 5, 160)
 
 
 def test_speed_up_is_over_single() -> None:
     """Twice the samples a second is 2.0; without a measured `single` there is no number."""
     rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]
-    assert [speed_up(r, rows) for r in rows] == [1.0, 2.0]
-    assert speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
+    assert [compute_speed_up(r, rows) for r in rows] == [1.0, 2.0]
+    assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
 
 
-def test_the_tables_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Text, markdown and JSON have the same medians, and name what could not be run."""
     rows = [row("single", 4.0), row("ddp", 2.0), row("hsdp", problem="it will not")]
     text, markdown = as_text(rows, MACHINE, width=200), as_markdown(rows, MACHINE)
@@ -88,39 +88,37 @@ def test_no_number_is_cut_at_80_columns() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_command_line_that_run_accepts(name: str) -> None:
     """No case names an option or a method that run.py does not have."""
-    command = CASES[name].command(2, ["--epochs", "2"])
+    command = CASES[name].build_command(2, ["--epochs", "2"])
     args = build_parser().parse_args(command[command.index(next(w for w in command if w.endswith("run.py"))) + 1 :])
     assert args.method == CASES[name].method
 
 
 def test_single_comes_first() -> None:
     """Whatever is asked for is compared with `single`, in the table's order."""
-    assert [case.name for case in chosen(["zero", "ddp"])] == ["single", "ddp", "zero"]
-    with pytest.raises(UserError, match="no case dpp; there are single, "):
-        chosen(["dpp"])
+    assert [case.name for case in select_cases(["zero", "ddp"])] == ["single", "ddp", "zero"]
+    with pytest.raises(UserError, match=r"dpp.* single, "):
+        select_cases(["dpp"])
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "start"),
     [
-        (["nonsense"], "no case nonsense"),
-        (["--processes", "1"], "--processes 1: needs 2 or more"),
-        (["--rounds", "0"], "--rounds 0: needs 1 or more"),
-        (["-o", "table.csv"], "-o table.csv: the ending names the format; there are .md, .json, .txt"),
-        (["-o", "nowhere/table.md"], "-o nowhere/table.md: there is no folder nowhere"),
-        (["-o", "/proc/table.md"], "-o /proc/table.md: cannot be written: "),
-        (["ddp", "--model", "resnet8"], "unrecognized arguments: --model resnet8; options of run.py stand behind --"),
+        (["nonsense"], "unknown case nonsense; "),
+        (["--processes", "1"], "--processes 1: "),
+        (["--rounds", "0"], "--rounds 0: "),
+        (["-o", "table.csv"], "-o table.csv: "),
+        (["-o", "nowhere/table.md"], "-o nowhere/table.md: "),
+        (["-o", "/proc/table.md"], "-o /proc/table.md: "),
+        (["ddp", "--model", "resnet8"], "unrecognized arguments: --model resnet8; "),
         (["--", "--modle", "resnet8"], "unrecognized arguments: --modle resnet8; did you mean --model?"),
     ],
     ids=str,
 )
-def test_mistakes_are_told_before_anything_runs(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line and exit code 2."""
+def test_invalid_arguments_are_one_line(words: list[str], start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An invalid argument causes one line and exit code 2, before a case runs."""
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.bench: error: {says}")
+    assert line.startswith(f"train.bench: error: {start}")
 
 
 @pytest.mark.slow
@@ -145,7 +143,7 @@ def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_method_refuses_is_told(programs: Programs) -> None:
+def test_refusals_are_printed_below_the_table(programs: Programs) -> None:
     """A refusal is a line below the table, by --spawn and torchrun; the rest is measured. Exit code 2 if nothing is."""
     done = programs.run(*BENCH, "ddp", "--rounds", 1, *TINY, "--no-buffer-sync", cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -158,12 +156,12 @@ def test_what_a_method_refuses_is_told(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_a_case_that_does_not_end_is_ended(programs: Programs) -> None:
+def test_kills_a_case_after_its_timeout(programs: Programs) -> None:
     """After --timeout all processes of the case are gone, the table says so, and the exit code is 1."""
     process = programs.start(*BENCH, "ddp", "--rounds", 1, "--timeout", 0.5, *TINY, cwd=ROOT)
     done = programs.finish(process, 60)
     assert done.returncode == 1
-    assert "ddp: not done after 0.5 s" in done.stdout
+    assert "ddp: not finished after 0.5 s" in done.stdout
     assert not alive(process)
 
 
@@ -186,7 +184,7 @@ def test_a_signal_prints_what_was_measured(programs: Programs, number: signal.Si
 
 
 @pytest.mark.slow
-def test_a_closer_look(programs: Programs) -> None:
+def test_measures_parts_and_overhead(programs: Programs) -> None:
     """The parts of ddp's step, and the trainer against a bare loop, are measured on real processes."""
     done = programs.run(*BENCH, "--parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -62,7 +62,7 @@ def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Saver, "best", lambda self, step, save=Saver.best: steps.append(step) or save(self, step))
     settings = replace(BEST, method="single", out=tmp_path, save_every=None, log_dir=tmp_path / "logs")
     from train.engine import train
-    from train.recorders.make import make_recorder
+    from train.recorders.composite import make_recorder
 
     with make_recorder(settings, RankContext(), "none") as recorder:
         train(settings, RankContext(), recorder)

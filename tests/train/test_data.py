@@ -58,25 +58,25 @@ def test_limit_keeps_the_first_samples() -> None:
     whole, limited = load_data("digits", None, None), load_data("digits", None, 50)
     assert (len(limited.train), len(limited.test)) == (50, 360)
     assert torch.equal(limited.train[7][0], whole.train[7][0])
-    with pytest.raises(UserError, match="--limit-train 1438: digits has 1437 training samples"):
+    with pytest.raises(UserError, match=r"^--limit-train 1438: .* 1437 "):
         load_data("digits", None, 1438)
 
 
 def test_missing_or_broken_data_is_one_line(tmp_path: Path) -> None:
     """A folder without the file, a file that is cut, and one with other arrays are named with what is wrong."""
     path = tmp_path / FILE
-    with pytest.raises(UserError, match=f"^no data at {path}: --data-dir names the folder that holds it$"):
+    with pytest.raises(UserError, match=rf"^{path}: .*--data-dir"):
         load_data("digits", tmp_path, None)
     shutil.copy(FOLDER / FILE, path)
     assert len(load_data("digits", tmp_path, None).train) == 1437
     whole = path.read_bytes()
     for broken in (whole[:1000], b"", b"not a zip", whole[:20000] + b"\0" * 1000 + whole[21000:]):
         path.write_bytes(broken)
-        with pytest.raises(UserError, match="cannot be read") as info:
+        with pytest.raises(UserError, match=f"^{path}: ") as info:
             load_data("digits", tmp_path, None)
         assert "\n" not in str(info.value)
     np.savez(path, images=np.zeros((3, 8, 8)), labels=np.zeros(3))
-    with pytest.raises(UserError, match=r"holds images \(3, 8, 8\), labels \(3,\); needs \(1797, 8, 8\)"):
+    with pytest.raises(UserError, match=r"images \(3, 8, 8\), labels \(3,\); .*\(1797, 8, 8\)"):
         load_data("digits", tmp_path, None)
 
 

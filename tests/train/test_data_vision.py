@@ -88,32 +88,34 @@ def test_cifar_is_read_and_normalized(
     assert len({*mean.flat}) == 3
 
 
-def test_a_missing_folder_is_asked_for() -> None:
-    """Without --data-dir the message says which folder is wanted; a data set without files has nothing to download."""
-    with pytest.raises(UserError, match="--data mnist: needs --data-dir, the folder that holds MNIST/raw"):
+def test_missing_data_dir_is_an_error() -> None:
+    """A missing --data-dir, --download of a data set without files, and unsupported sizes are errors."""
+    with pytest.raises(UserError, match=r"^--data mnist: .*--data-dir.*MNIST/raw"):
         load_data("mnist", None, None)
-    with pytest.raises(UserError, match="--data cifar10: needs --data-dir"):
+    with pytest.raises(UserError, match=r"^--data cifar10: .*--data-dir"):
         download("cifar10", None)
     for name in ("digits", "synthetic"):
-        with pytest.raises(UserError, match=f"--download: there is nothing to download for --data {name}"):
+        with pytest.raises(UserError, match=rf"^--download: .*--data {name} "):
             download(name, None)
-    with pytest.raises(UserError, match="--channels 3: mnist is as it is; only --data synthetic can be of any size"):
+    with pytest.raises(UserError, match=r"^--channels 3: .*mnist.*--data synthetic"):
         load_data("mnist", None, None, DataOptions(channels=3))
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
-        ("mnist", "no MNIST/raw/train-images-idx3-ubyte in .* \\(4 of 4 files are missing\\); add --download, or put"),
-        ("cifar10", "no cifar-10-batches-py/data_batch_1 in .* \\(7 of 7 files are missing\\)"),
-        ("cifar100", "no cifar-100-python/train in .* \\(3 of 3 files are missing\\).*cifar-100-python.tar.gz$"),
+        ("mnist", "/MNIST/raw/train-images-idx3-ubyte .*4 of 4 .*--download"),
+        ("cifar10", "/cifar-10-batches-py/data_batch_1 .*7 of 7 "),
+        ("cifar100", "/cifar-100-python/train .*3 of 3 .*cifar-100-python.tar.gz$"),
     ],
 )
-def test_missing_files_are_one_line(name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without the files ends the program with exit code 2 and a line: what was looked for, and where it is."""
+def test_missing_files_are_one_line(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder without the files causes exit code 2, and a line with the path of the first file and the source."""
     assert main(["--data", name, "--data-dir", str(tmp_path / "none"), "--progress", "none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    with pytest.raises(UserError, match=says) as info:
+    with pytest.raises(UserError, match=message) as info:
         load_data(name, tmp_path / "none", None)
     assert line == f"run.py: error: {info.value}"
 
@@ -185,13 +187,14 @@ def test_a_pickle_with_another_md5_is_never_read(
     (folder / file).write_bytes(pickle.dumps(Bomb(tmp_path / "ran"), protocol=2))
     assert main(["--data", "cifar10", "--data-dir", str(tmp_path), "--progress", "none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"run.py: error: {folder / file} is not the published file, whose MD5 is ")
-    assert line.endswith("; --download replaces it")
+    assert line.startswith(f"run.py: error: {folder / file}: ")
+    assert "MD5" in line
+    assert "--download" in line
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02not a pickle", pickle.dumps({"labels": [1]}), pickle.dumps(3)])
-def test_a_batch_that_is_none_is_one_line(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_batch_is_one_line(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the MD5 fits: no pickle, a pickle without images, of something else."""
     cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(data_batch_2=content))
     with pytest.raises(UserError, match=f"^--data cifar10: the training files in {tmp_path} are damaged: ") as info:
@@ -203,7 +206,7 @@ def test_other_labels_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A label beyond the classes is refused before it could become an index on a GPU."""
     batch = cifar_batch(np.zeros((20, 3, 32, 32), np.uint8), [10] * 20, "labels")
     cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(test_batch=batch))
-    with pytest.raises(UserError, match=r"the test files .* needs uint8 .*, N labels below 10"):
+    with pytest.raises(UserError, match=r"the test files .* uint8 .*, N labels below 10"):
         load_data("cifar10", tmp_path, None)
 
 
@@ -245,7 +248,7 @@ def test_cifar_is_downloaded_and_mended(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(CIFAR10, "url", f"{address}cifar-10-python.tar.gz")
         with monkeypatch.context() as patch:
             patch.setattr(CIFAR10, "tgz_md5", "0" * 32)
-            with pytest.raises(UserError, match=r"--download: cifar10 did not come to .* corrupted") as info:
+            with pytest.raises(UserError, match=rf"^--download: .*cifar10 .*{here}.* corrupted") as info:
                 download("cifar10", here)
             assert "\n" not in str(info.value)
         assert [path.name for path in here.iterdir()] == ["cifar-10-batches-py"]
@@ -263,10 +266,10 @@ def test_no_network_is_one_line(
     here = tmp_path / "here"
     assert main(["--data", "mnist", "--data-dir", str(here), "--download", "--progress", "none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"run.py: error: --download: mnist did not come to {here}: Error downloading train-images")
+    assert line.startswith("run.py: error: --download: ")
+    assert f"{here}: Error downloading train-images" in line
     assert "refused" in line
-    assert line.endswith("put into the folder MNIST/raw with the unpacked files of "
-                         "https://ossci-datasets.s3.amazonaws.com/mnist/")  # fmt: skip
+    assert line.endswith(" https://ossci-datasets.s3.amazonaws.com/mnist/")
     assert list(here.iterdir()) == []
 
 
@@ -283,13 +286,13 @@ def test_checkpoints_are_evaluated_on_files(tmp_path: Path, capsys: pytest.Captu
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert [rank["own"]["samples"] for rank in found["ranks"]] == [40, 40]
     assert evaluate(files) == 2
-    assert capsys.readouterr().err.startswith("evaluate.py: --data mnist: needs --data-dir, the folder that holds")
+    assert capsys.readouterr().err.startswith("evaluate.py: --data mnist: needs --data-dir")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     """Where the folder's name is that of a file, the line says so."""
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--download: mnist did not come to .*: .*(exists|[Nn]ot a directory)"):
+    with pytest.raises(UserError, match=r"^--download: .*mnist .*(exists|[Nn]ot a directory)"):
         download("mnist", tmp_path / "file")
 
 

@@ -21,7 +21,7 @@ from started import ROOT
 from train.data import load_data
 from train.evaluate.__main__ import main
 from train.evaluate.rank_scores import average_statistics, score_run
-from train.evaluate.replicas import find
+from train.evaluate.replicas import find_replicas
 from train.launch import RankContext
 from train.models import MODELS, build_model
 
@@ -158,7 +158,7 @@ def test_runs_of_the_methods(ctx: RankContext, syncheck_rank: Rank, changes: dic
 def test_replicas_of_one_process(tmp_path: Path) -> None:
     """The replicas of DataParallel are evaluated like ranks, one group for each step that was saved."""
     run(RankContext(), replace(SMALL, method="dp", replicas=2, save_every=3, max_steps=6, out=tmp_path))
-    found, refused = find([str(tmp_path / "history")])
+    found, refused = find_replicas([str(tmp_path / "history")])
     assert refused == []
     assert [(r.run, r.step, [file.rank for file in r.files]) for r in found] == [("dp", 3, [0, 1]), ("dp", 6, [0, 1])]
     assert all(score_run(r, None).ranks[0].averaged is not None for r in found)
@@ -219,7 +219,7 @@ def test_as_a_user_types_it(drifted: Path, programs: Programs) -> None:
     assert "exit codes:" in helped.stdout
 
 
-def test_the_last_step_saved_is_told_once(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_last_saved_step_once(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--save-every and --save-per-rank both write the last step: one table and one sentence have it."""
     assert main([str(synced)]) == 0
     once = capsys.readouterr().out

@@ -13,7 +13,7 @@ from scenarios import NEEDS_FSDP, SMALL, load, run
 
 from train.errors import UserError
 from train.evaluate.__main__ import main
-from train.evaluate.replicas import find, load_weights
+from train.evaluate.replicas import find_replicas, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_shards_are_refused(ctx: RankContext, syncheck_rank: Rank, capsys: pytes
     out, err = capsys.readouterr()
     assert "ddp-syncbn, step 12: accuracy is" in out
     (line,) = err.splitlines()
-    assert "fsdp_rank0.pth: holds a part of each of 23 tensors, conv1.weight first" in line
+    assert "fsdp_rank0.pth: 23 tensors are sharded (FSDP or HSDP), first conv1.weight" in line
     assert line.endswith("a shard cannot be evaluated alone; train with --method ddp, zero or localsgd")
 
 
@@ -87,24 +87,26 @@ def damage(name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("alone", "rank 0 alone; the run had 2 ranks; name the files of the others too"),
-        ("no metadata", "does not say which model it is of; needs a file that train/run.py has saved"),
-        ("another model", "model 'vgg' is unknown; there are resnet8, "),
-        ("huge", "conv1.weight is float32 [4, 1, 3, 3], resnet8 has float32 [65536, 1, 3, 3]"),
-        ("width", "width '4'; needs 1 to 65536, or none for the model's own"),
-        ("many channels", "; needs 1 to 65536, or none for the model's own"),
-        ("a list", "is unknown; there are resnet8, "),
-        ("one width only", "ddp-syncbn_rank0.pth: --width 4: tv_resnet18 has a fixed width"),
-        ("other data", "data 'svhn' is unknown"),
-        ("a tensor more", "fc.1.weight is float32 [2], resnet8 has no tensor of this name"),
-        ("half precision", "fc.bias is float16 [10], resnet8 has float32 [10]; needs a file as train/run.py saves it"),
-        ("no model", "conv1.weight is not there, resnet8 has float32 [4, 1, 3, 3]"),
+        ("alone", "rank 0 has no other replica"),
+        ("no metadata", "metadata"),
+        ("another model", "model 'vgg'"),
+        ("huge", "found float32 [4, 1, 3, 3], expected float32 [65536, 1, 3, 3]"),
+        ("width", "width '4' "),
+        ("many channels", " 65536, "),
+        ("a list", ": model ["),
+        ("one width only", "ddp-syncbn_rank0.pth: --width 4: "),
+        ("other data", "data 'svhn'"),
+        ("a tensor more", "fc.1.weight does not fit resnet8: found float32 [2], "),
+        ("half precision", "fc.bias does not fit resnet8: found float16 [10], expected float32 [10]"),
+        ("no model", "conv1.weight does not fit resnet8: found no tensor, expected float32 [4, 1, 3, 3]"),
         ("no match", "*.bin"),
-        ("data", "--data-dir names the folder that holds it"),
+        ("data", "--data-dir"),
         ("option", "unrecognized arguments: --nope"),
     ],
 )
-def test_what_cannot_be_evaluated(name: str, message: str, synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_invalid_files_and_options(
+    name: str, message: str, synced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each kind of unfit file or option is one line with the reason and exit code 2, and no table."""
     code = main(damage(name, synced))
     out, err = capsys.readouterr()
@@ -114,12 +116,12 @@ def test_what_cannot_be_evaluated(name: str, message: str, synced: Path, capsys:
     assert message in line
 
 
-def test_a_broken_file_does_not_go_unsaid(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is cut short is named, its peer is told to be alone, and the exit code is 2."""
+def test_reports_a_truncated_file(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A truncated file and the rank without a peer are reported, and the exit code is 2."""
     assert main(damage("cut", synced)) == 2
     err = capsys.readouterr().err
     assert SYNCED.format(1) in err
-    assert "rank 0 alone" in err
+    assert "rank 0 has no other replica" in err
 
 
 def test_a_hostile_pickle_is_not_run(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +132,7 @@ def test_a_hostile_pickle_is_not_run(synced: Path, capsys: pytest.CaptureFixture
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return Path.mkdir, (trap,)  # type: ignore[return-value]
 
-    (found,), _ = find([str(synced)])
+    (found,), _ = find_replicas([str(synced)])
     for rank in range(2):
         content = load(synced / SYNCED.format(rank))
         torch.save({**content, "extra": Trap()}, synced / SYNCED.format(rank))

@@ -187,7 +187,7 @@ class Unused(ConvNet):
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
 def test_find_unused_lets_ddp_go_on(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """A parameter that no step uses stops DDP at its second step, unless --find-unused lets it look for such."""
-    monkeypatch.setattr("train.job.build_chosen", lambda *_, **__: Unused(1, 10, 4))
+    monkeypatch.setattr("train.job.build_from_settings", lambda *_, **__: Unused(1, 10, 4))
     settings = replace(CONVNET, method=method)
     with pytest.raises(RuntimeError, match="finished reduction"):
         trained(ctx, settings)

@@ -13,7 +13,7 @@ from train.launch import RankContext
 from train.position import Plan
 from train.recorders.base import Start
 from train.recorders.output import Output
-from train.recorders.progress import clock, make_progress, remarks
+from train.recorders.progress import describe_surprises, format_time, make_progress
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,21 +67,21 @@ def test_bar_draws_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "32 samples a step over 3 ranks: 11, 11, 10" in out
 
 
-def test_uneven_shares_are_said() -> None:
-    """Shares that differ are listed, of many ranks counted; equal ones are not worth a line."""
-    assert remarks(begin((16, 16))) == []
-    assert remarks(begin((11, 11, 10))) == ["32 samples a step over 3 ranks: 11, 11, 10"]
-    text = "32 samples a step over 10 ranks: 4 on each of the first 2, 3 on each of the others"
-    assert remarks(begin((4,) * 2 + (3,) * 8)) == [text]
+def test_describes_uneven_shares() -> None:
+    """Unequal shares are listed or, for many ranks, counted; a scaled rate and --compile are described too."""
+    assert describe_surprises(begin((16, 16))) == []
+    assert describe_surprises(begin((11, 11, 10))) == ["32 samples a step over 3 ranks: 11, 11, 10"]
+    text = "32 samples a step over 10 ranks: 4 on each of the first 2 ranks, 3 on each other rank"
+    assert describe_surprises(begin((4,) * 2 + (3,) * 8)) == [text]
     scaled = begin((16, 16), Settings(lr_scale="linear"), 0.2)
-    assert remarks(scaled) == ["learning rate 0.2: 0.1 x 2, linear in the processes"]
-    assert remarks(begin((16, 16), Settings(compile=True)))[0].startswith("--compile: the first step")
+    assert describe_surprises(scaled) == ["learning rate 0.2: 0.1 x 2 (--lr-scale linear)"]
+    assert describe_surprises(begin((16, 16), Settings(compile=True)))[0].startswith("--compile: the first step")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(6.7, "0:07"), (754, "12:34"), (3723, "1:02:03"), (3599.9, "1:00:00")])
 def test_times_are_read_as_clocks(seconds: float, text: str) -> None:
     """Seconds become minutes and hours where there are so many."""
-    assert clock(seconds) == text
+    assert format_time(seconds) == text
 
 
 @pytest.mark.slow

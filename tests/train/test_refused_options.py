@@ -91,7 +91,7 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ("--workers 100000", "--workers 100000: needs 0 to 1024"),
         ("--lr 1e300", "--lr 1e+300: the learning rate would be 1e+300, more than float32 holds"),
         ("--weight-decay 1e300", "--weight-decay 1e+300: needs 0 or a positive number up to 3.4e+38"),
-        ("--width 99999999999999999999", "--width 99999999999999999999: needs 65536 or less"),
+        ("--width 99999999999999999999", "--width 99999999999999999999: must be at most 65536"),
         ("--accumulate 33", "--batch-size 32 (global) leaves some of 1 rank x 33 micro-batches empty; use 33 or more"),
         ("--modle resnet8", "unrecognized arguments: --modle resnet8; did you mean --model?"),
         (

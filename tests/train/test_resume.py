@@ -135,14 +135,14 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("stop", [3, 4])
 def test_random_numbers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """Dropout, Python's and numpy's numbers go on as uninterrupted, and so does a buffer outside state dicts."""
-    monkeypatch.setattr("train.job.build_chosen", Draws)
+    monkeypatch.setattr("train.job.build_from_settings", Draws)
     assert_bitwise(RankContext(), tmp_path, replace(TINY, method="single"), [stop])
 
 
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
 def test_each_random_state_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: str) -> None:
     """With any one generator in another state the run ends elsewhere: the test above would see it."""
-    monkeypatch.setattr("train.job.build_chosen", Draws)
+    monkeypatch.setattr("train.job.build_from_settings", Draws)
     settings = replace(TINY, method="single", out=tmp_path)
     whole(RankContext(), settings)
     once = state_of(RankContext(), settings, 8)["model"]

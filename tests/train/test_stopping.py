@@ -15,8 +15,7 @@ from train.engine import train
 from train.errors import Stopped
 from train.launch import RankContext
 from train.recorders.base import Recorder
-from train.recorders.make import make_recorder
-from train.recorders.several import Several
+from train.recorders.composite import CompositeRecorder, make_recorder
 from train.resume import state_path, states_folder
 from train.stopping import Stopping, steps_until
 
@@ -142,7 +141,7 @@ def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
     with make_recorder(runs["once"], RankContext(), "none") as recorder:
         train(runs["once"], RankContext(), recorder)
     told = Told()
-    both = Several([make_recorder(runs["parts"], RankContext(), "none"), TellsAfterEpoch(told)])
+    both = CompositeRecorder([make_recorder(runs["parts"], RankContext(), "none"), TellsAfterEpoch(told)])
     with pytest.raises(Stopped, match="after step 4; its state is saved"), both:
         train(runs["parts"], RankContext(), both, told)
     with make_recorder(runs["parts"], RankContext(), "none") as recorder:

@@ -1,4 +1,4 @@
-"""House habits that can be counted."""
+"""Style rules for the trainer that linters do not check."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_small(path: Path) -> None:
-    """A file has 300 lines at most, a function 60, and comments are ASCII."""
+def test_functions_are_short(path: Path) -> None:
+    """A function has at most 60 lines, and files are ASCII."""
     text = path.read_text()
     assert text.isascii()
-    assert len(text.splitlines()) <= 300
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, node.name

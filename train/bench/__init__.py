@@ -1,6 +1,5 @@
-"""Methods, modifiers and launchers side by side: `python -m train.bench` runs each for real and prints one table.
+"""`python -m train.bench`: run methods, modifiers and launchers in turns, and print one table of their speeds.
 
-cases.py lists what can be run, runs.py runs it and reads what the run has recorded, table.py prints. parts.py takes a
-step of ddp apart, which says why the speed-up is what it is; overhead.py holds the trainer against a loop written by
-hand (bare.py).
+cases.py lists the cases, runs.py runs a case and reads its metrics, table.py formats the table. parts.py measures the
+parts of a DDP step, which explain its speed-up. overhead.py compares the trainer with a bare training loop.
 """

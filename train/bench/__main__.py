@@ -1,11 +1,11 @@
-"""Run methods, modifiers and launchers side by side, and print one table.
+"""Benchmark methods, modifiers and launchers, and print one table.
 
     python -m train.bench                                            # on 2 processes
     python -m train.bench ddp ddp-torchrun -o table.md -o table.json -- --model resnet8 --data digits
-    python -m train.bench --parts -- --model resnet18                # why ddp is as fast as it is
-    python -m train.bench --overhead                                 # the trainer against a loop written by hand
+    python -m train.bench --parts -- --model resnet18                # the parts of a DDP step
+    python -m train.bench --overhead                                 # the trainer compared with a bare loop
 
-Each case is a real run of train/run.py, and all cases take turns, so that what else the machine does falls on all.
+Each case is a real run of train/run.py. All cases run in turns, so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if __name__ == "__main__" and find_spec("torch") is None:
 import torch
 from rich.console import Console
 
-from train.bench.cases import CASES, chosen
-from train.bench.overhead import overhead
-from train.bench.parts import explain, parts
-from train.bench.ranks import on_ranks
-from train.bench.runs import Row, measure
+from train.bench.cases import CASES, select_cases
+from train.bench.overhead import measure_overhead
+from train.bench.parts import format_parts, measure_parts
+from train.bench.ranks import run_on_ranks
+from train.bench.runs import Row, run_case
 from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.files import write_atomic
 from train.errors import UserError
 from train.options import Parser
-from train.options import build_parser as trainer_options
+from train.options import build_parser as build_trainer_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ DEFAULT = (
     *("single", "dp", "ddp", "ddp-torchrun", "ddp-launch", "ddp-sync-bn", "ddp-accumulate-2", "ddp-amp-bf16"),
     *("zero", "localsgd", "fsdp"),
 )
-# ResNet-18 on images of CIFAR's size. The first epoch warms up; the second is timed.
+# ResNet-18 on images of CIFAR's size. The first epoch is warm-up, the second is timed.
 WORKLOAD = (
     *("--model", "resnet18", "--data", "synthetic", "--train-samples", "640", "--batch-size", "64"),
     *("--epochs", "2"),
@@ -56,20 +56,20 @@ FORMATS = {".md": as_markdown, ".json": as_json, ".txt": as_text}
 EPILOG = f"""cases:
 {textwrap.fill(", ".join(CASES), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
 
-What stands behind -- goes to every run, in place of
+Options after -- are passed to every run and replace the defaults
   {" ".join(WORKLOAD)}
-The global batch (--batch-size) is split over the processes: the same work for every case. Of several epochs the first
-warms up and is left out.
+The global batch (--batch-size) is partitioned over the processes, so every case does the same work. The first of
+several epochs is warm-up and is excluded.
 
 exit codes:
-  0  all was measured, or refused by the method itself, which is told
+  0  every case was measured, or refused by its method with a printed reason
   1  a case failed, or a file of -o could not be written
-  2  a mistake in the options, or every case was refused
+  2  invalid options, or every case was refused
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """List the options."""
+    """Build the parser."""
     parser = Parser(
         prog="python -m train.bench",
         usage="python -m train.bench [options] [CASE ...] [-- options of run.py]",
@@ -78,21 +78,31 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"(default: {' '.join(DEFAULT)}); all: every one")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="of each method that has several (2)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each case, in turns (3)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process on the CPU (1)")
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="of one run (1800)")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run, or all (default: {' '.join(DEFAULT)})")
     parser.add_argument(
-        "-o", "--output", type=Path, action="append", default=[], metavar="FILE", help="also write .md, .json or .txt"
+        "--processes", type=int, default=2, metavar="N", help="processes of each distributed method (default: 2)"
     )
-    parser.add_argument("--parts", action="store_true", help="measure the parts of ddp's step instead")
-    parser.add_argument("--overhead", action="store_true", help="measure the trainer against a bare loop instead")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each case, in turns (default: 3)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads per process (default: 1)")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of a run (default: 1800)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also write the table to FILE.md, .json or .txt",
+    )
+    parser.add_argument("--parts", action="store_true", help="measure the parts of a DDP step instead")
+    parser.add_argument("--overhead", action="store_true", help="compare the trainer with a bare loop instead")
     return parser
 
 
-def machine(arguments: argparse.Namespace, options: Sequence[str]) -> dict[str, Any]:
-    """Say what is measured with: processor, GPUs, versions, and the options of every run."""
+def describe_machine(arguments: argparse.Namespace, options: Sequence[str]) -> dict[str, Any]:
+    """Return processor, GPUs, versions, and the options of every run."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -109,10 +119,10 @@ def machine(arguments: argparse.Namespace, options: Sequence[str]) -> dict[str, 
     }
 
 
-def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Run the cases in turns and print their table; returns the exit code."""
+def compare_cases(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Run the cases in turns, print their table, and return the exit code."""
     names = list(CASES) if arguments.cases == ["all"] else arguments.cases or DEFAULT
-    rows = [Row(case, case.processes(arguments.processes)) for case in chosen(names)]
+    rows = [Row(case, case.count_processes(arguments.processes)) for case in select_cases(names)]
     received: list[int] = []
 
     def stop(number: int, _: object) -> None:
@@ -122,12 +132,12 @@ def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        take_turns(rows, arguments, options)
+        run_rounds(rows, arguments, options)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; this is what was measured until then\n")
-    found = machine(arguments, options)
-    written = [write(path, FORMATS[path.suffix](rows, found)) for path in arguments.output]
-    sys.stdout.write(as_text(rows, found))
+        sys.stderr.write("interrupted; the table contains the results so far\n")
+    machine = describe_machine(arguments, options)
+    written = [write_file(path, FORMATS[path.suffix](rows, machine)) for path in arguments.output]
+    sys.stdout.write(as_text(rows, machine))
     if received:
         return 128 + received[0]
     if any(row.problem and not row.refused for row in rows) or not all(written):
@@ -135,74 +145,78 @@ def compare(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     return 2 if all(row.problem for row in rows) else 0
 
 
-def write(path: Path, text: str) -> bool:
-    """Write one file; where it cannot be, say why and where its text is instead. Returns whether it was."""
+def write_file(path: Path, text: str) -> bool:
+    """Write a file and return whether this succeeded; otherwise write a temporary file and print its name."""
     try:
         write_atomic(path, text.encode())
     except UserError as error:
         with tempfile.NamedTemporaryFile("w", prefix="bench-", suffix=path.suffix, delete=False) as other:
             other.write(text)
-        sys.stderr.write(f"train.bench: {error}; it is in {other.name} instead\n")
+        sys.stderr.write(f"train.bench: {error}; the table was saved to {other.name}\n")
         return False
     return True
 
 
-def take_turns(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:
-    """Run every case once, then every case again, as often as there are rounds; what failed is not tried again."""
+def run_rounds(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:
+    """Run every case once per round; failed cases are not repeated."""
     with Console(stderr=True).status("") as status, tempfile.TemporaryDirectory() as folder:
-        for turn in range(arguments.rounds):
+        for number in range(arguments.rounds):
             for row in rows:
                 if not row.problem:
-                    status.update(f"round {turn + 1} of {arguments.rounds}: {row.case.name}")
-                    logs = Path(folder) / f"{turn}-{row.case.name}"
+                    status.update(f"round {number + 1} of {arguments.rounds}: {row.case.name}")
+                    logs = Path(folder) / f"{number}-{row.case.name}"
                     logs.mkdir()
-                    command = row.case.command(arguments.processes, options)
-                    measure(row, command, logs, arguments.threads, arguments.timeout)
+                    command = row.case.build_command(arguments.processes, options)
+                    run_case(row, command, logs, arguments.threads, arguments.timeout)
 
 
-def look_closer(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Measure the parts of a step, or the trainer's overhead, and print them."""
+def print_parts_or_overhead(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Measure the parts of a DDP step, or the overhead of the trainer, and print them."""
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    ranks = ["--method", "ddp", "--spawn", str(arguments.processes)]
+    ddp = ["--method", "ddp", "--spawn", str(arguments.processes)]
     if arguments.parts:
-        sys.stdout.write(explain(on_ranks(parts, [*ranks, *options], arguments.rounds), arguments.processes) + "\n")
+        parts = run_on_ranks(measure_parts, [*ddp, *options], arguments.rounds)
+        sys.stdout.write(format_parts(parts, arguments.processes) + "\n")
         return 0
-    for method in (["--method", "single"], ranks):
-        found = on_ranks(overhead, [*method, *options], arguments.rounds)
+    for method in (["--method", "single"], ddp):
+        result = run_on_ranks(measure_overhead, [*method, *options], arguments.rounds)
+        ratios = result["ratios"]
         sys.stdout.write(
-            f"{method[1]}: {100 * (found['ratio'] - 1):+.2f} % a step against a bare loop "
-            f"({len(found['ratios'])} pairs of epochs of {found['steps']} steps, "
-            f"{100 * (min(found['ratios']) - 1):+.2f} to {100 * (max(found['ratios']) - 1):+.2f} %)\n"
+            f"{method[1]}: {100 * (result['ratio'] - 1):+.2f} % per step compared with a bare loop "
+            f"({len(ratios)} pairs of epochs of {result['steps']} steps, "
+            f"{100 * (min(ratios) - 1):+.2f} to {100 * (max(ratios) - 1):+.2f} %)\n"
         )
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns the exit code."""
+    """Run the benchmark, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
-    options = words[cut + 1 :] or list(WORKLOAD)
+    end = words.index("--") if "--" in words else len(words)
+    options = words[end + 1 :] or list(WORKLOAD)
     try:
-        arguments, unknown = build_parser().parse_known_args(words[:cut])
+        arguments, unknown = build_parser().parse_known_args(words[:end])
         if unknown:
-            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; options of run.py stand behind --")
-        check(arguments, options)
-        return look_closer(arguments, options) if arguments.parts or arguments.overhead else compare(arguments, options)
+            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; pass options of run.py after --")
+        check_arguments(arguments, options)
+        if arguments.parts or arguments.overhead:
+            return print_parts_or_overhead(arguments, options)
+        return compare_cases(arguments, options)
     except UserError as error:
         sys.stderr.write(f"train.bench: error: {error}\n")
         return 2
 
 
-def check(arguments: argparse.Namespace, options: Sequence[str]) -> None:
-    """Refuse what cannot be measured or written, before an hour goes into it. Raises UserError."""
+def check_arguments(arguments: argparse.Namespace, options: Sequence[str]) -> None:
+    """Check the arguments before a long measurement starts. Raises UserError."""
     for name, least in (("processes", 2), ("rounds", 1), ("threads", 1)):
         if getattr(arguments, name) < least:
-            raise UserError(f"--{name} {getattr(arguments, name)}: needs {least} or more")
+            raise UserError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
     for path in arguments.output:
         if path.suffix not in FORMATS:
-            raise UserError(f"-o {path}: the ending names the format; there are {', '.join(FORMATS)}")
+            raise UserError(f"-o {path}: unknown file extension; supported: {', '.join(FORMATS)}")
         if not path.absolute().parent.is_dir():
-            raise UserError(f"-o {path}: there is no folder {path.parent}")
+            raise UserError(f"-o {path}: folder {path.parent} does not exist")
         try:
             new = not path.exists()
             path.open("a").close()
@@ -210,8 +224,8 @@ def check(arguments: argparse.Namespace, options: Sequence[str]) -> None:
                 path.unlink()
         except OSError as error:
             raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
-    chosen([] if arguments.cases == ["all"] else arguments.cases)
-    trainer_options().parse_args(list(options))
+    select_cases([] if arguments.cases == ["all"] else arguments.cases)
+    build_trainer_parser().parse_args(list(options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the bench can run: each case is a method, what changes it, and how its processes are started."""
+"""The cases of the benchmark: combinations of a method, its modifiers and a launcher."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ if TYPE_CHECKING:
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
 
-def _alone(_: int) -> list[str]:
+def _start_single(_: int) -> list[str]:
     return [sys.executable, str(RUN)]
 
 
-def _spawn(processes: int) -> list[str]:
+def _start_with_spawn(processes: int) -> list[str]:
     return [sys.executable, str(RUN), "--spawn", str(processes)]
 
 
-def _torchrun(processes: int) -> list[str]:
+def _start_with_torchrun(processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(RUN)]
 
 
-def _launch(processes: int) -> list[str]:
-    # The older name of torchrun; it says so in a warning.
+def _start_with_launch(processes: int) -> list[str]:
+    # The deprecated predecessor of torchrun; -W ignore hides its warning.
     return [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.launch"),
         *("--standalone", f"--nproc-per-node={processes}", str(RUN)),
     ]
 
 
-# The beginning of a command line that starts so many processes.
+# Each function returns the start of a command line for this number of processes.
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
-    "python": _alone,
-    "spawn": _spawn,
-    "torchrun": _torchrun,
-    "launch": _launch,
+    "python": _start_single,
+    "spawn": _start_with_spawn,
+    "torchrun": _start_with_torchrun,
+    "launch": _start_with_launch,
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """A row of the table.
 
-    options: of run.py, beside --method. launcher: a key of LAUNCHERS. replicas: copies of the model that one process
-    holds, as dp's. least: processes without which it makes no sense.
+    options: options of run.py in addition to --method. launcher: a key of LAUNCHERS. replicas: whether a single process
+    holds all replicas, as in dp. least: minimum number of processes.
     """
 
     name: str
@@ -59,17 +59,18 @@ class Case:
     replicas: bool = False
     least: int = 2
 
-    def processes(self, wanted: int) -> int:
-        """Say how many processes are started where `wanted` are asked for."""
-        return 1 if self.launcher == "python" else max(wanted, self.least)
+    def count_processes(self, requested: int) -> int:
+        """Return the number of processes of this case, given the value of --processes."""
+        return 1 if self.launcher == "python" else max(requested, self.least)
 
-    def command(self, wanted: int, options: Sequence[str]) -> list[str]:
-        """Write the whole command line. options: of run.py, the same for all cases."""
-        command = [*LAUNCHERS[self.launcher](self.processes(wanted)), "--method", self.method, *self.options, *options]
-        return [*command, "--replicas", str(wanted)] if self.replicas else command
+    def build_command(self, requested: int, options: Sequence[str]) -> list[str]:
+        """Build the command line. requested: value of --processes. options: options of run.py for all cases."""
+        start = LAUNCHERS[self.launcher](self.count_processes(requested))
+        command = [*start, "--method", self.method, *self.options, *options]
+        return [*command, "--replicas", str(requested)] if self.replicas else command
 
 
-# Without --join, which writes no metrics to read.
+# --join is missing, because it writes no metrics.
 _MODIFIERS = {
     "no-buffer-sync": ("--no-buffer-sync",),
     "sync-bn": ("--sync-bn",),
@@ -86,11 +87,11 @@ _MODIFIERS = {
     "workers-1": ("--workers", "1"),
     "monitor-10": ("--monitor", "10"),
 }
-_ALONE = ("amp-bf16", "channels-last", "compile", "workers-1")  # that make sense without other ranks, and are compared
+_SINGLE = ("amp-bf16", "channels-last", "compile", "workers-1")  # modifiers for a single process
 
-_LISTED = (
+_CASES = (
     Case("single", "single", launcher="python"),
-    *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _ALONE),
+    *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _SINGLE),
     Case("dp", "dp", launcher="python", replicas=True),
     Case("ddp", "ddp"),
     Case("ddp-torchrun", "ddp", launcher="torchrun"),
@@ -102,13 +103,13 @@ _LISTED = (
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
     Case("hsdp", "hsdp", least=4),
 )
-CASES = {case.name: case for case in _LISTED}
-REFERENCE = "single"  # speed-ups are over its throughput
+CASES = {case.name: case for case in _CASES}
+REFERENCE = "single"  # speed-ups are relative to its throughput
 
 
-def chosen(names: Sequence[str]) -> list[Case]:
-    """Pick cases by name, `single` first, for all others are compared with it. Raises UserError for an unknown one."""
+def select_cases(names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
     for name in names:
         if name not in CASES:
-            raise UserError(f"no case {name}; there are {', '.join(CASES)}")
+            raise UserError(f"unknown case {name}; supported: {', '.join(CASES)}")
     return [case for case in CASES.values() if case.name == REFERENCE or case.name in names]

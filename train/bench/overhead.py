@@ -1,4 +1,4 @@
-"""What the trainer costs beside the training itself: an epoch of it against an epoch of a bare loop, in turns."""
+"""Measures the overhead of the trainer by running its epochs in turns with epochs of a bare training loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from train.bench import bare
-from train.bench.ranks import seconds
+import torch
+import torch.nn.functional as F
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+
+from train.bench.ranks import measure_seconds
 from train.engine import train_epoch
 from train.errors import UserError
 from train.job import build_optimizer, load, make_model, prepare
@@ -18,38 +21,60 @@ from train.recorders.logbook import Logbook
 from train.settings import DEFAULT
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import Dataset
+
     from train.launch import RankContext
     from train.settings import Settings
 
+Loader = DataLoader[tuple[torch.Tensor, ...]]
 
-# What the bare loop does not do, so that the two would not do the same work.
-UNLIKE = (
+# Settings that the bare loop does not support.
+UNSUPPORTED = (
     *("amp", "accumulate", "grad_clip", "ema", "keep_last", "join", "compile", "channels_last"),
     *("fault", "workers", "monitor", "save_every", "checkpoint_every", "resume"),
 )
 
 
-def check(settings: Settings, ctx: RankContext) -> None:
-    """Refuse what would not be the same work in both loops; equal on all ranks. Raises UserError."""
-    for name in UNLIKE:
+def check_settings(settings: Settings, ctx: RankContext) -> None:
+    """Refuse settings for which the two loops would do different work. Raises the same UserError on all ranks."""
+    for name in UNSUPPORTED:
         if getattr(settings, name) != getattr(DEFAULT, name):
-            raise UserError(f"--overhead: not with --{name.replace('_', '-')}: the bare loop has none of it")
+            raise UserError(f"--overhead: not with --{name.replace('_', '-')}, which the bare loop does not support")
     if settings.batch_size % ctx.world_size:
         raise UserError(
-            f"--overhead: --batch-size {settings.batch_size} does not divide over {ctx.world_size} ranks, and the bare "
-            "loop needs equal shares"
+            f"--overhead: --batch-size {settings.batch_size} must be a multiple of the {ctx.world_size} ranks, because "
+            "the bare loop needs equal shares"
         )
 
 
-def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
-    """Time both, one after the other, `rounds` times after one that warms up; a collective.
+def build_loader(samples: Dataset[tuple[torch.Tensor, ...]], batch_size: int, ctx: RankContext) -> Loader:
+    """Build the loader of the bare loop. batch_size: global batch size."""
+    sampler: Sampler[int] = DistributedSampler(samples, ctx.world_size, ctx.rank)
+    # Index the data set with whole batches, which is as fast as in the trainer.
+    batches = BatchSampler(sampler, batch_size // ctx.world_size, drop_last=True)
+    return DataLoader(samples, sampler=batches, batch_size=None)
 
-    Same model, same method, same data and batch size, so that only what stands around the step differs: the schedule,
-    exact sums of loss and accuracy, the hooks of saving and checks. Returns the steps of an epoch, the ratios of the
-    pairs, their median, and seconds a step of the slowest rank.
+
+def train_bare_epoch(forward: nn.Module, optimizer: Optimizer, loader: Loader, device: torch.device) -> None:
+    """Train one epoch without metrics, progress or checkpoints."""
+    for x, y in loader:
+        loss = F.cross_entropy(forward(x.to(device)), y.to(device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
+    """Time epochs of both loops in turns, `rounds` pairs after a pair for warm-up; a collective.
+
+    Both loops use the same model, method, data and batch size. Only the work around the step differs: the schedule, the
+    exact sums of loss and accuracy, and the hooks for saving and checks. Returns the steps of an epoch, the ratio of
+    each pair, the median ratio, and seconds per step of the slowest rank.
     """
-    check(settings, ctx)
-    # As many epochs as are timed: past the plan's last step the trainer has nothing to do, and takes no time for it.
+    check_settings(settings, ctx)
+    # The plan has as many epochs as are timed, because after its last step the trainer would do nothing.
     settings = replace(settings, epochs=rounds + 1, max_steps=None)
     job = prepare(settings, ctx)
     data = load(settings, ctx)
@@ -57,29 +82,32 @@ def overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any
     forward = method.wrap(make_model(settings, data))
     forward.train()
     optimizer = build_optimizer(settings, method)
-    loader = bare.batches(data.train, settings.batch_size, ctx)
-    # The bare loop fills up the last batch, where the trainer leaves it out: it may make one step more.
+    loader = build_loader(data.train, settings.batch_size, ctx)
+    # DistributedSampler pads the epoch, so the bare loop may have one more step than the trainer.
     steps = {"trainer": job.plan.steps_per_epoch, "bare": len(loader)}
     position = Position(ctx.device)
     logbook = Logbook(job, Recorder(), position)
 
-    def trainer() -> None:
+    def run_trainer() -> None:
         train_epoch(job, position, logbook)
         logbook.end_epoch(position)
         position.next_epoch()
 
-    loops = {"trainer": trainer, "bare": lambda: bare.epoch(forward, optimizer, loader, ctx.device)}
+    def run_bare() -> None:
+        train_bare_epoch(forward, optimizer, loader, ctx.device)
+
+    loops = {"trainer": run_trainer, "bare": run_bare}
     times: dict[str, list[float]] = {name: [] for name in loops}
-    for turn in range(rounds + 1):
-        for name in sorted(loops, reverse=turn % 2 == 0):
-            ctx.gather(None)  # all ranks begin together
-            slowest = max(ctx.gather(seconds(loops[name], ctx.device)))
-            if turn:
+    for number in range(rounds + 1):
+        for name in sorted(loops, reverse=number % 2 == 0):
+            ctx.gather(None)  # all ranks start together
+            slowest = max(ctx.gather(measure_seconds(loops[name], ctx.device)))
+            if number:
                 times[name].append(slowest / steps[name])
-    ratios = [mine / theirs for mine, theirs in zip(times["trainer"], times["bare"], strict=True)]
+    ratios = [trainer / bare for trainer, bare in zip(times["trainer"], times["bare"], strict=True)]
     return {
         "steps": steps["trainer"],
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        **{f"{n}_s": t for n, t in times.items()},
+        **{f"{name}_s": seconds for name, seconds in times.items()},
     }

@@ -1,15 +1,16 @@
-"""Why ddp is as much faster as it is: the parts of its step, each measured alone, in turns."""
+"""Measures the parts of a DDP step separately and in turns, to explain the speed-up of ddp."""
 
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from train.bench.ranks import seconds
+from train.bench.ranks import measure_seconds
 from train.job import build_optimizer, load, make_model
 from train.methods import METHODS
 
@@ -22,63 +23,73 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-STEPS = 3  # in a row, each time
+STEPS = 3  # consecutive steps per measurement
 
 
-def parts(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
-    """Time what a step of ddp consists of, `rounds` times after one that warms up; a collective.
+def measure_parts(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
+    """Time the parts of a DDP step, `rounds` times after a round for warm-up; a collective.
 
-    Returns medians, in seconds a step:
-    whole: one process, alone, on the whole global batch. share: one process, alone, on a rank's share of it. together:
-    all ranks on their shares at once, each for itself, so without any communication. ddp: the same under DDP. reduce:
-    an all-reduce of as many bytes as the gradient has, alone. And gradient_bytes.
+    Returns gradient_bytes, and these medians in seconds per step:
+
+    - whole: a single process on the whole global batch, while the other ranks are idle;
+    - share: a single process on a rank's share, while the other ranks are idle;
+    - together: all ranks on their shares at the same time, without communication;
+    - ddp: all ranks on their shares with DDP;
+    - reduce: an all-reduce of the size of the gradient, without computation.
     """
     data = load(settings, ctx)
     x, y = (column.to(ctx.device) for column in data.train[: settings.batch_size])
-    mine = slice(ctx.rank, None, ctx.world_size)
+    share = slice(ctx.rank, None, ctx.world_size)
     method = METHODS["ddp"](settings, ctx)
     torch.manual_seed(settings.seed)
     forward = method.wrap(make_model(settings, data))
     optimizer = build_optimizer(settings, method)
     gradient = torch.zeros(sum(p.numel() for p in method.module.parameters()), device=ctx.device)
-    work: dict[str, Callable[[], object]] = {
-        "whole": lambda: _step(method.module, optimizer, x, y) if ctx.is_main else None,
-        "share": lambda: _step(method.module, optimizer, x[mine], y[mine]) if ctx.is_main else None,
-        "together": lambda: _step(method.module, optimizer, x[mine], y[mine]),
-        "ddp": lambda: _step(forward, optimizer, x[mine], y[mine]),
+    parts: dict[str, Callable[[], object]] = {
+        "whole": lambda: _train_step(method.module, optimizer, x, y) if ctx.is_main else None,
+        "share": lambda: _train_step(method.module, optimizer, x[share], y[share]) if ctx.is_main else None,
+        "together": lambda: _train_step(method.module, optimizer, x[share], y[share]),
+        "ddp": lambda: _train_step(forward, optimizer, x[share], y[share]),
         "reduce": lambda: dist.all_reduce(gradient),
     }
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(rounds + 1):
-        for name, step in work.items():
-            ctx.gather(None)  # all begin together; those that have nothing to do wait without using a core
-            took = seconds(lambda: [step() for _ in range(STEPS)], ctx.device) / STEPS  # noqa: B023 - called at once
-            if turn:
-                times[name].append(max(ctx.gather(took)))
-            else:
-                ctx.gather(took)
-    return {name: statistics.median(t) for name, t in times.items()} | {
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for number in range(rounds + 1):
+        for name, part in parts.items():
+            ctx.gather(None)  # all ranks start together; idle ranks wait without using a core
+            slowest = max(ctx.gather(measure_seconds(partial(_repeat, part), ctx.device) / STEPS))
+            if number:
+                times[name].append(slowest)
+    return {name: statistics.median(seconds) for name, seconds in times.items()} | {
         "gradient_bytes": gradient.numel() * gradient.element_size()
     }
 
 
-def _step(forward: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+def _repeat(part: Callable[[], object]) -> None:
+    for _ in range(STEPS):
+        part()
+
+
+def _train_step(forward: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(forward(x), y).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 
 
-def explain(found: dict[str, Any], ranks: int) -> str:
-    """Say in a few lines where the time goes, and so what the speed-up of ddp can be."""
-    whole, ddp, megabytes = found["whole"], found["ddp"], found["gradient_bytes"] / 1e6
-    exposed = 100 * (ddp - found["together"]) / ddp
-    lines = (
-        ("one process, the global batch", whole, ""),
-        ("one process, a rank's share", found["share"], f"of {ranks}; less by what smaller batches lose"),
-        (f"{ranks} processes, no messages", found["together"], "less by what they lose to each other: the limit"),
+def format_parts(parts: dict[str, Any], ranks: int) -> str:
+    """Format the measured parts, with their speed-ups over one process."""
+    whole, ddp, megabytes = parts["whole"], parts["ddp"], parts["gradient_bytes"] / 1e6
+    exposed = 100 * (ddp - parts["together"]) / ddp
+    rows = (
+        ("1 process, global batch", whole, ""),
+        ("1 process, a rank's share", parts["share"], f"{ranks} if speed did not depend on the batch size"),
+        (
+            f"{ranks} processes, no messages",
+            parts["together"],
+            "upper limit for DDP, including contention",
+        ),
         (f"{ranks} processes, DDP", ddp, f"{exposed:.1f} % of the step waits for the all-reduce"),
     )
-    text = [
-        f"{what:30} {1000 * took:8.1f} ms a step {whole / took:5.2f} x  {note}".rstrip() for what, took, note in lines
+    lines = [
+        f"{part:30} {1000 * time:8.1f} ms per step {whole / time:5.2f} x  {note}".rstrip() for part, time, note in rows
     ]
-    return "\n".join([*text, f"{f'an all-reduce of {megabytes:.1f} MB':30} {1000 * found['reduce']:8.1f} ms"])
+    return "\n".join([*lines, f"{f'all-reduce of {megabytes:.1f} MB':30} {1000 * parts['reduce']:8.1f} ms"])

@@ -1,4 +1,4 @@
-"""Run a measurement on the ranks that run.py's own options start, and bring its result back."""
+"""Runs a measurement on ranks that are started with the options of run.py, and returns the result of rank 0."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ if TYPE_CHECKING:
     Measurement = Callable[[Settings, RankContext, int], dict[str, Any]]
 
 
-def on_ranks(measurement: Measurement, options: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Call a function of a module on every rank, inside the process group; return what it gave on rank 0.
+def run_on_ranks(measurement: Measurement, options: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Call the function on every rank inside the process group, and return its result on rank 0.
 
-    options: of run.py; with --spawn N on N ranks, else in this process. measurement: takes the settings, the rank and
-    the number of rounds. Raises UserError with the reason where a rank could not.
+    measurement: function of settings, rank and number of rounds; it must be picklable. options: options of run.py;
+    --spawn N starts N ranks, otherwise this process is the only rank. Raises UserError if a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         args = build_parser().parse_args(list(options))
         args = Namespace(**vars(args), measurement=measurement, rounds=rounds, result=str(Path(folder) / "result"))
-        ending = work(args) if args.spawn is None else spawn.start(work, args)
+        ending = run_rank(args) if args.spawn is None else spawn.start(run_rank, args)
         if ending.code:
             raise UserError(ending.message)
-        found: dict[str, Any] = json.loads(Path(args.result).read_text())
-        return found
+        result: dict[str, Any] = json.loads(Path(args.result).read_text())
+        return result
 
 
-def work(args: Namespace) -> Ending:
-    """Be one rank."""
+def run_rank(args: Namespace) -> Ending:
+    """Run the measurement on this rank; rank 0 writes the result."""
     try:
         settings, ctx = settings_and_rank(args)
         with process_group(ctx, args.timeout):
-            found = args.measurement(settings, ctx, args.rounds)
+            result = args.measurement(settings, ctx, args.rounds)
         if ctx.is_main:
-            Path(args.result).write_text(json.dumps(found))
+            Path(args.result).write_text(json.dumps(result))
     except UserError as error:
         return Ending(2, str(error), alike=True)
     return Ending()
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time a call until its device is done."""
-    _wait(device)
+def measure_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call, including its work on the device."""
+    _synchronize(device)
     start = time.perf_counter()
-    work()
-    _wait(device)
+    function()
+    _synchronize(device)
     return time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

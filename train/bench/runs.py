@@ -1,4 +1,4 @@
-"""Run one case in processes of its own, and read what it has recorded."""
+"""Runs a case in separate processes, and reads its metrics."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MARK = "TRAIN_BENCH_RUN"  # environment variable that all processes of a run inh
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of one case.
+    """A run of a case.
 
-    start_time: seconds from the command until the run was ready to train. epochs: seconds of training in each epoch
-    that counts: not the first, which warms caches up, nor a last one that --max-steps cut short, where there are
-    others. steps, samples: of one such epoch. accuracy: on the test set, at the end. memory: bytes, the most that any
-    rank held, of the GPU where there is one.
+    start_time: seconds from the command to the first step. epochs: seconds of training per included epoch; the first
+    epoch (warm-up) and a last epoch cut short by --max-steps are excluded unless no other epoch exists. steps, samples:
+    of an included epoch. accuracy: test accuracy at the end. memory: peak memory over ranks in bytes, on the GPU if
+    there is a GPU.
     """
 
     start_time: float
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass
 class Row:
-    """All runs of one case. problem: why there are none, or no more, in one line."""
+    """All runs of a case. problem: a line with the reason if the case was not run or not repeated."""
 
     case: Case
     processes: int
@@ -63,18 +63,18 @@ class Row:
     refused: bool = False
     problem: str = ""
 
-    def middle(self, number: Callable[[Timing], float]) -> float:
-        """Take the median of one number over the runs."""
+    def compute_median(self, number: Callable[[Timing], float]) -> float:
+        """Return the median of a number over the runs."""
         return statistics.median(map(number, self.timings))
 
 
-def measure(row: Row, command: Sequence[str], folder: Path, threads: int, timeout: float) -> None:
-    """Run a case once more, and add what it recorded to its row, or the reason why there is nothing.
+def run_case(row: Row, command: Sequence[str], folder: Path, threads: int, timeout: float) -> None:
+    """Run a case, and add its timing to the row, or the reason of a failure.
 
-    folder: empty, for the run's logs. threads: of each process. timeout: seconds after which all its processes are
-    ended.
+    folder: an empty folder for logs. threads: CPU threads per process. timeout: time limit in seconds, after which all
+    processes of the run are killed.
     """
-    mark = str(uuid.uuid4())  # by which all processes of this run are known
+    mark = str(uuid.uuid4())  # identifies all processes of this run
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: mark}
     began = time.time()
     process = subprocess.Popen(
@@ -84,65 +84,65 @@ def measure(row: Row, command: Sequence[str], folder: Path, threads: int, timeou
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that all of them can be ended together
+        start_new_session=True,  # the processes are killed as a group
     )
     try:
         _, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        row.problem = f"not done after {timeout:g} s"
+        row.problem = f"not finished after {timeout:g} s"
         return
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        end_marked(mark)
+        kill_marked_processes(mark)
         process.communicate()
     if process.returncode:
-        # torchrun ends with 1 whatever its processes end with, and says that in its report. What was measured before
-        # was not refused then.
-        mistaken = process.returncode == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
-        row.refused = mistaken and not row.timings
-        told = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
-        row.problem = told[0].removeprefix("run.py: error: ") if told else f"ended with code {process.returncode}"
+        # torchrun exits with code 1 for any failure, and its report contains the exit code of the processes. A case
+        # with earlier timings was not refused.
+        is_refusal = process.returncode == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
+        row.refused = is_refusal and not row.timings
+        lines = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
+        row.problem = lines[0].removeprefix("run.py: error: ") if lines else f"exited with code {process.returncode}"
         return
     try:
         (path,) = folder.glob("*/metrics.jsonl")
-        row.timings.append(timing([json.loads(line) for line in path.read_text().splitlines()], began))
-    except (OSError, ValueError, LookupError, TypeError) as error:  # as where the disk is full
-        row.problem = f"its metrics are not complete: {error}"
+        row.timings.append(read_timing([json.loads(line) for line in path.read_text().splitlines()], began))
+    except (OSError, ValueError, LookupError, TypeError) as error:  # for example after a full disk
+        row.problem = f"its metrics are incomplete: {error}"
 
 
-def end_marked(mark: str) -> None:
-    """End what is left of a run: torchrun starts its processes in sessions of their own, out of reach of a killpg."""
-    sought = f"{MARK}={mark}".encode()
+def kill_marked_processes(mark: str) -> None:
+    """Kill the remaining processes of a run: torchrun starts processes in new sessions, which killpg does not reach."""
+    entry = f"{MARK}={mark}".encode()
     for _ in range(1000):  # 10 s
-        left = []
-        for path in Path("/proc").glob("[0-9]*/environ"):  # where there is no /proc, the group has to do
+        remaining = []
+        for path in Path("/proc").glob("[0-9]*/environ"):  # empty on systems without /proc
             with suppress(OSError):
-                if sought in path.read_bytes().split(b"\0"):
-                    left.append(int(path.parent.name))
-        if not left:
+                if entry in path.read_bytes().split(b"\0"):
+                    remaining.append(int(path.parent.name))
+        if not remaining:
             return
-        for pid in left:
+        for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)  # what is dying has its environment for a moment more
+        time.sleep(0.01)  # a killed process keeps its environment for a moment
 
 
-def timing(records: Sequence[Record], began: float) -> Timing:
-    """Read one run's metrics. began: unix time of the command."""
-    (ready,) = (record for record in records if record["event"] == "start")
+def read_timing(records: Sequence[Record], began: float) -> Timing:
+    """Compute the timing of a run from its metrics. began: Unix time of the command."""
+    (start,) = (record for record in records if record["event"] == "start")
     epochs = [record for record in records if record["event"] == "epoch"]
-    steps = epochs[0]["step"]  # of every epoch, but for one that was cut short
+    steps = epochs[0]["step"]  # of every complete epoch
     later = epochs[1:] or epochs
-    whole = [record for record in later if record["step"] == record["epoch"] * steps]
-    if not whole:
+    complete = [record for record in later if record["step"] == record["epoch"] * steps]
+    if not complete:
         steps = later[-1]["step"] % steps
-    counted = whole or later
+    included = complete or later
     return Timing(
-        start_time=ready["time"] - began,
-        epochs=tuple(record["epoch_time_s"] for record in counted),
+        start_time=start["time"] - began,
+        epochs=tuple(record["epoch_time_s"] for record in included),
         steps=steps,
-        samples=counted[-1]["samples"],
+        samples=included[-1]["samples"],
         accuracy=epochs[-1]["test_accuracy"],
         memory=max(record["peak_memory_bytes"] for record in epochs),
     )

@@ -1,4 +1,4 @@
-"""The field's table, for a terminal, as markdown and as JSON."""
+"""Formats the benchmark table for a terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -19,50 +19,51 @@ if TYPE_CHECKING:
 
 THROUGHPUT, EPOCH_TIME = attrgetter("throughput"), attrgetter("epoch_time")
 START, MEMORY = attrgetter("start_time"), attrgetter("memory")
-WIDE = 200  # columns
-SCHEMA = 1  # of the JSON document; removing a field raises it
+PIPE_WIDTH = 200  # columns, if stdout is not a terminal
+SCHEMA = 1  # of the JSON document; removing a field increases it
 HEAD = (
-    *("case", "started by", "ranks", "start s", "epoch s", "step ms", "samples/s", "speed-up", "test %"),
+    *("case", "launcher", "processes", "start s", "epoch s", "step ms", "samples/s", "speed-up", "test %"),
     "memory MB",
 )
 NOTES = (
-    "Medians over the rounds; a run's first epoch is left out. start: from the command to the first step. speed-up: of "
-    "samples/s, over single. test %: accuracy at the end. memory: the most of one process, on its GPU if any."
+    "Medians over the rounds, without the first epoch of each run. start: time from the command to the first step. "
+    "speed-up: samples/s divided by samples/s of single. test %: accuracy at the end. memory: peak of a single "
+    "process, on its GPU if it has one."
 )
 
 
-def speed_up(row: Row, rows: Sequence[Row]) -> float | None:
-    """Give a row's throughput over that of `single`; None where one of them was not measured."""
+def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
+    """Return the row's throughput divided by that of `single`; None if either was not measured."""
     base = next((other for other in rows if other.case.name == REFERENCE), None)
     if base is None or not base.timings or not row.timings:
         return None
-    return row.middle(THROUGHPUT) / base.middle(THROUGHPUT)
+    return row.compute_median(THROUGHPUT) / base.compute_median(THROUGHPUT)
 
 
-def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Write one measured row."""
-    gain = speed_up(row, rows)
+def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Format the cells of a measured row."""
+    speed_up = compute_speed_up(row, rows)
     return (
         row.case.name,
         row.case.launcher,
         str(row.processes),
-        f"{row.middle(START):.1f}",
-        f"{row.middle(EPOCH_TIME):.2f}",
-        f"{1000 * row.middle(EPOCH_TIME) / row.timings[0].steps:.1f}",
-        f"{row.middle(THROUGHPUT):.1f}",
-        "-" if gain is None else f"{gain:.2f}",
+        f"{row.compute_median(START):.1f}",
+        f"{row.compute_median(EPOCH_TIME):.2f}",
+        f"{1000 * row.compute_median(EPOCH_TIME) / row.timings[0].steps:.1f}",
+        f"{row.compute_median(THROUGHPUT):.1f}",
+        "-" if speed_up is None else f"{speed_up:.2f}",
         f"{row.timings[-1].accuracy * 100:.1f}",
-        f"{row.middle(MEMORY) / 1e6:.0f}",
+        f"{row.compute_median(MEMORY) / 1e6:.0f}",
     )
 
 
 def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = None) -> str:
-    """Draw the table; what could not be run stands below it. width: columns, or None for those of the terminal."""
-    # In a pipe rich takes 80 columns, and would fold what nobody sees folded.
-    console = Console(width=width if width or sys.stdout.isatty() else WIDE)
+    """Format the table and, below the table, the problems. width: columns; None uses the width of the terminal."""
+    # rich would fold at 80 columns if stdout is not a terminal.
+    console = Console(width=width if width or sys.stdout.isatty() else PIPE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in HEAD:
-        # On a narrow terminal long names of cases are folded, and no number is cut.
+        # On a narrow terminal, long names of cases are folded, so that no number is truncated.
         table.add_column(
             name.translate({ord(" "): "\n", ord("-"): "-\n", ord("/"): "\n/"}),
             justify="left" if name in HEAD[:2] else "right",
@@ -72,9 +73,9 @@ def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = No
         )
     for row in rows:
         if row.timings:
-            table.add_row(*cells(row, rows))
+            table.add_row(*format_row(row, rows))
     with console.capture() as captured:
-        console.print(describe(machine), markup=False, highlight=False)
+        console.print(format_machine(machine), markup=False, highlight=False)
         console.print()
         console.print(table)
         console.print()
@@ -86,21 +87,21 @@ def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = No
 
 
 def as_markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """Write it for a README or a pull request."""
-    lines = [describe(machine), "", f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
-    lines += [f"| {' | '.join(cells(row, rows))} |" for row in rows if row.timings]
+    """Format the table for a README or a pull request."""
+    lines = [format_machine(machine), "", f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
+    lines += [f"| {' | '.join(format_row(row, rows))} |" for row in rows if row.timings]
     problems = [f"- `{row.case.name}`: {row.problem}" for row in rows if row.problem]
     return "\n".join([*lines, "", *problems, *([""] if problems else []), NOTES]) + "\n"
 
 
 def as_json(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """Write every number, unrounded: seconds, bytes, and shares of 1."""
-    document = {"schema": SCHEMA, "machine": machine, "cases": [_document(row, rows) for row in rows]}
+    """Format all numbers without rounding: seconds, bytes, and fractions."""
+    document = {"schema": SCHEMA, "machine": machine, "cases": [_row_as_dict(row, rows) for row in rows]}
     return json.dumps(document, indent=1) + "\n"
 
 
-def _document(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _row_as_dict(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "case": row.case.name,
         "method": row.case.method,
         "options": list(row.case.options),
@@ -120,20 +121,20 @@ def _document(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         ],
     }
     if row.timings:
-        found |= {
-            "epoch_time_s": row.middle(EPOCH_TIME),
-            "batch_time_s": row.middle(EPOCH_TIME) / row.timings[0].steps,
-            "samples_per_second": row.middle(THROUGHPUT),
-            "speed_up": speed_up(row, rows),
+        fields |= {
+            "epoch_time_s": row.compute_median(EPOCH_TIME),
+            "batch_time_s": row.compute_median(EPOCH_TIME) / row.timings[0].steps,
+            "samples_per_second": row.compute_median(THROUGHPUT),
+            "speed_up": compute_speed_up(row, rows),
         }
-    return found
+    return fields
 
 
-def describe(machine: dict[str, Any]) -> str:
-    """Say in a line what was measured with."""
+def format_machine(machine: dict[str, Any]) -> str:
+    """Format hardware, versions and options in a line."""
     devices = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['cores']} cores"
     workload = " ".join(machine["options"])
     return (
-        f"{devices}; torch {machine['torch']}, {machine['threads']} thread(s) a process, {machine['rounds']} round(s); "
-        f"{workload}"
+        f"{devices}; torch {machine['torch']}, {machine['threads']} thread(s) per process, "
+        f"{machine['rounds']} round(s); {workload}"
     )

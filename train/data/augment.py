@@ -1,7 +1,6 @@
-"""Random changes of the training images, each a pure function of the run's seed, the epoch and the image's index.
+"""Random augmentation of training images, a pure function of the run's seed, the epoch and the index of the image.
 
-So an image comes out the same on whatever rank it falls, with any number of ranks and workers, and after a resume in
-the middle of an epoch.
+The result is therefore equal on any rank, with any number of ranks and workers, and after a resume within an epoch.
 """
 
 from __future__ import annotations
@@ -22,59 +21,107 @@ if TYPE_CHECKING:
     from train.data.dataset import Augment, DataOptions, Normalize
 
 AUGMENTATIONS = ("none", "basic", "strong")
+JITTER = 0.4  # brightness, contrast and saturation are multiplied by 0.6 to 1.4
+ERASE_PROBABILITY = 0.25
+STRONG_STREAM = 1  # makes the draws of StrongAugment and BasicAugment independent
 
 
-def augmentation(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:
-    """Build the augmentation that the options name; None for none.
+def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:
+    """Build the augmentation selected by the options, or return None for --augment none.
 
-    flip: whether an image means the same when mirrored, which a digit does not. Raises UserError for an unknown name,
-    images that it cannot work on, and where torchvision is missing.
+    flip: whether mirroring preserves the class, which is not true for digits. Raises UserError for unknown names,
+    unsupported numbers of channels, and if torchvision is missing.
     """
     if options.augment == "none":
         return None
     if options.augment not in AUGMENTATIONS:
-        raise UserError(f"--augment {options.augment}: unknown; there are {', '.join(AUGMENTATIONS)}")
+        raise UserError(f"--augment {options.augment}: unknown; supported: {', '.join(AUGMENTATIONS)}")
     if options.augment == "basic":
-        return Basic(options.seed, flip=flip)
+        return BasicAugment(options.seed, flip=flip)
     if channels not in (1, 3):
-        raise UserError(f"--augment strong: needs grey or RGB images, and these have {channels} channels; use basic")
+        raise UserError(f"--augment strong: images have {channels} channels, not 1 or 3; use --augment basic")
     try:
-        from train.data.strong import Strong  # imports torchvision, which takes seconds and few runs need
+        return StrongAugment(options.seed, flip=flip)
     except ImportError as error:
-        raise UserError("--augment strong needs torchvision: pip install -e '.[train]'") from error
-    return Strong(options.seed, flip=flip)
+        raise UserError("--augment strong: torchvision is not installed; run pip install -e '.[train]'") from error
 
 
-class Basic:
-    """Shift the image at random by up to an eighth of its size, and mirror it or not.
+class BasicAugment:
+    """Randomly shift images by up to an eighth of their size, and mirror them.
 
-    As in section 4.2 of https://arxiv.org/abs/1512.03385: 4 black pixels around an image of 32x32, a random crop of
-    its size, and a horizontal flip. A whole batch at once.
+    This is the augmentation in section 4.2 of https://arxiv.org/abs/1512.03385: pad a 32x32 image with 4 black pixels,
+    take a random crop of the original size, and flip it horizontally. Whole batches are processed at once.
     """
 
     def __init__(self, seed: int, *, flip: bool) -> None:
         self.seed, self.flip = seed, flip
 
     def __call__(self, pixels: Tensor, indices: Tensor, epoch: int, normalize: Normalize) -> Tensor:
-        """See Augment."""
-        return normalize(self.moved(pixels, indices, epoch))
+        """Shift, mirror and normalize the images, as described in Augment."""
+        return normalize(self.shift_and_flip(pixels, indices, epoch))
 
-    def moved(self, pixels: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Shift and mirror: uint8 [N, channels, H, W] of the same."""
+    def shift_and_flip(self, pixels: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        """Shift and mirror the images: uint8 [N, channels, H, W] to the same shape and dtype."""
         count, _, height, width = pixels.shape
         pad = max(1, height // 8)
         keys = mixed_each(mixed(self.seed, epoch), indices.numpy())
-        # Remainders of 64 random bits: they are uneven by less than one in 2**50.
+        # Remainders of 64 random bits deviate from a uniform distribution by less than 2**-50.
         sizes = (2 * pad + 1, 2 * pad + 1, 2)
-        top, left, mirror = (torch.from_numpy(drawn(keys, number, size)) for number, size in enumerate(sizes))
+        top, left, mirror = (torch.from_numpy(draw_integers(keys, n, size)) for n, size in enumerate(sizes))
         padded = F.pad(pixels, (pad, pad, pad, pad))
         if self.flip:
             padded = torch.where(mirror.view(-1, 1, 1, 1) == 1, padded.flip(3), padded)
-        # A view of all windows, [N, channels, 2 * pad + 1, 2 * pad + 1, H, W], of which one for each image is copied.
+        # A view of all windows, [N, channels, 2 * pad + 1, 2 * pad + 1, H, W]; indexing copies one window per image.
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)
         return windows[torch.arange(count), :, top, left]
 
 
-def drawn(keys: NDArray[np.uint64], which: int, size: int) -> NDArray[np.int64]:
-    """Draw a number from 0 to below `size` for each image: the draw number `which` from its key. int64 [N] of [N]."""
-    return (scrambled(keys + np.uint64(which)) % np.uint64(size)).astype(np.int64)
+def draw_integers(keys: NDArray[np.uint64], stream: int, size: int) -> NDArray[np.int64]:
+    """Draw an integer from 0 to size - 1 for each key [N]; streams of one key are independent. Returns int64 [N]."""
+    return (scrambled(keys + np.uint64(stream)) % np.uint64(size)).astype(np.int64)
+
+
+class StrongAugment:
+    """BasicAugment, then color jitter and RandAugment, and after normalization random erasing.
+
+    The erased rectangle covers 2 % to a third of the image and is filled with normal noise per pixel, which is timm's
+    mode "pixel" (https://arxiv.org/abs/1708.04896). Grayscale images skip the saturation jitter.
+    """
+
+    def __init__(self, seed: int, *, flip: bool) -> None:
+        # Imported only for --augment strong, because the import takes seconds.
+        from torchvision.transforms import v2  # type: ignore[import-untyped]
+
+        self.seed, self.basic = seed, BasicAugment(seed, flip=flip)
+        self.erase = v2.RandomErasing(p=ERASE_PROBABILITY, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random")
+
+    def __call__(self, pixels: Tensor, indices: Tensor, epoch: int, normalize: Normalize) -> Tensor:
+        """Augment and normalize the images, as described in Augment."""
+        pixels = self.basic.shift_and_flip(pixels, indices, epoch)
+        keys = mixed_each(mixed(self.seed, epoch, STRONG_STREAM), indices.numpy()).tolist()
+        mean_color = tuple(round(255 * mean) for mean in normalize.mean)
+        # torchvision draws from torch's default generator. Its state is restored, so that augmentation does not change
+        # other random numbers of the run. torch.random.fork_rng with torch.manual_seed would seed the GPUs too.
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            images = []
+            for image, key in zip(pixels, keys, strict=True):
+                generator.manual_seed(key)
+                images.append(self.erase(normalize(self.change_colors(image, mean_color)[None])[0]))
+        finally:
+            generator.set_state(before)
+        return torch.stack(images) if images else normalize(pixels)
+
+    def change_colors(self, image: Tensor, mean_color: tuple[int, ...]) -> Tensor:
+        """Apply color jitter and RandAugment: uint8 [channels, H, W] to the same shape and dtype."""
+        from PIL import Image
+        from torchvision.transforms import v2
+
+        from train.data.rand_augment import rand_augment
+
+        is_gray = len(image) == 1
+        picture = Image.fromarray(image[0].numpy() if is_gray else image.permute(1, 2, 0).contiguous().numpy())
+        jitter = v2.ColorJitter(brightness=JITTER, contrast=JITTER, saturation=None if is_gray else JITTER)
+        picture = rand_augment(jitter(picture), mean_color)
+        return v2.functional.pil_to_tensor(picture)  # type: ignore[no-any-return]

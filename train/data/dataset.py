@@ -1,4 +1,4 @@
-"""What every data set offers."""
+"""Records and classes that all data sets share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What can be asked of a data set; None for its own.
+    """Options of a data set; None selects the default.
 
-    image_size: pixels along each edge. channels, classes, train_samples: with image_size for `synthetic` only, where
-    they can be chosen. augment: none, basic or strong. seed: of the augmentation.
+    image_size (pixels along each edge), channels, classes, train_samples: for `synthetic` only. augment: none, basic or
+    strong. seed: seed of the augmentation.
     """
 
     image_size: int | None = None
@@ -30,48 +30,47 @@ class DataOptions:
     seed: int = 0
 
     @classmethod
-    def of(cls, settings: Any) -> DataOptions:
-        """Take them from a record that has fields of these names, such as the settings of a run."""
+    def from_settings(cls, settings: Any) -> DataOptions:
+        """Copy the fields from a record with the same names, for example the settings of a run."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Normalize:
-    """Makes of bytes what a network likes: each channel with mean 0 and standard deviation 1 over the training set.
+    """Convert bytes to floats with mean 0 and standard deviation 1 per channel over the training set.
 
-    mean, std: of each channel, or one of each for all channels, in parts of 255.
+    mean, std: one number per channel, or a single number for all channels, divided by 255.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """pixels: uint8 [N, channels, H, W]. Returns float32 of the same shape."""
+        """Normalize uint8 [N, channels, H, W] to float32 of the same shape."""
         mean, std = (255 * torch.tensor(numbers).view(1, -1, 1, 1) for numbers in (self.mean, self.std))
         return pixels.to(torch.float32).sub_(mean).div_(std)
 
 
 class Augment(Protocol):
-    """Changes images at random for training."""
+    """Random augmentation of training images."""
 
     def __call__(self, pixels: Tensor, indices: Tensor, epoch: int, normalize: Normalize) -> Tensor:
-        """Give each image its change of this epoch, and normalize it.
+        """Augment each image for this epoch, and normalize it.
 
-        pixels: uint8 [N, channels, H, W]. indices: int64 [N], where each stands in the whole training set. Returns
-        float32 [N, channels, H, W]. What an image becomes depends on nothing but itself, its index and the epoch.
+        pixels: uint8 [N, channels, H, W]. indices: int64 [N], indices into the whole training set. Returns float32
+        [N, channels, H, W]. The result for an image depends only on the image, its index and the epoch.
         """
         ...  # pragma: no cover
 
 
 class Images(Dataset[tuple[Tensor, ...]]):
-    """Images with their labels, taken one by one, or many at once without a loop over them.
+    """Images with labels, indexed one by one or vectorized over a batch.
 
-    images: [N, channels, H, W], uint8 with `normalize`, else float32 and as they shall be. labels: int64 [N].
+    images: [N, channels, H, W], uint8 with `normalize`, otherwise float32 and already normalized. labels: int64 [N].
     `data[3]` is (float32 [channels, H, W], int64 []), `data[[3, 5]]` and `data[3:5]` are (float32 [2, channels, H, W],
     int64 [2]).
 
-    Call `set_epoch` before each epoch, and before the workers of its DataLoader are started: with `augment`, it
-    decides with the index how an image is changed.
+    With `augment`, call `set_epoch` before each epoch, and before the DataLoader starts its workers.
     """
 
     def __init__(
@@ -84,18 +83,18 @@ class Images(Dataset[tuple[Tensor, ...]]):
         return self.samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the changes of the next pass, the same on all ranks."""
+        """Select the augmentation of the next epoch, equal on all ranks."""
         self.epoch = epoch
 
     def first(self, samples: int) -> Images:
-        """Keep the first of them only."""
-        fewer = copy.copy(self)
-        fewer.samples = samples
-        return fewer
+        """Return a data set of the first samples, which shares memory with this data set."""
+        subset = copy.copy(self)
+        subset.samples = samples
+        return subset
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the images and labels at these places, int64 [N], as they are stored."""
-        # Not self.images[rows], which takes twenty times as long for bytes.
+        """Return the stored images and labels of the rows, int64 [N]."""
+        # self.images[rows] takes twenty times as long for bytes.
         return self.images.index_select(0, rows), self.labels.index_select(0, rows)
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[Tensor, ...]:
@@ -104,7 +103,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
         else:
             rows = torch.tensor([index] if isinstance(index, int) else index, dtype=torch.int64)
             if rows.numel() and not -self.samples <= rows.min() <= rows.max() < self.samples:
-                raise IndexError(f"index out of range: there are {self.samples} samples")
+                raise IndexError(f"index out of range: the data set has {self.samples} samples")
             rows = rows % self.samples
         images, labels = self.take(rows)
         if self.normalize is not None and self.augment is not None:
@@ -116,7 +115,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
 
 @dataclass(frozen=True)
 class Data:
-    """Training and test samples that share no image.
+    """Disjoint training and test samples.
 
     image_size: pixels along each edge; all images are square.
     """

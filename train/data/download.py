@@ -1,4 +1,4 @@
-"""Fetches a data set by torchvision; neither a broken download nor two machines at once leave half a file."""
+"""Downloads with torchvision; failed or simultaneous downloads never leave partial files in the folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from train.data.vision import SOURCES
 from train.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,16 +22,23 @@ if TYPE_CHECKING:
 
     from train.data.vision import Source
 
-SILENCE = 30.0  # seconds without a byte until a server is given up
-# What a network, a full disk and a broken archive raise.
+SOCKET_TIMEOUT = 30.0  # seconds
+# Exceptions for network errors, full disks and damaged archives.
 FAILURES = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.TarError, zlib.error)
 
 
-def fetch(source: Source, folder: Path | None) -> None:
-    """Download the data set into `folder`, unless it is there and can be read. Raises UserError.
+def download(name: str, folder: Path | None) -> None:
+    """Download the data set `name` into `folder`, unless the folder has a valid copy. Raises UserError."""
+    for source in SOURCES:
+        if source.name == name:
+            return _download_source(source, folder)
+    raise UserError(f"--download: --data {name} needs no download; omit --download")
 
-    torchvision unpacks in a folder of its own within `folder`; what is right is then moved over, file by file.
-    Machines that share the folder may do so at once: each puts the same bytes there.
+
+def _download_source(source: Source, folder: Path | None) -> None:
+    """Download and verify the files in a temporary folder, then move each file to `folder`. Raises UserError.
+
+    Machines that share the folder may download at the same time, because they move equal files.
     """
     try:
         source.read(folder)
@@ -41,39 +49,45 @@ def fetch(source: Source, folder: Path | None) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".download-", dir=folder) as made:
-            own = Path(made)
-            _link_archives(source, folder, own)
-            with _patient():
-                source.dataset()(own, download=True)
-            source.read(own)
-            for (path, _), (target, _) in zip(source.files(own), source.files(folder), strict=True):
+        with TemporaryDirectory(prefix=".download-", dir=folder) as name:
+            temporary = Path(name)
+            _link_archives(source, folder, temporary)
+            with _limit_socket_waits(), _redirect_progress():
+                source.import_class()(temporary, download=True)
+            source.read(temporary)
+            for (path, _), (target, _) in zip(source.list_files(temporary), source.list_files(folder), strict=True):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
     except FAILURES as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        advice = f"mend that, or put into the folder {source.holds} of {source.address}"
-        raise UserError(f"--download: {source.name} did not come to {folder}: {reason}; {advice}") from error
+        advice = f"try again, or get {source.contents} from {source.address}"
+        raise UserError(f"--download: cannot download {source.name} to {folder}: {reason}; {advice}") from error
 
 
-def _link_archives(source: Source, folder: Path, own: Path) -> None:
-    """Offer torchvision the archives that lie in `folder` already and are whole."""
+def _link_archives(source: Source, folder: Path, temporary: Path) -> None:
+    """Link valid archives in `folder` into the temporary folder, so that torchvision does not download them again."""
     from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
 
-    for (path, md5), (link, _) in zip(source.archives(folder), source.archives(own), strict=True):
+    for (path, md5), (link, _) in zip(source.list_archives(folder), source.list_archives(temporary), strict=True):
         if check_integrity(path, md5):
             link.parent.mkdir(parents=True, exist_ok=True)
             os.symlink(path.absolute(), link)
 
 
 @contextmanager
-def _patient() -> Iterator[None]:
-    """Give up servers that fall silent; show torchvision's progress on terminals only."""
+def _limit_socket_waits() -> Iterator[None]:
+    """Set a default timeout for sockets, because torchvision sets no timeout."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SILENCE)
-    shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    socket.setdefaulttimeout(SOCKET_TIMEOUT)
     try:
-        with redirect_stdout(shown), redirect_stderr(shown):
-            yield
+        yield
     finally:
         socket.setdefaulttimeout(before)
+
+
+@contextmanager
+def _redirect_progress() -> Iterator[None]:
+    """Redirect torchvision's progress output to stderr on a terminal; otherwise discard it."""
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with redirect_stdout(stream), redirect_stderr(stream):
+        yield

@@ -1,4 +1,4 @@
-"""Which samples a rank takes: its share of each global batch."""
+"""Samplers that partition the samples of an epoch over the ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 def epoch_order(samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """Give the indices of all samples in the order of an epoch, equal on all ranks; with `shuffle` each has its own."""
+    """Return the indices of all samples in the order of an epoch, equal on all ranks; `shuffle` varies it by epoch."""
     if not shuffle:
         return list(range(samples))
-    # As torch.utils.data.DistributedSampler does it.
+    # The same order as in torch.utils.data.DistributedSampler.
     order: list[int] = torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
     return order
 
 
 def smallest_share(samples: int, world_size: int, parts: int, replicas: int) -> int:
-    """Count the samples of the smallest share when a global batch is split.
+    """Return the number of samples in the smallest share of a partitioned global batch.
 
-    First over the ranks, then into `parts` micro-batches, both as evenly as can be, then over the `replicas` of a
-    DataParallel with torch.chunk: 13 on 4 are 4, 4, 4 and 1. Replicas without a sample do not count.
+    The batch is partitioned evenly over the ranks and into `parts` micro-batches, then over the `replicas` of a
+    DataParallel with torch.chunk, which partitions 13 samples into 4, 4, 4 and 1. Replicas without samples are ignored.
     """
     per_rank = {samples // world_size, -(-samples // world_size)}
     per_part = {size for share in per_rank for size in (share // parts, -(-share // parts))}
@@ -33,18 +33,19 @@ def smallest_share(samples: int, world_size: int, parts: int, replicas: int) -> 
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """Split every global batch over the ranks, each sample to exactly one of them.
+    """Partition every global batch over the ranks, so that exactly one rank gets each sample.
 
-    samples: how many there are. batch_size: of the global batch. Rank r takes every world_size-th index of
-    the batch from the r-th on, so shares differ by at most one, lower ranks first. Where they are even, these
-    are the batches of torch.utils.data.DistributedSampler with the same seed (a test compares them); that one
-    cannot split unevenly, it repeats samples instead.
+    Rank r takes every world_size-th index of the batch, starting with index r. Shares differ by at most one sample, and
+    lower ranks have the larger shares. Even shares equal the batches of torch.utils.data.DistributedSampler with the
+    same seed; that class cannot partition unevenly and repeats samples instead.
 
-    Samples that do not fill a last global batch are dropped, other ones each epoch, so that every step has the
-    same weight; with `keep_last` they are a batch of their own. Either way every rank makes the same number of
-    steps. sizes: samples of each global batch, over all ranks. longest: how many there are.
+    A last, incomplete global batch is dropped, so that every step has the same weight; with `keep_last` it is a smaller
+    batch. In both cases all ranks have the same number of steps.
 
-    Call `set_epoch` before each epoch: without it every epoch has the same order.
+    samples: number of samples. batch_size: global batch size. sizes: samples of each global batch over all ranks.
+    longest: number of global batches.
+
+    Call `set_epoch` before each epoch; otherwise every epoch has the same order.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.longest = len(self.sizes)
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose the order of the next pass, the same on all ranks. skip: global batches to leave out at its start."""
+        """Select the order of the next epoch, equal on all ranks. skip: number of global batches to skip first."""
         self.epoch, self.skip = epoch, skip
 
     def __len__(self) -> int:
@@ -81,3 +82,38 @@ class DistributedBatchSampler(Sampler[list[int]]):
         for size in self.sizes[self.skip :]:
             yield order[start + self.rank : start + size : self.world_size]
             start += size
+
+
+class OwnSharesSampler(Sampler[list[int]]):
+    """Partition the epoch into per-rank batches and assign them to the ranks in turn, for --join.
+
+    Nothing is dropped, and ranks may have unequal numbers of batches: the first ranks have one batch more.
+
+    batch_size: global batch size; a batch of a rank has batch_size // world_size samples, the last of an epoch possibly
+    fewer. sizes: the divisor of the loss for each batch of this rank, always batch_size, so that every sample has the
+    same weight. longest: largest number of batches on any rank, which rank 0 always has. smallest: samples in the
+    smallest batch of any rank.
+    """
+
+    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) -> None:
+        self.samples, self.rank, self.world_size = samples, rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch, self.skip = 0, 0
+        self.size = batch_size // world_size  # of a batch
+        starts = range(0, samples, self.size)
+        self.starts = starts[rank::world_size]
+        self.sizes = [batch_size] * len(self.starts)
+        self.longest, self.batches = len(starts[::world_size]), len(starts)
+        self.smallest = samples % self.size or self.size
+
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        """Select the order of the next epoch, equal on all ranks. skip: number of batches to skip at its start."""
+        self.epoch, self.skip = epoch, skip
+
+    def __len__(self) -> int:
+        return len(self.starts[self.skip :])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = epoch_order(self.samples, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
+        for start in self.starts[self.skip :]:
+            yield order[start : start + self.size]

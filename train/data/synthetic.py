@@ -1,4 +1,4 @@
-"""Images and labels made up in memory, of any size and number: for timing without files."""
+"""Synthetic images and labels of any size and number, for timing without files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.augment import augmentation
+from train.data.augment import build_augment
 from train.data.dataset import Augment, Data, DataOptions, Images, Normalize
 from train.errors import UserError
 from train.seeds import mixed_each
@@ -16,30 +16,30 @@ from train.seeds import mixed_each
 if TYPE_CHECKING:
     from pathlib import Path
 
-IMAGE_SIZE, CHANNELS, CLASSES, TRAIN_SAMPLES = 32, 3, 10, 50_000  # as many and as large as CIFAR-10's
-SEED = 0  # of the data, not of the run: all runs train on the same images
+IMAGE_SIZE, CHANNELS, CLASSES, TRAIN_SAMPLES = 32, 3, 10, 50_000  # the sizes of CIFAR-10
+SEED = 0  # independent of --seed: all runs train on the same images
 POOL = 2**24  # bytes of noise
 PATCHES = 4  # along each edge
-MOST_PIXELS = 2**24  # of one image, all channels: larger than any in use, and what a pool can hold
-MOST_CLASSES = 65_536
-MOST_SAMPLES = 2**24  # ten times ImageNet's; their order alone is a list of that length
-# Half of an even distribution over 0 to 255 plus half of another: mean 1/2, variance 2 (1/2)^2 / 12.
+MAX_PIXELS = 2**24  # of one image over all channels; the size of the pool
+MAX_CLASSES = 65_536
+MAX_SAMPLES = 2**24  # ten times ImageNet; the order of an epoch is a list of this length
+# The average of two uniform distributions over 0 to 255: mean 1/2, variance 2 (1/2)^2 / 12.
 MEAN, STD = 0.5, 24**-0.5
 
 
 class Synthetic(Images):
-    """Noise over a pattern of 4x4 patches for each class, so there is something to learn.
+    """Images that add noise to a pattern of 4x4 patches per class, so that a model can learn the classes.
 
-    Nothing is stored for each image: its noise is a piece of one pool of random bytes, from a place that its index
-    decides. So any number of them costs the same memory, and an image costs little more time than one that is stored.
+    No image is stored: its noise is a slice of one pool of random bytes, at an offset determined by its index. Any
+    number of images takes the same memory, and generating an image takes little longer than reading a stored image.
 
-    shape: channels, H and W of an image. first: index of its first image in the stream of all images.
+    shape: channels, H and W of an image. first: index of the first image in the stream of all images.
     """
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, samples: int, first: int, augment: Augment | None = None
     ) -> None:
-        # NumPy guarantees the stream of RandomState for ever (NEP 19): the same bits on every machine.
+        # NumPy guarantees that the stream of RandomState never changes (NEP 19): equal bits on every machine.
         random = np.random.RandomState(SEED)
         self.pixels = int(np.prod(shape))
         pool = np.frombuffer(bytearray(random.bytes(POOL + self.pixels)), np.uint8)
@@ -53,35 +53,36 @@ class Synthetic(Images):
         self.samples = samples
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Make the images and labels at these places; the classes take turns."""
+        """Generate the images and labels of the rows; consecutive images have consecutive classes."""
         labels = rows % self.classes
         starts = mixed_each(SEED, (rows + self.offset).numpy()) % np.uint64(POOL)
-        # Every piece of the pool is a row of this view; a gather copies the rows that are asked for.
-        pieces = self.pool.as_strided((POOL, self.pixels), (1, 1))
-        noise = pieces.index_select(0, torch.from_numpy(starts.astype(np.int64))).view(-1, *self.shape)
+        # Every slice of the pool is a row of this view; index_select copies only the requested rows.
+        slices = self.pool.as_strided((POOL, self.pixels), (1, 1))
+        noise = slices.index_select(0, torch.from_numpy(starts.astype(np.int64))).view(-1, *self.shape)
         patterns = self.patterns.index_select(0, labels)
         return noise.add_(patterns if self.enlarged else self.enlarge(patterns)), labels
 
     def enlarge(self, patterns: Tensor) -> Tensor:
-        """Make patches as large as an image needs: [N, channels, 4, 4] to [N, channels, H, W]."""
-        # By index: interpolation of bytes would be done in floating point.
+        """Scale the patches to the image size: [N, channels, 4, 4] to [N, channels, H, W]."""
+        # By index, because torch interpolates bytes in floating point.
         y, x = (torch.arange(edge) * PATCHES // edge for edge in self.shape[1:])
         return patterns[:, :, y[:, None], x]
 
 
 def load_synthetic(folder: Path | None, options: DataOptions) -> Data:
-    """Make it. Raises UserError for sizes beyond all use, and for a folder, which it does not need."""
+    """Build the synthetic data. Raises UserError for sizes above the limits, and for a folder."""
     if folder is not None:
-        raise UserError(f"--data-dir {folder}: --data synthetic is made in memory; leave it out")
+        raise UserError(f"--data-dir {folder}: not supported by --data synthetic, which needs no files; omit it")
     size, channels = options.image_size or IMAGE_SIZE, options.channels or CHANNELS
     classes, samples = options.classes or CLASSES, options.train_samples or TRAIN_SAMPLES
-    if channels * size**2 > MOST_PIXELS:
-        raise UserError(f"--image-size {size} --channels {channels}: an image of more than {MOST_PIXELS} bytes")
-    if classes > MOST_CLASSES or classes * channels > MOST_PIXELS:
-        raise UserError(f"--classes {classes}: needs {MOST_CLASSES} or fewer, and fewer with many channels")
-    if samples > MOST_SAMPLES:
-        raise UserError(f"--train-samples {samples}: needs {MOST_SAMPLES} or fewer")
+    if channels * size**2 > MAX_PIXELS:
+        raise UserError(f"--image-size {size} --channels {channels}: an image must have at most {MAX_PIXELS} bytes")
+    most_classes = min(MAX_CLASSES, MAX_PIXELS // channels)
+    if classes > most_classes:
+        raise UserError(f"--classes {classes}: must be at most {most_classes} with {channels} channels")
+    if samples > MAX_SAMPLES:
+        raise UserError(f"--train-samples {samples}: must be at most {MAX_SAMPLES}")
     shape = (channels, size, size)
-    train = Synthetic(shape, classes, samples, 0, augmentation(options, channels, flip=True))
+    train = Synthetic(shape, classes, samples, 0, build_augment(options, channels, flip=True))
     test = Synthetic(shape, classes, max(1, samples // 10), samples)
     return Data(train, test, channels, classes, size)

@@ -1,9 +1,10 @@
-"""Evaluate each rank's checkpoint on the same test data: what drifted BatchNorm statistics cost.
+"""Evaluate each rank's checkpoint on the same test data, to measure the cost of drifted BatchNorm statistics.
 
     python -m train.evaluate ckpts/                             # after train/run.py --save-per-rank
     python -m train.evaluate 'ckpts/ddp_rank*.pth' --json
 
-Runs in one process on the CPU. What cannot be evaluated is one line on stderr and exit code 2; the rest still is.
+Evaluation uses one process on the CPU. If a run cannot be evaluated, one line is printed on stderr, the remaining runs
+are evaluated, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    # As in run.py: `train` and `syncheck` are those of this clone, also for `python train/evaluate`.
+    # As in run.py: import `train` and `syncheck` from this clone, also for `python train/evaluate`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     if find_spec("torch") is None:
         sys.stderr.write("evaluate.py: torch is not installed; in this clone: pip install -e '.[train]'\n")
@@ -28,7 +29,7 @@ if __name__ == "__main__":
 from syncheck import SyncheckError
 from train.errors import UserError
 from train.evaluate.rank_scores import score_run
-from train.evaluate.replicas import find
+from train.evaluate.replicas import find_replicas
 from train.options import Parser
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ if TYPE_CHECKING:
     from train.evaluate.rank_scores import RunScores
     from train.metrics import Score
 
-SCHEMA = 1  # of the JSON document; removing a field raises it
+SCHEMA = 1  # of the JSON document; removing a field increases it
 HEAD = ("run", "step", "rank", "accuracy", "loss", "averaged: accuracy", "loss")
 DESCRIPTION = """Evaluate each rank's checkpoint on the same test data.
 
-Two scores for each rank of each run and step: with the BatchNorm statistics in its file, and with those averaged over
-the ranks (means averaged; variances averaged, plus the variance of the means). The spread is the best rank's accuracy
-less the worst's, in percentage points. Loss is the mean cross-entropy in nats.
+For each run and step, each rank has two scores: with the BatchNorm statistics in its file, and with the statistics
+averaged over the ranks (means are averaged; variances are averaged, plus the variance of the means). The spread is the
+best accuracy minus the worst accuracy, in percentage points. Loss is the mean cross-entropy in nats.
 """
 EPILOG = """exit codes:
-  0  everything was evaluated
-  2  something could not be: a mistake in the options, parts of a sharded model, a rank alone, a broken file
+  0  all checkpoints were evaluated
+  2  invalid options, or a checkpoint cannot be evaluated: sharded model, no other rank, damaged file
 
 examples:
   python train/run.py --spawn 2 --save-per-rank --no-buffer-sync
@@ -56,7 +57,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """List the options."""
+    """Build the parser."""
     parser = Parser(
         prog="python -m train.evaluate",
         description=DESCRIPTION,
@@ -65,22 +66,24 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoints of train/run.py: files, folders or globs")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the clone's own)")
-    parser.add_argument("--json", action="store_true", help="write a JSON document instead of a table")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the digits in this clone)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     return parser
 
 
 def as_table(runs: Sequence[RunScores]) -> str:
-    """Write a line for each rank, the spread of each run below it, and then a sentence for each run.
+    """Format a line per rank, the spread of each run below its ranks, and finally a sentence per run.
 
-    The last of the steps saved and the final files say the same, once.
+    Runs with equal tables are printed once, because the last saved step usually equals the final files.
     """
     tables = {}
     for run in runs:
         r = run.replicas
         head = (r.run, "-" if r.step is None else str(r.step))
-        table = [(*head, str(rank.rank), *_cells(rank.own), *_cells(rank.averaged)) for rank in run.ranks]
-        table.append((*head, "spread", _points(run.spread), "", _points(run.averaged_spread), ""))
+        table = [(*head, str(rank.rank), *_format_score(rank.own), *_format_score(rank.averaged)) for rank in run.ranks]
+        table.append((*head, "spread", _format_points(run.spread), "", _format_points(run.averaged_spread), ""))
         tables[tuple(table)] = run.sentence
     rows = [HEAD, *(row for table in tables for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -88,24 +91,24 @@ def as_table(runs: Sequence[RunScores]) -> str:
     for first, *rest in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return "".join(f"{printable(line)}\n" for line in [*lines, "", *tables.values()])
+    return "".join(f"{escape_unprintable(line)}\n" for line in [*lines, "", *tables.values()])
 
 
-def _cells(score: Score | None) -> tuple[str, str]:
+def _format_score(score: Score | None) -> tuple[str, str]:
     return ("-", "-") if score is None else (f"{score.accuracy:.2%}", f"{score.loss:.4f}")
 
 
-def _points(spread: float | None) -> str:
+def _format_points(spread: float | None) -> str:
     return "-" if spread is None else f"{100 * spread:.2f}"
 
 
 def as_json(runs: Sequence[RunScores], refused: Sequence[str]) -> str:
-    """Write all numbers, with full precision. What JSON has no number for, such as a loss of NaN, is null."""
-    document = {"schema": SCHEMA, "runs": [_run(run) for run in runs], "refused": list(refused)}
+    """Format all numbers with full precision as JSON; a non-finite loss is null."""
+    document = {"schema": SCHEMA, "runs": [_run_as_dict(run) for run in runs], "refused": list(refused)}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def _run(run: RunScores) -> dict[str, Any]:
+def _run_as_dict(run: RunScores) -> dict[str, Any]:
     r = run.replicas
     return {
         "run": r.run,
@@ -116,7 +119,12 @@ def _run(run: RunScores) -> dict[str, Any]:
         "parameters_differ": r.parameters_differ,
         "statistics_differ": r.statistics_differ,
         "ranks": [
-            {"rank": rank.rank, "path": rank.path, "own": _numbers(rank.own), "averaged": _numbers(rank.averaged)}
+            {
+                "rank": rank.rank,
+                "path": rank.path,
+                "own": _score_as_dict(rank.own),
+                "averaged": _score_as_dict(rank.averaged),
+            }
             for rank in run.ranks
         ],
         "spread": run.spread,
@@ -125,23 +133,23 @@ def _run(run: RunScores) -> dict[str, Any]:
     }
 
 
-def _numbers(score: Score | None) -> dict[str, float | int | None] | None:
+def _score_as_dict(score: Score | None) -> dict[str, float | int | None] | None:
     if score is None:
         return None
     loss = score.loss if math.isfinite(score.loss) else None
     return {"accuracy": score.accuracy, "loss": loss, "samples": score.samples}
 
 
-def printable(text: str) -> str:
-    """Escape what would break a line or steer a terminal: names in a file are not to be trusted."""
+def escape_unprintable(text: str) -> str:
+    """Escape line breaks and control characters, because names in checkpoints are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def work(args: argparse.Namespace) -> int:
-    """Evaluate what can be, and print it. Returns the exit code. Raises UserError and SyncheckError."""
-    found, refused = find(args.paths)
+def evaluate_paths(args: argparse.Namespace) -> int:
+    """Evaluate the checkpoints, print the scores, and return the exit code. Raises UserError and SyncheckError."""
+    checkpoints, refused = find_replicas(args.paths)
     runs = []
-    for replicas in found:
+    for replicas in checkpoints:
         try:
             runs.append(score_run(replicas, args.data_dir))
         except UserError as error:
@@ -151,29 +159,29 @@ def work(args: argparse.Namespace) -> int:
     elif runs:
         sys.stdout.write(as_table(runs))
     sys.stdout.flush()
-    for reason in dict.fromkeys(refused):  # once, where it is the data that all of them lack
-        complain(reason)
+    for reason in dict.fromkeys(refused):  # missing data causes the same line for all runs
+        print_error(reason)
     return 2 if refused else 0
 
 
-def complain(reason: str) -> None:
-    """Write a line on stderr."""
-    sys.stderr.write(f"evaluate.py: {printable(reason)}\n")
+def print_error(reason: str) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(f"evaluate.py: {escape_unprintable(reason)}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Evaluate the checkpoints that the arguments name; returns the exit code."""
+    """Evaluate the checkpoints of the command line, and return the exit code."""
     try:
-        return work(build_parser().parse_args(argv))
+        return evaluate_paths(build_parser().parse_args(argv))
     except (UserError, SyncheckError) as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     except KeyboardInterrupt:
-        complain("interrupted")
+        print_error("interrupted")
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read our output has seen enough, as `| head` does
+    except BrokenPipeError:  # the reader closed the pipe, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # what a shell reports
+        return 128 + signal.SIGPIPE  # as a shell reports it
 
 
 if __name__ == "__main__":

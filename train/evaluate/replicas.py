@@ -1,7 +1,7 @@
-"""The checkpoints that one run has left, one per rank: which belong together, and what is in them.
+"""Finds and loads the checkpoints of a run, one per rank.
 
-syncheck sorts the files by their metadata blocks and compares them; here they are only checked for being whole models
-that this trainer can build, and loaded.
+syncheck groups the files by their metadata blocks and compares them. This module checks that they contain complete
+models of this trainer, and loads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from syncheck import Options, compare, read
 from train.checkpoints.formats import FORMATS
-from train.data import DATASETS, MOST_SAMPLES
+from train.data import DATASETS, MAX_SAMPLES
 from train.errors import UserError
 from train.models import MODELS
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
     from syncheck import Group, Replica, Snapshot
 
-# What torch.load and safetensors raise for a file that is no checkpoint, or not one of theirs.
-BROKEN = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
+# Exceptions of torch.load and safetensors for files in other formats, and damaged files.
+LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
 STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
-MOST = 65_536  # of width, depth and the like; far above any, and few enough to multiply without overflow
-LOADED = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` takes
+MAX_SIZE = 65_536  # of width, depth etc.; far above useful sizes, but products do not overflow
+LOADABLE = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` supports
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a run trained on what, as its metadata says; the names are those of Settings."""
+    """Model and data of a run, from its metadata; fields have the same names as in Settings."""
 
     model: str
     data: str
@@ -47,16 +47,15 @@ class Task:
     train_samples: int | None = None
 
 
-# Those of its fields that are numbers.
-NUMBERS = tuple(field.name for field in fields(Task) if field.name not in ("model", "data"))
+NUMERIC_FIELDS = tuple(field.name for field in fields(Task) if field.name not in ("model", "data"))
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The files of one run after one step, lowest rank first, and what they say of the model.
+    """The files of a run after one step, sorted by rank.
 
-    world_size: how many replicas the run had; maybe more than there are files. parameters_differ,
-    statistics_differ: whether any parameter, or any running mean or variance of BatchNorm, is not the same in all.
+    world_size: number of replicas in the run, possibly more than files. parameters_differ, statistics_differ: whether
+    any parameter, or any running mean or variance of BatchNorm, differs between the files.
     """
 
     run: str
@@ -68,38 +67,39 @@ class Replicas:
     statistics_differ: bool
 
 
-def find(paths: Sequence[str]) -> tuple[list[Replicas], list[str]]:
-    """Sort the checkpoints under the paths into runs and steps. Raises SyncheckError for a path without any.
+def find_replicas(paths: Sequence[str]) -> tuple[list[Replicas], list[str]]:
+    """Group the checkpoints in files, folders and globs by run and step.
 
-    paths: files, folders or globs. Returns what can be evaluated, and for all else the reason in one line.
+    Returns the replicas to evaluate, and a line with a reason for every refused file or group. Raises SyncheckError for
+    a path without checkpoints.
     """
     report = compare(*paths, options=Options(only=("params", "buffers")))
-    found, refused = [], [f"{file.path}: {file.reason}" for file in report.unreadable]
+    accepted, refused = [], [f"{file.path}: {file.reason}" for file in report.unreadable]
     for group in report.groups:
         try:
-            found.append(_checked(group))
+            accepted.append(_check_group(group))
         except UserError as error:
             refused.append(str(error))
-    return found, refused
+    return accepted, refused
 
 
-def _checked(group: Group) -> Replicas:
-    """Refuse what is not whole models of one kind, on two ranks or more. Raises UserError."""
+def _check_group(group: Group) -> Replicas:
+    """Check that the group has complete models of one kind on at least two ranks. Raises UserError."""
     first, *others = group.replicas
     snapshot = read(first.path)
-    task = _task(snapshot)
+    task = _read_task(snapshot)
     for replica in group.replicas:
-        _check_whole(read(replica.path))
+        _check_complete(read(replica.path))
     for replica in others:
-        if _task(read(replica.path)) != task:
-            raise UserError(f"{replica.path}: of another model or data than {first.path}; name files of one run")
-    assert snapshot.metadata is not None  # _task has looked
+        if _read_task(read(replica.path)) != task:
+            raise UserError(f"{replica.path}: model or data differ from {first.path}; pass files of a single run")
+    assert snapshot.metadata is not None  # checked by _read_task
     world_size = snapshot.metadata.world_size or len(group.replicas)
     if not others:
-        mend = "one replica has no other to differ from; train with --spawn 2"
+        advice = "train with at least 2 ranks (--spawn 2)"
         if world_size > 1:
-            mend = f"the run had {world_size} ranks; name the files of the others too"
-        raise UserError(f"{first.path}: rank {first.rank} alone; {mend}")
+            advice = f"pass the files of all {world_size} ranks of the run"
+        raise UserError(f"{first.path}: rank {first.rank} has no other replica; {advice}")
     different = {diff.kind for diff in group.tensors if diff.status != "equal"}
     return Replicas(
         run=group.run,
@@ -112,51 +112,53 @@ def _checked(group: Group) -> Replicas:
     )
 
 
-def _task(snapshot: Snapshot) -> Task:
-    """Read from the metadata block which model it is of, and for which data. Raises UserError."""
+def _read_task(snapshot: Snapshot) -> Task:
+    """Read model and data from the metadata block. Raises UserError."""
     path = snapshot.path
     config = snapshot.metadata.config if snapshot.metadata is not None else {}
     if "model" not in config or "data" not in config:
-        raise UserError(f"{path}: does not say which model it is of; needs a file that train/run.py has saved")
+        raise UserError(f"{path}: no model and data in its metadata; pass a file that train/run.py saved")
     model, data = config["model"], config["data"]
     if not isinstance(model, str) or model not in MODELS:
-        raise UserError(f"{path}: model {model!r} is unknown; there are {', '.join(MODELS)}")
+        raise UserError(f"{path}: model {model!r} is unknown; supported: {', '.join(MODELS)}")
     if not isinstance(data, str) or data not in DATASETS:
-        raise UserError(f"{path}: data {data!r} is unknown; there are {', '.join(DATASETS)}")
-    numbers = {name: config.get(name) for name in NUMBERS}
+        raise UserError(f"{path}: data {data!r} is unknown; supported: {', '.join(DATASETS)}")
+    numbers = {name: config.get(name) for name in NUMERIC_FIELDS}
     for name, number in numbers.items():
-        most = MOST_SAMPLES if name == "train_samples" else MOST
-        if number is not None and not (isinstance(number, int) and 1 <= number <= most):
-            mend = "none for the model's own" if name in ("width", "depth", "alpha") else "none for the data's own"
-            raise UserError(f"{path}: {name} {number!r}; needs 1 to {most}, or {mend}")
+        largest = MAX_SAMPLES if name == "train_samples" else MAX_SIZE
+        if number is not None and not (isinstance(number, int) and 1 <= number <= largest):
+            raise UserError(f"{path}: {name} {number!r} in its metadata: must be 1 to {largest}, or null")
     return Task(model, data, **numbers)
 
 
-def _check_whole(snapshot: Snapshot) -> None:
-    """Refuse a file that holds a part of the model, or digests in its place. Raises UserError."""
-    if snapshot.format not in LOADED:
-        found = f"{snapshot.path}: of the format {snapshot.format}, which has no weights that a rank could load"
-        raise UserError(f"{found}; needs {' or '.join(FORMATS)}, one file per rank")
-    parts = [name for name, tensor in snapshot.tensors.items() if tensor.sharding and not name.startswith("optimizer.")]
-    if parts:
-        found = f"{snapshot.path}: holds a part of each of {len(parts)} tensors, {parts[0]} first (FSDP or HSDP)"
-        raise UserError(f"{found}: a shard cannot be evaluated alone; train with --method ddp, zero or localsgd")
+def _check_complete(snapshot: Snapshot) -> None:
+    """Refuse files with shards, or without weights (fingerprints). Raises UserError."""
+    if snapshot.format not in LOADABLE:
+        advice = f"pass one {' or '.join(FORMATS)} file per rank"
+        raise UserError(f"{snapshot.path}: the format {snapshot.format} cannot be loaded as a model; {advice}")
+    shards = [
+        name for name, tensor in snapshot.tensors.items() if tensor.sharding and not name.startswith("optimizer.")
+    ]
+    if shards:
+        found = f"{len(shards)} tensors are sharded (FSDP or HSDP), first {shards[0]}"
+        advice = "train with --method ddp, zero or localsgd"
+        raise UserError(f"{snapshot.path}: {found}, and a shard cannot be evaluated alone; {advice}")
 
 
 def load_weights(replica: Replica) -> dict[str, Tensor]:
-    """Load the model's tensors of one rank on the CPU; nothing in the file is run. Raises UserError."""
+    """Load a rank's model tensors on the CPU without executing code in the file. Raises UserError."""
     try:
         return _load_safetensors(replica.path) if replica.format == "safetensors" else _load_pth(replica.path)
-    except BROKEN as error:
+    except LOAD_ERRORS as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{replica.path}: cannot be loaded: {reason[0]}; save or copy it again") from error
+        raise UserError(f"{replica.path}: cannot be loaded: {reason[0]}; save or copy the file again") from error
 
 
 def _load_pth(path: str) -> dict[str, Tensor]:
     content: Any = torch.load(path, map_location="cpu", weights_only=True)
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
-        raise UserError(f"{path}: has no tensors under 'model'; needs a file that train/run.py has saved")
+        raise UserError(f"{path}: no tensors under 'model'; pass a file that train/run.py saved")
     return model
 
 
@@ -164,6 +166,6 @@ def _load_safetensors(path: str) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
-        raise UserError(f"{path}: safetensors is not installed; pip install -e '.[train]'") from error
-    # Flat, so the optimizer's tensors lie beside the model's.
+        raise UserError(f"{path}: safetensors is not installed; run pip install -e '.[train]'") from error
+    # safetensors files are flat and also contain optimizer tensors.
     return {name: tensor for name, tensor in load_file(path).items() if not name.startswith("optimizer.")}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.faults.base import Fault, classifier
-from train.models import build_chosen
+from train.models import build_from_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ class InitNotBroadcast(Fault):
         with self.seeded(self.settings.seed + 1):
             channels, classes = first_convolution(module).in_channels, classifier(module)[1].out_features
             size = getattr(module, "image_size", 0)  # of those that are built for one
-            return build_chosen(self.settings, channels, classes, size)
+            return build_from_settings(self.settings, channels, classes, size)
 
 
 class FrozenNotBroadcast(InitNotBroadcast):

@@ -1,8 +1,7 @@
 """The small ResNets of depth 6n+2 for CIFAR-10 (https://arxiv.org/abs/1512.03385, section 4.2).
 
-Three stages of n blocks with 1, 2 and 4 times `width` channels; the second and third halve the image.
-Shortcuts carry no parameters ("option A"): they skip every other pixel and fill the new channels with zeros.
-Shapes: x is [N, channels, H, W] with H and W of 8 or more, logits are [N, classes].
+Three stages of n blocks have 1, 2 and 4 times `width` channels; the second and third halve the image. Shortcuts have no
+parameters ("option A"): they subsample every other pixel and pad new channels with zeros. Inputs are at least 8x8.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ WIDTH = 16  # channels of the first stage in the paper
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions around a shortcut; `stride` 2 halves the image where the channels double."""
+    """Residual block with two 3x3 convolutions; `stride` 2 halves the image when the channels double."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -41,18 +40,18 @@ class Block(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """A first convolution, three stages, the average over the image, and a linear classifier."""
+    """A convolution, three stages, global average pooling, and a linear classifier."""
 
     def __init__(self, depth: int, channels: int, classes: int, width: int) -> None:
         super().__init__()
         blocks = (depth - 2) // 6
         if blocks < 1 or depth != 6 * blocks + 2:
-            raise ValueError(f"depth {depth}: needs 8, 14, 20, ... (6n+2)")
+            raise ValueError(f"depth {depth}: must be 8, 14, 20, ... (6n+2)")
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = _stage(blocks, width, width, stride=1)
-        self.layer2 = _stage(blocks, width, 2 * width, stride=2)
-        self.layer3 = _stage(blocks, 2 * width, 4 * width, stride=2)
+        self.layer1 = _build_stage(blocks, width, width, stride=1)
+        self.layer2 = _build_stage(blocks, width, 2 * width, stride=2)
+        self.layer3 = _build_stage(blocks, 2 * width, 4 * width, stride=2)
         self.fc = nn.Linear(4 * width, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -66,16 +65,16 @@ class CifarResNet(nn.Module):
         return logits
 
 
-def _stage(blocks: int, channels_in: int, channels: int, stride: int) -> nn.Sequential:
+def _build_stage(blocks: int, channels_in: int, channels: int, stride: int) -> nn.Sequential:
     first = Block(channels_in, channels, stride)
     return nn.Sequential(first, *(Block(channels, channels, 1) for _ in range(blocks - 1)))
 
 
 def resnet8(shape: Shape) -> nn.Module:
-    """Build the smallest of the family: 7 convolutions and a linear layer."""
+    """Build the smallest ResNet of this family: 7 convolutions and a linear layer."""
     return CifarResNet(8, shape.channels, shape.classes, shape.width or WIDTH)
 
 
 def resnet20(shape: Shape) -> nn.Module:
-    """Build the smallest of the paper: 0.27 million parameters for CIFAR-10."""
+    """Build the smallest ResNet of the paper: 0.27 million parameters for CIFAR-10."""
     return CifarResNet(20, shape.channels, shape.classes, shape.width or WIDTH)

@@ -1,7 +1,7 @@
-"""A small network without BatchNorm: the same gradient however a batch is split over ranks.
+"""A small network without BatchNorm, whose gradient does not depend on how a batch is partitioned.
 
-With BatchNorm each rank normalizes with its own samples, so `ddp` and `single` rightly differ; this model is
-what shows that nothing else does. Shapes: x is [N, channels, H, W], logits are [N, classes].
+With BatchNorm, each rank normalizes with its own samples, so `ddp` and `single` differ as expected. Tests use this
+model to check that BatchNorm is the only difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH = 16
 
 
 class ConvNet(nn.Module):
-    """Three convolutions, the last two of stride 2, the average over the image, and a linear classifier."""
+    """Three convolutions, the last two with stride 2, global average pooling, and a linear classifier."""
 
     def __init__(self, channels: int, classes: int, width: int) -> None:
         super().__init__()
@@ -37,5 +37,5 @@ class ConvNet(nn.Module):
 
 
 def convnet(shape: Shape) -> nn.Module:
-    """Build it."""
+    """Build a ConvNet; the default width is 16."""
     return ConvNet(shape.channels, shape.classes, shape.width or WIDTH)

@@ -1,8 +1,7 @@
-"""The network of PyTorch's MNIST example (https://github.com/pytorch/examples/blob/main/mnist/main.py): with dropout.
+"""The network with dropout of PyTorch's MNIST example (https://github.com/pytorch/examples/blob/main/mnist/main.py).
 
-For images of any size from 6x6 on; 28x28 gives the example's 1.2 million parameters. Names of the tensors are the
-example's. It returns logits, where the example takes their log_softmax, which is part of our loss. Shapes: x is
-[N, channels, H, W], logits are [N, classes].
+It supports images of at least 6x6; with 28x28 it has the example's 1.2 million parameters. Tensors have the names of
+the example. The example returns log-probabilities, this model logits, because the trainer's loss applies log_softmax.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ WIDTH = 32
 
 
 class MnistConvNet(nn.Module):
-    """Two convolutions, dropout and two linear layers, with dropout between."""
+    """Two convolutions and two linear layers, with dropout before each linear layer."""
 
     def __init__(self, channels: int, classes: int, image_size: int, width: int) -> None:
         super().__init__()
-        pooled = (image_size - 4) // 2  # each convolution takes a pixel off each edge
+        pooled = (image_size - 4) // 2  # each convolution removes one pixel at each edge
         if pooled < 1:
             raise UserError(
-                f"--model mnist_convnet: needs images of 6x6 or more, and these are {image_size}x{image_size}"
+                f"--model mnist_convnet: images of {image_size}x{image_size} are too small; use at least 6x6"
             )
         self.image_size = image_size
         self.conv1 = nn.Conv2d(channels, width, 3)
@@ -49,5 +48,5 @@ class MnistConvNet(nn.Module):
 
 
 def mnist_convnet(shape: Shape) -> nn.Module:
-    """Build it."""
+    """Build a MnistConvNet; the default width is 32."""
     return MnistConvNet(shape.channels, shape.classes, shape.image_size, shape.width or WIDTH)

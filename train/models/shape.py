@@ -1,22 +1,16 @@
-"""What a network is built for, and what the table of networks knows of each."""
+"""The arguments of a model's build function."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The data, and what can be chosen of a network; None for its own default.
+    """Shape of the data, and options of the model; None selects the model's default.
 
-    channels, image_size: of the images, which are square. width: channels of the first layer. depth, alpha: see the
-    networks that have them.
+    channels, image_size: of the square images. width: channels of the first layer. depth: layers of a PyramidNet,
+    blocks of the transformer. alpha: channels that a PyramidNet adds over all its blocks.
     """
 
     channels: int
@@ -25,12 +19,3 @@ class Shape:
     width: int | None = None
     depth: int | None = None
     alpha: int | None = None
-
-
-@dataclass(frozen=True)
-class Network:
-    """One of the networks. build: may raise UserError. options: those of width, depth and alpha that it has."""
-
-    build: Callable[[Shape], nn.Module]
-    paper: str
-    options: tuple[str, ...] = ("width",)

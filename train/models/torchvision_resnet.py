@@ -1,6 +1,6 @@
-"""torchvision's ResNets, untouched but for the first convolution where images have other than 3 channels.
+"""torchvision's ResNets; if images do not have 3 channels, the first convolution is replaced.
 
-Made for 224x224: they shrink the image 32 times, so 8x8 digits are one pixel from the third stage on.
+They are designed for 224x224 and divide the image size by 32, so 8x8 digits shrink to one pixel in the third stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tv_resnet50(shape: Shape) -> nn.Module:
 
 def _build(name: str, shape: Shape) -> nn.Module:
     try:
-        # Here, because it takes seconds and few runs need it.
+        # Imported only for torchvision models, because the import takes seconds.
         from torchvision import models  # type: ignore[import-untyped]
     except ImportError as error:
         raise UserError(f"--model tv_{name} needs torchvision: pip install -e '.[train]'") from error

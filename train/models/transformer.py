@@ -1,8 +1,7 @@
-"""A small Vision Transformer (https://arxiv.org/abs/2010.11929) with LayerNorm, so nothing in it sees other samples.
+"""A small Vision Transformer (https://arxiv.org/abs/2010.11929), whose replicas stay equal under plain DDP.
 
-What BatchNorm makes of a replica depends on the samples of its rank; LayerNorm has no statistics to keep, and replicas
-of this network stay equal under plain DDP. Unlike the paper's it averages over the patches and has no class token, and
-no dropout. Shapes: x is [N, channels, H, W] with the H and W that it was built for, logits are [N, classes].
+It has LayerNorm, which tracks no statistics, so samples do not affect each other. Unlike the paper's model, it averages
+over the patches instead of using a class token, and has no dropout. The image size is fixed when the model is built.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
     from train.models.shape import Shape
 
 WIDTH, DEPTH, HEADS = 64, 4, 4
-MOST_PATCHES = 64  # attention takes their square in time
-MOST_DEPTH = 2_000  # far above any
+MAX_PATCHES = 64  # attention takes quadratic time
+MAX_DEPTH = 2_000  # far above useful sizes
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers on each patch, each behind a LayerNorm and beside a shortcut."""
+    """Pre-norm transformer block: self-attention and an MLP, each with a LayerNorm and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,21 +41,21 @@ class Block(nn.Module):
         return x + y
 
     def attention(self, x: Tensor) -> Tensor:
-        """Let every patch look at all: [N, patches, width] of the same."""
+        """Apply multi-head self-attention: [N, patches, width] to the same shape."""
         samples, patches, width = x.shape
         # [3, N, heads, patches, width / heads]
         q, k, v = self.qkv(x).view(samples, patches, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(samples, patches, width)
-        mixed: Tensor = self.proj(y)
-        return mixed
+        projected: Tensor = self.proj(y)
+        return projected
 
 
 class Transformer(nn.Module):
-    """Square patches, each made a vector, with a learned vector added for its place; blocks; a linear classifier."""
+    """Patch embedding with learned positions, `depth` blocks, average over the patches, and a linear classifier."""
 
     def __init__(self, channels: int, classes: int, image_size: int, width: int, depth: int) -> None:
         super().__init__()
-        self.image_size, patch = image_size, patch_size(image_size)
+        self.image_size, patch = image_size, choose_patch_size(image_size)
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.positions = nn.Parameter(0.02 * torch.randn(1, (image_size // patch) ** 2, width))
         self.layers = nn.Sequential(*(Block(width) for _ in range(depth)))
@@ -71,18 +70,21 @@ class Transformer(nn.Module):
         return logits
 
 
-def patch_size(image_size: int) -> int:
-    """Choose the smallest patches, 2x2 at least, of which up to 64 fill the image: 2 for 8x8, 4 for 28x28 and 32x32."""
+def choose_patch_size(image_size: int) -> int:
+    """Return the smallest size from 2 that tiles the image with at most 64 patches: 2 for 8x8, 4 for 28x28 and 32x32.
+
+    If no valid size exists, the image is a single patch.
+    """
     sizes = range(2, image_size + 1)
-    fitting = (size for size in sizes if image_size % size == 0 and (image_size // size) ** 2 <= MOST_PATCHES)
-    return next(fitting, image_size)
+    valid = (size for size in sizes if image_size % size == 0 and (image_size // size) ** 2 <= MAX_PATCHES)
+    return next(valid, image_size)
 
 
 def transformer(shape: Shape) -> nn.Module:
-    """Build it. depth: blocks. Raises UserError for a width that its heads cannot share."""
+    """Build a Transformer. Raises UserError if the width is not a multiple of the number of heads."""
     width, depth = shape.width or WIDTH, shape.depth or DEPTH
     if width % HEADS:
-        raise UserError(f"--width {width}: --model transformer has {HEADS} heads and needs a multiple of {HEADS}")
-    if depth > MOST_DEPTH:
-        raise UserError(f"--depth {depth}: needs {MOST_DEPTH} or less")
+        raise UserError(f"--width {width}: for --model transformer, must be a multiple of its {HEADS} heads")
+    if depth > MAX_DEPTH:
+        raise UserError(f"--depth {depth}: must be at most {MAX_DEPTH}")
     return Transformer(shape.channels, shape.classes, shape.image_size, width, depth)

@@ -1,4 +1,4 @@
-"""What becomes of a run's numbers: shown, written to files, or both.
+"""Recorders of a run's metrics: progress on the terminal, logs, JSON lines, TensorBoard.
 
-base.py has the hooks that the engine calls, and the records that it hands over; each other file is one recorder.
+base.py contains the hooks that the engine calls, and their records. logbook.py measures the run and calls the hooks.
 """

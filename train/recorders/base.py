@@ -1,4 +1,4 @@
-"""The hooks that the engine calls on every rank, and the records that it hands over."""
+"""The hooks that the engine calls on every rank, and the records that it passes to them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from train.position import Plan
     from train.settings import Settings
 
-STOPS = (KeyboardInterrupt, Stopped)  # exceptions by which a run ends because somebody wanted it
+STOPS = (KeyboardInterrupt, Stopped)  # exceptions that end a run on request
 
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first step.
+    """The run before its first step.
 
-    shares: samples of a global batch that each rank takes. parameters: of the whole model. samples: of the training
-    set. peak_lr: the learning rate after warm-up. resumed_at: the step that an earlier run had come to, or None.
+    shares: samples of a global batch per rank. parameters: number of parameters of the whole model. samples: number of
+    training samples. peak_lr: learning rate after warm-up. resumed_at: last step of the resumed run, or None.
     """
 
     plan: Plan
@@ -41,10 +41,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast it went, per optimizer step.
+    """Mean times per optimizer step, and peak memory.
 
-    data_time_s: seconds of waiting for the next batch. batch_time_s: seconds of a whole step, that wait included.
-    peak_memory_bytes: the most that the process has held so far, of the GPU's memory where it computes on one.
+    data_time_s: seconds of waiting for the next batch. batch_time_s: seconds of a whole step, including the wait.
+    peak_memory_bytes: peak memory of the process so far, on the GPU if it uses a GPU.
     """
 
     data_time_s: float
@@ -54,11 +54,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """All ranks' numbers since the record before, gathered at the same steps on all ranks.
+    """Metrics since the previous record, gathered from all ranks at the same step.
 
-    step, epoch: counted from 1. trained: over all ranks' samples. own: this rank's. mean, slowest: over the ranks.
-    own_pace: this rank's. grad_norm: before clipping, of the last step; None where nothing is clipped. loss_scale:
-    None but for fp16.
+    step, epoch: counted from 1. trained: score over the samples of all ranks. own, own_pace: score and pace of this
+    rank. mean: mean over ranks. slowest: maximum over ranks. grad_norm: norm before clipping in the last step; None
+    without clipping. loss_scale: None without fp16.
     """
 
     step: int
@@ -76,11 +76,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One epoch of all ranks, counted from 1.
+    """Metrics of an epoch over all ranks.
 
-    test: None where the epoch was not evaluated. best: whether no epoch before was as accurate. pace: None where nobody
-    asked for --log-dir or --log-interval, for it takes a collective; mean over the ranks, memory the largest of any.
-    train_time_s, test_time_s: of this rank. gpu_utilization: percent, mean over the ranks; None where it is not known.
+    step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the test accuracy is higher
+    than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
+    --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. gpu_utilization:
+    percent, mean over ranks; None if unavailable.
     """
 
     step: int
@@ -95,46 +96,46 @@ class EpochRecord:
     gpu_utilization: float | None = None
 
 
-def how_it_ended(value: BaseException | None) -> str:
-    """Tell from the exception that ended a run, if one did: finished, stopped (by a signal) or failed."""
+def classify_ending(value: BaseException | None) -> str:
+    """Return finished, stopped (by a signal) or failed, given the exception that ended the run."""
     if value is None:
         return "finished"
     return "stopped" if isinstance(value, STOPS) else "failed"
 
 
 class Recorder:
-    """Records nothing; base of the others.
+    """Base class, which records nothing.
 
-    The hooks are called on every rank, in this order: start, then step (each one, this rank's own numbers) and log
-    (every --log-interval steps, all ranks' numbers), epoch, end; note and warn at any time. None of them may
-    communicate: what takes a collective is gathered by the engine. start may raise UserError; afterwards a recorder
-    that fails must not end the run. Leaving it as a context manager closes it, with the exception that ended the run.
+    The hooks are called on every rank in this order: start; step (every step, metrics of this rank) and log (every
+    --log-interval steps, metrics of all ranks); epoch; end. note and warn may be called at any time. A hook must not
+    communicate, because the engine has already gathered all metrics. start may raise UserError; later failures must not
+    end the run. A recorder is a context manager, and exiting closes it with the exception that ended the run.
 
-    console: where others may print lines without breaking what is shown; None where nothing could break.
+    console: a console for messages of other components, so that they do not break a progress bar; None without a bar.
     """
 
     console: Console | None = None
 
     def start(self, start: Start) -> None:
-        """Take note of the plan, before the first step."""
+        """Start recording, before the first step."""
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Take one optimizer step of this rank, counted from 1; reading the meter waits for the device."""
+        """Record an optimizer step of this rank, counted from 1; reading the meter synchronizes with the device."""
 
     def log(self, record: StepRecord) -> None:
-        """Take the numbers since the record before."""
+        """Record the metrics since the previous record."""
 
     def epoch(self, record: EpochRecord) -> None:
-        """Take one epoch."""
+        """Record an epoch."""
 
     def note(self, text: str) -> None:
-        """Take one line of text."""
+        """Record a line of text."""
 
     def warn(self, text: str) -> None:
-        """Take one line of text that somebody should read."""
+        """Record a warning."""
 
     def end(self, seconds: float) -> None:
-        """Take note that the last step has been evaluated. seconds: since the first step."""
+        """Record the end, after the last evaluation. seconds: time since the first step."""
 
     def __enter__(self) -> Self:
         return self
@@ -142,4 +143,4 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close what is open."""
+        """Close the recorder."""

@@ -1,4 +1,4 @@
-"""A text file that grows by whole lines, and whose loss does not end a run."""
+"""A log file of whole lines, whose write errors do not end the run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class LineFile:
-    """Appends lines to a file, each with one write, so that they are there when the process is killed.
+    """Appends each line with a single write, so that lines survive if the process is killed.
 
-    Where a write fails later on, as on a full disk, what there is of the line is taken back, stderr gets one warning,
-    and the next line is tried again: a training of days goes on without its log.
+    If a write fails, for example on a full disk, the partial line is removed and one warning is printed on stderr. The
+    run continues, and the next line is tried again.
     """
 
     def __init__(self, path: Path, *, append: bool) -> None:
-        """Make the folder and the file. append: keep what is there. Raises UserError with the system's reason."""
+        """Create the folder and the file. append: keep the existing contents. Raises UserError."""
         self.path, self.warned = path, False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,14 +32,14 @@ class LineFile:
             raise UserError(f"cannot write the log {path}: {error.strerror}") from error
 
     def write_first(self, text: str) -> None:
-        """Write before the training starts. Raises UserError: nothing is lost yet."""
+        """Write before training starts. Raises UserError, because nothing is lost yet."""
         try:
             self._append(text)
         except OSError as error:
             raise UserError(f"cannot write the log {self.path}: {error.strerror}") from error
 
     def write(self, text: str) -> None:
-        """Write whole lines; a failure is a warning, once."""
+        """Write whole lines. The first failure prints a warning."""
         try:
             self._append(text)
         except OSError as error:
@@ -51,7 +51,7 @@ class LineFile:
         content = text.encode()
         try:
             done = 0
-            while done < len(content):  # a disk that is nearly full takes a part
+            while done < len(content):  # a nearly full disk accepts a part
                 done += os.pwrite(self.file, content[done:], self.size + done)
             self.size += done
         except OSError:
@@ -61,10 +61,10 @@ class LineFile:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # a network's disk may tell of its failure only now
+        with suppress(OSError):  # network file systems may report failures on close
             os.close(self.file)
 
 
 def warn_lost(path: Path, error: OSError) -> None:
-    """Say once that a log has gaps."""
-    write_line(f"warning: cannot write the log {path}: {error.strerror}; the training goes on")
+    """Print a warning that the log is incomplete."""
+    write_line(f"warning: cannot write the log {path}: {error.strerror}; training continues")

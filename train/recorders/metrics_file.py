@@ -1,4 +1,4 @@
-"""The numbers of a run as JSON lines: docs/running.md has the fields of each event."""
+"""Metrics as JSON lines; docs/running.md documents the fields of each event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from train.checkpoints.files import write_atomic
 from train.errors import UserError
-from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, how_it_ended
+from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, classify_ending
 from train.recorders.line_file import LineFile
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class MetricsFile(Recorder):
-    """One JSON object a line, flushed, so that others may read along. For rank 0.
+    """Writes a JSON object per line at once, so that other programs can follow the file. Used on rank 0.
 
-    path: of the file. launcher: what started the run, or None where nobody knows.
+    launcher: the name of the launcher, None if unknown.
     """
 
     def __init__(self, path: Path, launcher: str | None = None) -> None:
@@ -35,10 +35,10 @@ class MetricsFile(Recorder):
         self.seconds: float | None = None
 
     def resume_at(self, step: int) -> None:
-        """Cut off what an earlier run has recorded after this optimizer step, and how it ended; the rest stays.
+        """Remove the records after this optimizer step, and the record of the end.
 
-        An epoch that ends with the step is evaluated again, and recorded again. What a crash has left of a last line
-        goes too. Raises UserError where the file cannot be read or written.
+        If an epoch ends with the step, its record is removed too, because the epoch is evaluated and recorded again.
+        Partial lines of a crashed run are removed. Raises UserError if the file cannot be read or written.
         """
         kept = []
         try:
@@ -50,7 +50,7 @@ class MetricsFile(Recorder):
         for line in lines:
             try:
                 record = json.loads(line)
-                # "end" has no step
+                # the event "end" has no step
                 if record["event"] != "start" and record["step"] + (record["event"] == "epoch") > step:
                     continue
             except (ValueError, TypeError, KeyError):
@@ -63,7 +63,7 @@ class MetricsFile(Recorder):
         write_atomic(self.path, "".join(f"{line}\n" for line in kept).encode())
 
     def start(self, start: Start) -> None:
-        """Open the file and write its first line. Raises UserError."""
+        """Open the file and write the event "start". Raises UserError."""
         s, ctx, plan = start.settings, start.ctx, start.plan
         if start.resumed_at is not None:
             self.resume_at(start.resumed_at)
@@ -93,11 +93,11 @@ class MetricsFile(Recorder):
         self.file.write_first(self._line("start", record))
 
     def step(self, step: int, *_: object) -> None:
-        """Count the steps."""
+        """Remember the number of steps."""
         self.steps = step
 
     def log(self, record: StepRecord) -> None:
-        """Write the numbers of some steps."""
+        """Write the event "step"."""
         self._write(
             "step",
             {
@@ -119,7 +119,7 @@ class MetricsFile(Recorder):
         )
 
     def epoch(self, record: EpochRecord) -> None:
-        """Write the numbers of an epoch."""
+        """Write the event "epoch"."""
         pace, test = record.pace, record.test
         if test is not None:
             self.test = test.accuracy
@@ -148,18 +148,18 @@ class MetricsFile(Recorder):
         )
 
     def end(self, seconds: float) -> None:
-        """Take note of the time."""
+        """Remember the duration of the run."""
         self.seconds = seconds
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write how it ended."""
+        """Write the event "end"."""
         if self.file is None:
             return
         accuracy, epoch = self.best or (None, None)
         record = {
-            "ended": how_it_ended(value),
+            "ended": classify_ending(value),
             "steps": self.steps,
             "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
             "test_accuracy": self.test,
@@ -174,12 +174,12 @@ class MetricsFile(Recorder):
             self.file.write(self._line(event, record))
 
     def _line(self, event: str, record: dict[str, Any]) -> str:
-        whole = {"event": event, "time": time.time(), "run": self.run, **record}
-        # A loss that has left the numbers is null: JSON has no NaN, and strict readers refuse the whole line.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in whole.items()}
+        complete = {"event": event, "time": time.time(), "run": self.run, **record}
+        # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in complete.items()}
         return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def device_name(device: torch.device) -> str:
-    """Name what it computes on: cpu, or the GPU's own name."""
+    """Return "cpu" or the name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,4 +1,4 @@
-"""Standard output, whose loss does not end a run."""
+"""Standard output whose write errors do not end the run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TextIO
 
 
 class Output(io.TextIOBase):
-    """What rank 0 prints on: the stdout of the moment.
+    """A file object that writes to the current sys.stdout, used on rank 0.
 
-    A console that is lost, as where stdout is a file on a full disk, must not cost a training of days: what follows is
-    dropped, and `lost` keeps the reason for the end. A pipe that nobody reads any more is raised, as ever: with
-    `| head` that ends the run on purpose.
+    If a write fails, for example because stdout is a file on a full disk, the run continues. Later output is dropped,
+    and `lost` holds the error. BrokenPipeError is raised as usual, so that closing a pipe such as `| head` ends the
+    run.
     """
 
     def __init__(self) -> None:
         self.lost: OSError | None = None
 
     def write(self, text: str, /) -> int:
-        """Print the text and flush it, for a log is read while it grows. Raises BrokenPipeError."""
+        """Write the text and flush it, because logs are read during the run. Raises BrokenPipeError."""
         if self.lost is None:
             try:
                 _stdout().write(text)
@@ -31,20 +31,20 @@ class Output(io.TextIOBase):
         return len(text)
 
     def isatty(self) -> bool:
-        """Tell whether it is a terminal."""
+        """Return whether stdout is a terminal."""
         return _stdout().isatty()
 
     def fileno(self) -> int:
-        """Give the descriptor; rich asks for it to learn the width of the terminal."""
+        """Return the file descriptor, which rich needs to detect the width of the terminal."""
         return _stdout().fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Name the encoding; rich draws in ASCII where it has no more."""
+        """Return the encoding; rich draws in ASCII if the encoding requires it."""
         return _stdout().encoding
 
 
 def _stdout() -> TextIO:
-    """Give the real one: while rich draws a bar, it puts a stand-in in its place, which would lead back here."""
+    """Return the real stdout: while rich draws a bar, it replaces sys.stdout with a proxy that writes to Output."""
     stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     return stdout

@@ -1,4 +1,4 @@
-"""What rank 0 shows while a run goes on: a bar on a terminal, a line per epoch elsewhere."""
+"""Progress on rank 0: a bar on a terminal, otherwise a line per epoch."""
 
 from __future__ import annotations
 
@@ -17,84 +17,84 @@ if TYPE_CHECKING:
 
     from train.metrics import Meter, Score
 
-LONGEST_NAME = 10  # characters beside the bar
-REFRESH = 10  # steps between two readings of the meter: each waits for the device
-LISTED = 8  # ranks whose shares are listed one by one
+MAX_NAME = 10  # characters of the run's name beside the bar
+REFRESH = 10  # steps between reads of the meter, because each read synchronizes with the device
+MAX_LISTED = 8  # maximum number of ranks for listing every share
 
 
-def remarks(start: Start) -> list[str]:
-    """Say what a user may not expect: unequal shares, a learning rate that was not typed, a slow first step."""
-    found, shares = [], start.shares
+def describe_surprises(start: Start) -> list[str]:
+    """Return a line for each property that users may not expect: unequal shares, a scaled rate, a slow first step."""
+    lines, shares = [], start.shares
     if len(set(shares)) > 1:
-        more = shares.count(shares[0])
+        larger = shares.count(shares[0])
         text = ", ".join(map(str, shares))
-        if len(shares) > LISTED:
-            text = f"{shares[0]} on each of the first {more}, {shares[-1]} on each of the others"
-        found.append(f"{sum(shares)} samples a step over {len(shares)} ranks: {text}")
+        if len(shares) > MAX_LISTED:
+            text = f"{shares[0]} on each of the first {larger} ranks, {shares[-1]} on each other rank"
+        lines.append(f"{sum(shares)} samples a step over {len(shares)} ranks: {text}")
     if start.peak_lr != start.settings.lr:
         lr, scale = start.settings.lr, start.settings.lr_scale
-        found.append(f"learning rate {start.peak_lr:g}: {lr:g} x {start.peak_lr / lr:.3g}, {scale} in the processes")
+        lines.append(f"learning rate {start.peak_lr:g}: {lr:g} x {start.peak_lr / lr:.3g} (--lr-scale {scale})")
     if start.settings.compile:
-        found.append("--compile: the first step generates code, which may take a minute")
-    return found
+        lines.append("--compile: the first step compiles the model, which may take a minute")
+    return lines
 
 
 class Lines(Recorder):
-    """One plain line per epoch, for logs and pipes, and one per --log-interval where that was asked for."""
+    """Prints a plain line per epoch, for logs and pipes, and a line per explicit --log-interval."""
 
     def __init__(self, output: Output) -> None:
         self.output = output
 
     def start(self, start: Start) -> None:
-        """Take note of the plan; write what is out of the ordinary."""
-        self.plan, self.each = start.plan, start.settings.log_interval is not None
-        for text in remarks(start):
+        """Print the properties that users may not expect."""
+        self.plan, self.prints_records = start.plan, start.settings.log_interval is not None
+        for text in describe_surprises(start):
             self.output.write(f"{self.plan.run}: {text}\n")
 
     def log(self, record: StepRecord) -> None:
-        """Write the line of some steps."""
-        if self.each:
+        """Print the line of a record if --log-interval is set."""
+        if self.prints_records:
             self._write(record.epoch, record.step, record.trained, f"lr {record.lr:.3g}  ", record.samples_per_second)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Write the line of an epoch."""
+        """Print the line of an epoch."""
         test = "" if record.test is None else f"test {record.test.accuracy:.1%}  "
         self._write(record.epoch, record.step, record.trained, test, record.samples_per_second)
 
-    def _write(self, epoch: int, step: int, trained: Score, more: str, speed: float) -> None:
+    def _write(self, epoch: int, step: int, trained: Score, details: str, speed: float) -> None:
         width = len(str(self.plan.epochs))
         self.output.write(
             f"{self.plan.run}: epoch {epoch:{width}}/{self.plan.epochs}  step {step}/{self.plan.steps}  "
-            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {more}{speed:.0f} samples/s\n"
+            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {details}{speed:.0f} samples/s\n"
         )
 
 
 class Bar(Recorder):
-    """A bar over the whole run; its numbers are rank 0's own within an epoch, and all ranks' at its end."""
+    """Draws a bar over the whole run. Its metrics are rank 0's within an epoch, and those of all ranks at its end."""
 
     def __init__(self, output: Output) -> None:
         self.bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=14),  # two lines of numbers and the longest name then fit 80 columns
+            BarColumn(bar_width=14),  # fits 80 columns with the metrics and a name of 10 characters
             TextColumn("{task.fields[numbers]}"),
             console=Console(file=cast("IO[str]", output)),
         )
         self.console = self.bar.console
         self.test = ""
-        self.first: tuple[int, float] | None = None  # the first step seen, and when
+        self.first: tuple[int, float] | None = None  # the first step and its time
 
     def start(self, start: Start) -> None:
         """Draw the empty bar."""
         self.plan = start.plan
-        # A long name would leave no room for the numbers.
-        short = self.plan.run if len(self.plan.run) <= LONGEST_NAME else ""
+        # A longer name would leave no room for the metrics, and is printed above the bar.
+        short = self.plan.run if len(self.plan.run) <= MAX_NAME else ""
         self.task = self.bar.add_task(short, total=self.plan.steps, completed=start.resumed_at or 0, numbers="")
         self.bar.start()
-        for text in ([] if short else [self.plan.run]) + remarks(start):
+        for text in ([] if short else [self.plan.run]) + describe_surprises(start):
             self.bar.console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Move the bar; read the meter now and then."""
+        """Move the bar, and read the meter every few steps."""
         if self.first is None:
             self.first = step, time.monotonic()
         if step % REFRESH:
@@ -103,41 +103,41 @@ class Bar(Recorder):
             self._show(step, epoch, meter.local(), samples_per_second)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Show the numbers of all ranks."""
+        """Show the metrics of all ranks."""
         if record.test is not None:
             self.test = f"  test {record.test.accuracy:.1%}"
         self._show(record.step, record.epoch, record.trained, record.samples_per_second)
 
     def _show(self, step: int, epoch: int, score: Score, samples_per_second: float) -> None:
         numbers = (
-            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._left(step)}\n"
+            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._format_time_left(step)}\n"
             f"loss {score.loss:.4f}  train {score.accuracy:.1%}{self.test}  {samples_per_second:.0f} samples/s"
         )
         self.bar.update(self.task, completed=step, numbers=numbers)
 
-    def _left(self, step: int) -> str:
-        """Say how long it will take at the pace so far, evaluations included."""
+    def _format_time_left(self, step: int) -> str:
+        """Estimate the time left from the steps so far, including evaluations."""
         if self.first is None or not self.first[0] < step < self.plan.steps:
             return ""
         first, since = self.first
-        return f"  {clock((time.monotonic() - since) * (self.plan.steps - step) / (step - first))} left"
+        return f"  {format_time((time.monotonic() - since) * (self.plan.steps - step) / (step - first))} left"
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the last state on the terminal."""
+        """Stop the bar, and leave its last state on the terminal."""
         self.bar.stop()
 
 
-def clock(seconds: float) -> str:
-    """Write a time as 0:07, 12:34 or 1:02:03."""
+def format_time(seconds: float) -> str:
+    """Format a duration as 0:07, 12:34 or 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> Recorder:
-    """Choose what to show. kind: bar, plain, none, or auto: a bar where the output is a terminal."""
+    """Build the recorder of --progress. kind: bar, plain, none, or auto (a bar if stdout is a terminal)."""
     output = output or Output()
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"

@@ -1,4 +1,4 @@
-"""The numbers of a run for TensorBoard: https://docs.pytorch.org/docs/stable/tensorboard.html."""
+"""Metrics for TensorBoard: https://docs.pytorch.org/docs/stable/tensorboard.html."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-HINT = "--tensorboard: the package tensorboard is not installed; pip install tensorboard, or drop the option"
+HINT = "--tensorboard: the package tensorboard is not installed; run pip install tensorboard, or omit the option"
 
 
 class TensorBoard(Recorder):
-    """Scalars over the optimizer steps, in `folder`. For rank 0."""
+    """Writes scalars per optimizer step to `folder`. Used on rank 0."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.writer: Any = None
 
     def start(self, start: Start) -> None:
-        """Open the writer; what an earlier run left is removed, or hidden from the step on that a run resumes at.
+        """Open the writer, after removing the files of an earlier run.
 
-        Raises UserError where the package is missing or the folder cannot be written.
+        A resumed run keeps the files, and TensorBoard hides their records after the resumed step. Raises UserError if
+        the package is missing or the folder cannot be written.
         """
         if find_spec("tensorboard") is None:
             raise UserError(HINT)
-        # Here, because it takes a second.
+        # Imported only if it is used, because the import takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -44,7 +45,7 @@ class TensorBoard(Recorder):
             raise UserError(f"cannot write the log {self.folder}: {error.strerror}") from error
 
     def log(self, record: StepRecord) -> None:
-        """Write the numbers of some steps."""
+        """Write the metrics since the previous record."""
         numbers = {
             "train/loss": record.trained.loss,
             "train/accuracy": record.trained.accuracy,
@@ -59,7 +60,7 @@ class TensorBoard(Recorder):
         self._add(numbers, record.step)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Write the numbers of an epoch."""
+        """Write the test metrics of an epoch."""
         if record.test is not None:
             self._add({"test/loss": record.test.loss, "test/accuracy": record.test.accuracy}, record.step)
 
@@ -72,10 +73,10 @@ class TensorBoard(Recorder):
                     self.writer.add_scalar(name, number, step)
             self.writer.flush()
         except OSError as error:
-            self._lose(error)
+            self._drop_writer(error)
 
-    def _lose(self, error: OSError) -> None:
-        # TensorBoard's writer cannot go on after a failure.
+    def _drop_writer(self, error: OSError) -> None:
+        # TensorBoard's writer cannot continue after a failure.
         self.writer = None
         warn_lost(self.folder, error)
 
@@ -87,4 +88,4 @@ class TensorBoard(Recorder):
             try:
                 self.writer.close()
             except OSError as error:
-                self._lose(error)
+                self._drop_writer(error)

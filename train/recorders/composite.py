@@ -1,4 +1,4 @@
-"""Several recorders at once."""
+"""The recorders that the options of a run select, combined into one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from train.recorders.base import Recorder
+from train.recorders.metrics_file import MetricsFile
+from train.recorders.progress import make_progress
+from train.recorders.rank_log import RankLog
+from train.recorders.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
     from typing import Self
 
+    from train.launch import RankContext
     from train.metrics import Meter
     from train.recorders.base import EpochRecord, Start, StepRecord
+    from train.recorders.output import Output
+    from train.settings import Settings
 
 
-class Several(Recorder):
-    """Hands everything on to each recorder, in order. The console is that of the first which has one."""
+class CompositeRecorder(Recorder):
+    """Calls several recorders in order. Its console is the first console of a recorder."""
 
     def __init__(self, recorders: Iterable[Recorder]) -> None:
         self.recorders = tuple(recorders)
@@ -25,37 +32,37 @@ class Several(Recorder):
         self.stack = ExitStack()
 
     def start(self, start: Start) -> None:
-        """Start all. Raises what the first that fails raises."""
+        """Start all recorders; the first exception is raised."""
         for recorder in self.recorders:
             recorder.start(start)
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Hand it on."""
+        """Pass a step to all recorders."""
         for recorder in self.recorders:
             recorder.step(step, epoch, meter, samples_per_second)
 
     def log(self, record: StepRecord) -> None:
-        """Hand it on."""
+        """Pass a record of steps to all recorders."""
         for recorder in self.recorders:
             recorder.log(record)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Hand it on."""
+        """Pass a record of an epoch to all recorders."""
         for recorder in self.recorders:
             recorder.epoch(record)
 
     def note(self, text: str) -> None:
-        """Hand it on."""
+        """Pass a line of text to all recorders."""
         for recorder in self.recorders:
             recorder.note(text)
 
     def warn(self, text: str) -> None:
-        """Hand it on."""
+        """Pass a warning to all recorders."""
         for recorder in self.recorders:
             recorder.warn(text)
 
     def end(self, seconds: float) -> None:
-        """Hand it on."""
+        """Pass the duration of the run to all recorders."""
         for recorder in self.recorders:
             recorder.end(seconds)
 
@@ -67,5 +74,23 @@ class Several(Recorder):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close all, the last first, also where one fails at it."""
+        """Close all recorders in reverse order, even if closing one of them fails."""
         self.stack.__exit__(kind, value, trace)
+
+
+def make_recorder(
+    settings: Settings, ctx: RankContext, progress: str, output: Output | None = None, launcher: str | None = None
+) -> Recorder:
+    """Build the recorders of this rank, without opening files.
+
+    progress: bar, plain, none or auto. launcher: the name of the launcher, None if unknown.
+    """
+    recorders = [make_progress(progress, is_main=ctx.is_main, output=output)]
+    if settings.log_dir is not None:
+        folder = settings.log_dir / settings.run
+        recorders.append(RankLog(folder / f"rank_{ctx.rank}.log", launcher))
+        if ctx.is_main:
+            recorders.append(MetricsFile(folder / "metrics.jsonl", launcher))
+            if settings.tensorboard:
+                recorders.append(TensorBoard(folder / "tensorboard"))
+    return CompositeRecorder(recorders) if len(recorders) > 1 else recorders[0]
