@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, layout, series
+from syncheck import kinds, layout, series
 from syncheck import paths as files
-from syncheck.comparison import Selection, reference
-from syncheck.comparison import compare as compare_group
-from syncheck.comparison.values import holds_counted
+from syncheck.comparison import group as comparison
+from syncheck.comparison import reference
+from syncheck.comparison.group import Selection, compare_group
+from syncheck.comparison.values import has_counted_values
 from syncheck.errors import CheckpointError, OptionError, UsageError
-from syncheck.evidence.stale import with_stale
+from syncheck.evidence.stale import add_stale_ranks
 from syncheck.kernel.blocks import broken_files
 from syncheck.layout.groups import last_steps
 from syncheck.messages import Note
@@ -21,7 +22,7 @@ from syncheck.names import normalize
 from syncheck.omissions import shared_files, without_aliases
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
-from syncheck.verdicts import judged_group, overall
+from syncheck.verdicts import judge_group, overall
 
 if TYPE_CHECKING:
     import os
@@ -196,7 +197,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
     groups = layout.group(snapshots, options.group_by, opened.roots, spelled)
     unreadable = (*opened.unreadable, *(found for replicas in groups for found in shared_files(replicas.ranks)))
-    reference.check(options.reference, groups, unreadable)
+    reference.check_reference(options.reference, groups, unreadable)
     return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
 
 
@@ -205,7 +206,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
 
     The last is `value` where the files hold Python values that count, such as the step.
     """
-    counted = any(holds_counted(snapshot) for _, snapshot in replicas.ranks)
+    counted = any(has_counted_values(snapshot) for _, snapshot in replicas.ranks)
     return comparison.kinds_in(replicas, (options or Options()).selection()) + (("value",) if counted else ())
 
 
@@ -222,15 +223,15 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
         for replicas in found.groups
     ]
-    groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
+    groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
     if len(groups) > 1 and not options.quick:  # which reads no tensor
-        from syncheck.evidence.free_running import with_free_running
+        from syncheck.evidence.free_running import add_free_running
 
-        groups = with_free_running(groups, compared, unreadable, options.jobs)
+        groups = add_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
-    judged = tuple(judged_group(group, runs.get(group.run, ()), allow) for group in groups)
+    judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)
     report = Report(
         verdict=overall(judged, unreadable),
         groups=judged,
@@ -273,7 +274,7 @@ def _compare(
     """
     while True:
         try:
-            rank = reference.rank_of(options.reference, replicas)
+            rank = reference.find_reference_rank(options.reference, replicas)
             return compare_group(replicas, replace(options.selection(rank), histograms=histograms)), replicas
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)

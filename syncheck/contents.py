@@ -9,7 +9,7 @@ from syncheck import readers
 from syncheck.dtypes import DTYPES
 from syncheck.errors import brief
 from syncheck.kernel.blocks import Files
-from syncheck.kernel.moments import NAMES, moments_of
+from syncheck.kernel.moments import NAMES, compute_moments
 from syncheck.kinds import kinds_in
 
 if TYPE_CHECKING:
@@ -69,5 +69,5 @@ def _statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
         return dict.fromkeys((*NAMES, "nonfinite"))
     if tensor.digest is not None:  # a fingerprint has the statistics in place of the bytes
         return {name: getattr(tensor.digest, name) for name in (*NAMES, "nonfinite")}
-    seen = moments_of(tensor, files)
-    return seen.found() | {"nonfinite": seen.nonfinite}
+    seen = compute_moments(tensor, files)
+    return seen.values() | {"nonfinite": seen.nonfinite}

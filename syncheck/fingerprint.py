@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.atomic import check_place, replace_file, writing
-from syncheck.comparison.values import counted
+from syncheck.comparison.values import select_counted_values
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
-from syncheck.kernel.digests import ALGORITHM, hasher
+from syncheck.kernel.digests import ALGORITHM, new_hasher
 from syncheck.kernel.moments import Moments
 from syncheck.kinds import kinds_in
 from syncheck.metadata_block import SCHEMA
@@ -42,7 +42,7 @@ def fingerprint(snapshot: Snapshot) -> str:
     tensors = snapshot.tensors
     kinds = kinds_in(snapshot).by_name
     source = os.path.basename(os.path.normpath(snapshot.path))
-    found = counted(snapshot)
+    found = select_counted_values(snapshot)
     values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}
     dropped = [
         f"the fingerprint leaves out {name}, whose value is no usual one" for name in found.keys() - values.keys()
@@ -124,12 +124,12 @@ def _entry(tensor: Tensor, files: Files) -> dict[str, Any]:
     entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
     if tensor.refused:
         return entry | {"refused": str(tensor.refused)[:MOST_TEXT]}
-    digest, seen = hasher(), Moments(tensor.dtype)
+    digest, seen = new_hasher(), Moments(tensor.dtype)
     for start, count in ranges([tensor]):
         block = files.read(tensor, start, count, slot=0)
         digest.update(block)
         seen.add(block)
-    entry |= {"digest": digest.hexdigest(), "nonfinite": seen.nonfinite} | seen.found()
+    entry |= {"digest": digest.hexdigest(), "nonfinite": seen.nonfinite} | seen.values()
     return entry if tensor.sharding is None else entry | {"sharding": asdict(tensor.sharding)}
 
 

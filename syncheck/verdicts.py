@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, Finding, Unreadable, Verdict
 
 
-def judged_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
+def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
     """Diagnose a comparison and add the verdict. run: its steps; the diagnosis of the last one uses all of them."""
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     if len(group.replicas) == 1:

@@ -51,7 +51,7 @@ class Parts:
         return of_optimizer and bool(self.own or self.unclear)
 
 
-def partitioned(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
+def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
     """Detect how optimizer state is partitioned, and add the rank to parameters that each rank numbers from 0."""
     blocks = {
         rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
@@ -137,7 +137,7 @@ def _shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def lost_parts(own: Own, found: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
+def find_lost_state(own: Own, found: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
     """Give what a rank that has no state at all of its own parameters lacks, where other ranks have theirs.
 
     Nobody else has such tensors, so that they stand in no file. One parameter without state may never have had a

@@ -25,7 +25,7 @@ _MOST_PATHS = 6
 _MOST_DIGITS = 100
 
 
-def rank_of(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
+def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
     """Return the reference's rank in a group, None where the group does not have it.
 
     reference: a rank, the path of a replica, or a folder in which one replica of the group lies. A file that is called
@@ -46,12 +46,18 @@ def rank_of(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
     return int(reference) if short and int(reference) in ranks else None
 
 
-def check(reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()) -> None:
+def check_reference(
+    reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
+) -> None:
     """Raise OptionError, which lists what there is, where no group has the reference.
 
     A rank counts in each group that has it, so it need not be in all of them.
     """
-    if reference is None or not groups or any(rank_of(reference, replicas) is not None for replicas in groups):
+    if (
+        reference is None
+        or not groups
+        or any(find_reference_rank(reference, replicas) is not None for replicas in groups)
+    ):
         return
     for file in unreadable:
         if isinstance(reference, str) and "\0" not in reference and _same(reference, file.path):
@@ -64,7 +70,7 @@ def check(reference: str | int | None, groups: Sequence[ReplicaGroup], unreadabl
     )
 
 
-def described(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files: Files) -> TensorDiff:
+def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files: Files) -> TensorDiff:
     """Return a difference as seen from a rank: the others are the minority, and the gaps are those to its bytes.
 
     Where ranks hold several parts of a tensor (`replica_groups`), only the minority changes: the numbers are those of
@@ -83,10 +89,10 @@ def described(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files:
     # Between two clusters the gap is one and the same; and what was not read has none.
     if len(diff.replica_groups) > 1 or len(apart) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
-    from syncheck.gaps import measure  # and numpy with it
+    from syncheck.differences.measurement import measure_differences  # and numpy with it
     from syncheck.tolerance import Tolerance
 
-    gaps = measure([tensors[found[0]] for found in (alike, *apart)], files, Tolerance(), majority=True)
+    gaps = measure_differences([tensors[found[0]] for found in (alike, *apart)], files, Tolerance(), majority=True)
     return replace(
         diff,
         max_abs=gaps.max_abs,

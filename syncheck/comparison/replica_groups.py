@@ -75,7 +75,7 @@ class Division:
         return tuple(found for found in self.sets if len(found) > 1)
 
 
-def positions_of(snapshots: Mapping[int, Snapshot]) -> Positions:
+def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     """Locate each rank by the mesh in its file's name, else in its metadata, else in its DTensors."""
     plain, sharded, standing, native = {}, {}, {}, False
     for rank, snapshot in snapshots.items():
@@ -244,7 +244,7 @@ def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
     return 0 < sharded < len(tensors)
 
 
-def wholes(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def assemble_shards(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return the whole tensor for each rank; empty if a shard is missing, or its position is not known."""
     boxes: dict[Hashable, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
     keys: dict[int, Hashable] = {}
@@ -288,7 +288,7 @@ def _box(rank: int, tensor: Tensor) -> tuple[Hashable, tuple[int, ...]] | None:
     return ((sharding.ranks, tuple(copy)), tuple(start)) if tuple(size) == tensor.shape else None
 
 
-def sets_text(sets: Sets) -> str:
+def format_sets(sets: Sets) -> str:
     """Name a few sets of ranks: 'ranks 0, 2 and ranks 1, 3'."""
     texts = [ranks_text(found) for found in sets[:3]]
     more = f" and {len(sets) - 3} more" if len(sets) > 3 else ""

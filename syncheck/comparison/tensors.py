@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import is_whole, layout_text, sets_text
-from syncheck.kernel import clusters
+from syncheck.comparison.replica_groups import format_sets, is_whole, layout_text
+from syncheck.kernel.clustering import cluster_replicas
 from syncheck.messages import SHARD_REFUSALS, Detail, ranks_text
 from syncheck.records import Reason, TensorDiff
 from syncheck.snapshots import index_at
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from syncheck.comparison.replica_groups import Division, Sets
     from syncheck.kernel.blocks import Files
-    from syncheck.kernel.digests import Told
+    from syncheck.kernel.digests import DigestResult
     from syncheck.records import Status
     from syncheck.snapshots import Tensor
     from syncheck.tolerance import Tolerance
@@ -89,13 +89,13 @@ def compare_tensor(
     )
 
 
-def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
+def skip_by_design(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     """Count a random number state, or PowerSGD's error, which differ between ranks by design, as not compared."""
     what = "PowerSGD's errors" if ".error_dict." in f".{name}" else "random number states"
     return replace(_bare(name, kind, tensors), reason=Reason.RNG, detail=Detail.BY_DESIGN(what=what))
 
 
-def ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], why: str) -> TensorDiff:
+def mark_ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], why: str) -> TensorDiff:
     """Count a tensor of which nothing in the files says which ranks must hold the same bytes."""
     return replace(_bare(name, kind, tensors), reason=Reason.AMBIGUOUS, detail=Detail.AMBIGUOUS(why=why))
 
@@ -221,7 +221,7 @@ def _by_groups(
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=sets_text(division.comparable)),
+        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=format_sets(division.comparable)),
         replica_groups=division.sets,
         clusters=tuple(found for diff in diffs for found in diff.clusters),
         minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
@@ -232,14 +232,18 @@ def _by_groups(
 def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance) -> TensorDiff | None:
     """Sort replicas by their bytes and measure what differs; None when all are identical."""
     ranks, members = tuple(tensors), list(tensors.values())
-    found = clusters(members, files) if len(members) > 1 else ((0,),)
+    found = cluster_replicas(members, files) if len(members) > 1 else ((0,),)
     if len(found) == 1:
         return None
-    from syncheck.gaps import measure  # numpy is imported here, where there is a difference to measure
+    from syncheck.differences.measurement import (
+        measure_differences,  # numpy is imported here, where there is a difference to measure
+    )
 
     sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in found)
     minority = minority_of(sets)
-    gaps = measure([members[positions[0]] for positions in found], files, tolerance, majority=bool(minority))
+    gaps = measure_differences(
+        [members[positions[0]] for positions in found], files, tolerance, majority=bool(minority)
+    )
     excused = not tolerance.exact and not gaps.beyond
     status: Status = "equal" if not gaps.mismatched else "close" if excused else "different"
     nonfinite = {rank: count for same, count in zip(sets, gaps.nonfinite, strict=True) for rank in same}
@@ -260,21 +264,21 @@ def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tol
     )
 
 
-def _told(members: Sequence[Tensor], files: Files, *, quick: bool) -> Told | None:
+def _told(members: Sequence[Tensor], files: Files, *, quick: bool) -> DigestResult | None:
     """Ask what stands for the bytes, where these are not there or not to be read; None where they are."""
     fingerprints = sum(tensor.digest is not None for tensor in members)
     if fingerprints and (not quick or fingerprints == len(members)):
-        from syncheck.kernel.digests import by_digest
+        from syncheck.kernel.digests import compare_digests
 
-        return by_digest(members, files)
+        return compare_digests(members, files)
     if quick and any(tensor.data is None for tensor in members):
-        from syncheck.kernel.quick import by_checksum
+        from syncheck.kernel.checksums import compare_checksums
 
-        return by_checksum(members)
+        return compare_checksums(members)
     return None
 
 
-def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: Told) -> TensorDiff | None:
+def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: DigestResult) -> TensorDiff | None:
     """Return what is known of replicas without their bytes; None when all are identical."""
     if len(told.clusters) == 1:
         return None

@@ -27,7 +27,8 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     """
     tied = {
         rank: {
-            frozenset(names[rank][name] for name in same) for same in snapshot.ties or shared(snapshot.tensors.values())
+            frozenset(names[rank][name] for name in same)
+            for same in snapshot.ties or find_shared_tensors(snapshot.tensors.values())
         }
         for rank, snapshot in snapshots.items()
         if snapshot.format in _ABLE
@@ -40,7 +41,7 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     return tuple(sorted(found, key=lambda tie: tie.names))
 
 
-def shared(tensors: Collection[Tensor]) -> list[list[str]]:
+def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
     """List the names that have one place: the same first element, shape and strides."""
     first: dict[tuple[str, int], Tensor] = {}
     twice = set()

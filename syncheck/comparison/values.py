@@ -106,7 +106,7 @@ def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
     return all(snapshot.format == "memory" for snapshot in snapshots.values())
 
 
-def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
+def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes on values that some files of one format lack and that do not count. diffs: of all values."""
     if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
         return []
@@ -131,12 +131,12 @@ def is_membership(name: str) -> bool:
     return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
 
 
-def holds_counted(snapshot: Snapshot) -> bool:
+def has_counted_values(snapshot: Snapshot) -> bool:
     """Whether a checkpoint holds Python values that make a group out of sync when they differ."""
-    return any(value is not None for value in counted(snapshot).values())
+    return any(value is not None for value in select_counted_values(snapshot).values())
 
 
-def counted(snapshot: Snapshot) -> dict[str, Any]:
+def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     """Return the Python values of a checkpoint that make a group out of sync when they differ."""
     values = _values(snapshot)
     kind_of = value_kinds(values)

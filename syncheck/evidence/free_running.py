@@ -75,7 +75,7 @@ class _Pair:
     growth: float
 
 
-def with_free_running(
+def add_free_running(
     groups: Sequence[Comparison],
     compared: Sequence[tuple[Comparison, ReplicaGroup]],
     unreadable: list[Unreadable],
@@ -187,14 +187,14 @@ def _moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Mome
 def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
     import numpy as np
 
-    from syncheck.gaps.floats import widened
+    from syncheck.differences.floats import widen
 
     if tensor is None or tensor.refused or tensor.digest is not None or tensor.sharding is not None:
         return None
     row = DTYPES[tensor.dtype]
     data = np.frombuffer(bytes(files.read(tensor, 0, min(tensor.numel, CHANNELS), 0)), row.dtype())
     with np.errstate(invalid="ignore"):  # a signalling NaN is invalid to convert
-        found = (widened(row, data) if row.family == "float" else data).astype(np.float64)
+        found = (widen(row, data) if row.family == "float" else data).astype(np.float64)
     return found if np.isfinite(found).all() else None
 
 

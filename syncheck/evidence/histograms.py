@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncheck.differences.floats import pairs, widen
 from syncheck.dtypes import DTYPES
 from syncheck.evidence.suspects import sets_within
-from syncheck.gaps.floats import pairs, widened
 from syncheck.records import DECADES, Histogram
 from syncheck.snapshots import flat_index
 
@@ -30,7 +30,7 @@ _BLOCK = 1 << 16  # elements
 _EDGES = np.array([float(f"1e{power}") for power in (*DECADES, DECADES.stop)])
 
 
-def gather(
+def add_histograms(
     diffs: Sequence[TensorDiff],
     found: Mapping[str, Mapping[int, Tensor]],
     files: Files,
@@ -93,4 +93,4 @@ def _counted(replicas: Sequence[Tensor], files: Files, starts: Sequence[int], *,
 def _read(row: DType, tensor: Tensor, files: Files, start: int, count: int, slot: int) -> NDArray[Any]:
     # float64, or the smallest and the largest gaps would fall into the next decade.
     with np.errstate(invalid="ignore"):  # a signalling NaN is invalid to convert
-        return widened(row, np.frombuffer(files.read(tensor, start, count, slot), row.dtype())).astype(np.float64)
+        return widen(row, np.frombuffer(files.read(tensor, start, count, slot), row.dtype())).astype(np.float64)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import CheckpointError
-from syncheck.kernel import clusters
 from syncheck.kernel.blocks import Files
+from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.groups import by_step
 from syncheck.names import by_normal_name
 from syncheck.records import Unreadable
@@ -25,7 +25,7 @@ _KINDS = ("parameter", "optimizer", "optimizer_step")
 MOST_STEPS = 50
 
 
-def with_stale(
+def add_stale_ranks(
     compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
 ) -> list[Comparison]:
     """Add to each group which of its ranks are where the others were at an earlier step of the same run.
@@ -100,7 +100,7 @@ def _alike(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     if mine.digest is not None and theirs.digest is not None:
         return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
     if files is None:
-        from syncheck.kernel.quick import by_checksum  # what nobody asked for is not imported
+        from syncheck.kernel.checksums import compare_checksums  # what nobody asked for is not imported
 
-        return mine.digest is theirs.digest and by_checksum((mine, theirs)).clusters == ((0, 1),)
-    return mine.digest is theirs.digest and len(clusters((mine, theirs), files)) == 1
+        return mine.digest is theirs.digest and compare_checksums((mine, theirs)).clusters == ((0, 1),)
+    return mine.digest is theirs.digest and len(cluster_replicas((mine, theirs), files)) == 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, UnreadableFile
 from syncheck.kernel import pieces
-from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, shrunk
+from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, truncated_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +57,7 @@ class Files(OpenFiles):
             return b""
         from syncheck.kernel import strided  # it needs numpy
 
-        return strided.copied(self, tensor, start, count)
+        return strided.read_strided(self, tensor, start, count)
 
     def _pread(self, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
         descriptor = self.descriptor(tensor)
@@ -66,7 +66,7 @@ class Files(OpenFiles):
         except OSError as error:
             raise UnreadableFile.because(tensor.path, error) from None
         if got != length:
-            raise shrunk(tensor, f"byte {offset + length}")
+            raise truncated_file(tensor, f"byte {offset + length}")
         return data
 
     def _filled(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:

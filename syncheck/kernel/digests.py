@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.kernel import sort_equal
 from syncheck.kernel.blocks import ranges
+from syncheck.kernel.clustering import cluster_by_key
 from syncheck.messages import Detail
 from syncheck.records import Reason
 from syncheck.snapshots import Digest
@@ -32,7 +32,7 @@ _EXACT = 2**53  # integers beyond are rounded in float64
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DigestResult:
     """Who holds equal bytes, without the bytes.
 
     clusters: positions among the replicas, largest set first, as `kernel.clusters` gives them; empty where it cannot
@@ -47,14 +47,14 @@ class Told:
     gaps: Mapping[str, Any] = field(default_factory=dict)
 
 
-def hasher() -> Any:
+def new_hasher() -> Any:
     """Return a new digest by ALGORITHM; feed it with `update`, read it with `hexdigest`."""
     import hashlib  # for fingerprints only: it loads OpenSSL
 
     return hashlib.blake2b(digest_size=HEX // 2)
 
 
-def by_digest(tensors: Sequence[Tensor], files: Files) -> Told:
+def compare_digests(tensors: Sequence[Tensor], files: Files) -> DigestResult:
     """Compare replicas of one tensor, at least one of them from a fingerprint; the others' digests are computed.
 
     tensors: of one dtype and shape. Digests of different algorithms are never compared: nothing is told then.
@@ -63,13 +63,13 @@ def by_digest(tensors: Sequence[Tensor], files: Files) -> Told:
     used = {tensor.digest.algorithm if tensor.digest else ALGORITHM for tensor in tensors}
     if len(used) > 1:
         whose = ", ".join(sorted(used))
-        return Told(detail=Detail.OTHER_ALGORITHMS(algorithms=whose))
-    clusters = sort_equal([tensor.digest.value if tensor.digest else _value(tensor, files) for tensor in tensors])
+        return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=whose))
+    clusters = cluster_by_key([tensor.digest.value if tensor.digest else _value(tensor, files) for tensor in tensors])
     if len(clusters) == 1:
-        return Told(clusters)
+        return DigestResult(clusters)
     firsts = [_described(tensors, positions, files) for positions in clusters]
     gaps = _single_element(firsts, tensors[0], bool(len(clusters[0]) > len(clusters[1])))
-    return Told(
+    return DigestResult(
         clusters,
         detail=_moments_text(firsts),
         nonfinite=tuple(first.nonfinite for first in firsts),
@@ -78,7 +78,7 @@ def by_digest(tensors: Sequence[Tensor], files: Files) -> Told:
 
 
 def _value(tensor: Tensor, files: Files) -> str:
-    digest = hasher()
+    digest = new_hasher()
     for start, count in ranges([tensor]):
         digest.update(files.read(tensor, start, count, slot=0))
     value: str = digest.hexdigest()
@@ -90,10 +90,12 @@ def _described(tensors: Sequence[Tensor], positions: Sequence[int], files: Files
     known = next((tensors[i].digest for i in positions if tensors[i].digest is not None), None)
     if known is not None:
         return known
-    from syncheck.kernel.moments import moments_of  # numpy is imported here, where there is a difference to describe
+    from syncheck.kernel.moments import (
+        compute_moments,  # numpy is imported here, where there is a difference to describe
+    )
 
-    seen = moments_of(tensors[positions[0]], files)
-    return Digest(ALGORITHM, "", seen.nonfinite, **seen.found())
+    seen = compute_moments(tensors[positions[0]], files)
+    return Digest(ALGORITHM, "", seen.nonfinite, **seen.values())
 
 
 def _moments_text(firsts: Sequence[Digest]) -> Message:

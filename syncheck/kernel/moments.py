@@ -42,7 +42,7 @@ class Moments:
             self._square += float(finite.var()) * finite.size + delta * delta * self._count * finite.size / total
             self._mean, self._count = self._mean + delta * finite.size / total, total
 
-    def found(self) -> dict[str, float | None]:
+    def values(self) -> dict[str, float | None]:
         """Return min, max, mean and std in float64; None where there is none, or where it overflows."""
         if not self._count:
             return dict.fromkeys(NAMES)
@@ -55,7 +55,7 @@ class Moments:
         return None if self._row.family == "complex" else self._nonfinite
 
 
-def moments_of(tensor: Tensor, files: Files) -> Moments:
+def compute_moments(tensor: Tensor, files: Files) -> Moments:
     """Read a tensor's bytes and return its moments. Raises CheckpointError when the file can no longer be read."""
     seen = Moments(tensor.dtype)
     for start, count in ranges([tensor]):

@@ -94,7 +94,7 @@ class OpenFiles:
             except (OSError, ValueError) as error:  # ValueError: it is empty by now
                 if isinstance(error, OSError):
                     raise UnreadableFile.because(path, error) from None
-                raise shrunk(tensor) from None
+                raise truncated_file(tensor) from None
         self._maps.move_to_end(path)
         return self._maps[path]
 
@@ -113,7 +113,7 @@ def _changed(path: str, found: str = "it was changed while it was read") -> Malf
     return MalformedFile(path, found=found, next_step="run again when nothing writes it")
 
 
-def shrunk(tensor: Tensor, where: str = "the tensor's last element") -> MalformedFile:
+def truncated_file(tensor: Tensor, where: str = "the tensor's last element") -> MalformedFile:
     """Return the error for a file that ends before bytes that were there when it was opened."""
     return MalformedFile(
         tensor.path,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 
 
-def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
+def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
     """Cut `count` elements from element `start` on, in C order, into boxes; at most two for each dimension."""
     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while count:
@@ -47,7 +47,7 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
     size = DTYPES[tensor.dtype].size
     found = bytearray(count * size)
     at = 0
-    for box in boxes(tensor.shape, start, count):
+    for box in split_into_boxes(tensor.shape, start, count):
         volume = _volume(box)
         for part in tensor.parts:
             cut = _cut(box, part)

@@ -28,7 +28,7 @@ MOST = 64
 Result = TypeVar("Result")
 
 
-def in_shares(
+def run_in_shares(
     tensors: Sequence[Tensor], files: Files, work: Callable[[Iterator[tuple[int, int]], int], Result]
 ) -> list[Result]:
     """Call `work` with each share of the ranges of these tensors and its number; return what it returned, in order.

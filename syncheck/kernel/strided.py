@@ -16,7 +16,7 @@ import numpy as np
 from syncheck.dtypes import DTYPES
 from syncheck.errors import UnreadableFile
 from syncheck.kernel import pieces
-from syncheck.kernel.open_files import shrunk
+from syncheck.kernel.open_files import truncated_file
 from syncheck.snapshots import in_c_order
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MOST_GAP, _MOST_TIMES, _MOST_READS = 4096, 8, 1024
 
 
-def copied(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
+def read_strided(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
     """Return `count` elements from element `start` on, in C order, as little-endian bytes, without what is lazy.
 
     Raises MalformedFile when the file has become shorter since it was opened.
@@ -40,7 +40,7 @@ def copied(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
     if 1 in tensor.shape:  # their strides mean nothing, and numpy has fewer dimensions than torch
         kept = [both for both in zip(tensor.shape, tensor.strides, strict=True) if both[0] != 1]
         tensor = replace(tensor, shape=tuple(n for n, _ in kept), strides=tuple(s for _, s in kept))
-    boxes = list(pieces.boxes(tensor.shape, start, count))
+    boxes = list(pieces.split_into_boxes(tensor.shape, start, count))
     if tensor.data is None:
         rows = [_gathered(files, tensor, box, row.size) for box in boxes]
     else:
@@ -78,7 +78,7 @@ def _gathered(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     except OSError as error:
         raise UnreadableFile.because(tensor.path, error) from None
     if len(data) != reach * reads:
-        raise shrunk(tensor)
+        raise truncated_file(tensor)
     order = (*outer, *inner)
     steps = [*(stride * reach for stride in in_c_order(places.shape)), *(strides[axis] for axis in inner)]
     found: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, steps)
@@ -111,6 +111,6 @@ def _from_map(
     where = files.mapping(tensor)
     end = at + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + size
     if where.size() < end:  # of the file as it is now
-        raise shrunk(tensor)
+        raise truncated_file(tensor)
     view: Any = np.ndarray(lengths, f"V{size}", where, at, strides)
     return view.flatten()

@@ -10,8 +10,8 @@ import pytest
 from checkpoints import save
 
 import syncheck
-from syncheck.kernel import clusters
 from syncheck.kernel.blocks import BLOCK, Files
+from syncheck.kernel.clustering import cluster_replicas
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def clusters_of(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> tuple[tuple
     """Return the clusters of replicas written from arrays."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(folder, arrays)]
     with Files() as files:
-        return clusters(tensors, files)
+        return cluster_replicas(tensors, files)
 
 
 def compared(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> TensorDiff | None:
@@ -150,11 +150,11 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     files.descriptor(tensors[1])
     paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
     with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
-        clusters(tensors, files)
+        cluster_replicas(tensors, files)
 
 
 def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:
     """Files are closed and opened again where there are more than may be open at a time."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(tmp_path, [A, B, A, A, B, C, A])]
     with Files(limit=2) as files:
-        assert clusters(tensors, files) == ((0, 2, 3, 6), (1, 4), (5,))
+        assert cluster_replicas(tensors, files) == ((0, 2, 3, 6), (1, 4), (5,))

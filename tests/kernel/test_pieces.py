@@ -10,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from strategies import EXAMPLES, for_all
 
-from syncheck.kernel import blocks, clusters, pieces
+from syncheck.kernel import blocks, pieces
 from syncheck.kernel.blocks import Files, ranges
+from syncheck.kernel.clustering import cluster_replicas
 from syncheck.snapshots import Part, Tensor
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def test_boxes_are_the_range_in_its_order(examples: int) -> None:
         array = np.arange(math.prod(shape)).reshape(shape)
         start %= array.size
         count = min(count, array.size - start)
-        boxes = list(pieces.boxes(shape, start, count))
+        boxes = list(pieces.split_into_boxes(shape, start, count))
         listed = [element for box in boxes for element in array[box].reshape(-1).tolist()]
         assert listed == list(range(start, start + count))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -127,7 +128,7 @@ def test_pieces_compare_with_a_tensor_in_one_piece(tmp_path: Path, axis: int, fl
         at += piece.shape[axis]
     many = Tensor("w", "float32", array.shape, (1501, 1), "", 0, parts=tuple(parts))
     with Files() as files:
-        assert clusters([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
+        assert cluster_replicas([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
 
 
 def test_memory_is_a_block_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

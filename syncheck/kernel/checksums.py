@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.kernel import sort_equal
 from syncheck.kernel.blocks import is_contiguous
-from syncheck.kernel.digests import Told
+from syncheck.kernel.clustering import cluster_by_key
+from syncheck.kernel.digests import DigestResult
 from syncheck.messages import Detail
 from syncheck.records import Reason
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
 
-def by_checksum(tensors: Sequence[Tensor]) -> Told:
+def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
     """Compare replicas of one tensor by what is stored of them. tensors: of one dtype and shape."""
     everyone = tuple(range(len(tensors)))
     if tensors[0].numel == 0:
-        return Told((everyone,))
+        return DigestResult((everyone,))
     if len({(t.lazy, t.big_endian, _steps(t)) for t in tensors}) > 1:
         return _not_told(Detail.STORED_DIFFERENTLY())
     # A view may show each element of its record more than once, and others never.
     if all(t.crc32 and _is_dense(t) for t in tensors):
-        return Told(sort_equal([t.crc32 for t in tensors]), Reason.CHECKSUM, Detail.CHECKSUMS())
+        return DigestResult(cluster_by_key([t.crc32 for t in tensors]), Reason.CHECKSUM, Detail.CHECKSUMS())
     if all(t.record for t in tensors):
         places = {(t.record[0], t.offset - t.record[1]) for t in tensors if t.record is not None}
         if len(places) == 1:
-            return Told((everyone,))
+            return DigestResult((everyone,))
         return _not_told(Detail.VIEW())
     return _not_told(Detail.NO_CHECKSUM())
 
 
-def _not_told(why: Message) -> Told:
-    return Told(reason=Reason.CHECKSUM, detail=why)
+def _not_told(why: Message) -> DigestResult:
+    return DigestResult(reason=Reason.CHECKSUM, detail=why)
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:

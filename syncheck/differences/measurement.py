@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncheck.differences.floats import Where, add_float_differences, pairs, widen
+from syncheck.differences.statistics import Statistics
 from syncheck.dtypes import DTYPES, DType
-from syncheck.gaps.floats import Where, float_gaps, pairs, widened
-from syncheck.gaps.measured import Statistics
-from syncheck.kernel.shares import in_shares
+from syncheck.kernel.shares import run_in_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from syncheck.dtypes import DType
 
 
-def integer_gaps(row: DType, arrays: Sequence[Array], where: Where, total: Statistics, majority: bool) -> None:
+def add_integer_differences(
+    row: DType, arrays: Sequence[Array], where: Where, total: Statistics, majority: bool
+) -> None:
     """Take in the gaps of integers and bools, against the first array or, per element, from the lowest to the highest.
 
     where: says what elements of the tensor these are.
@@ -48,7 +50,7 @@ _FREED_FIRST = 8 << 20  # bytes; larger than all temporary arrays of a block tog
 _FEW = 4
 
 
-def measure(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, majority: bool) -> Statistics:
+def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, majority: bool) -> Statistics:
     """Measure the gaps between tensors whose bytes differ, one of each cluster.
 
     tensors: of one dtype and shape, two or more. majority: whether the first stands for most replicas; then gaps are
@@ -71,13 +73,13 @@ def measure(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, ma
                     blocks = blocks[:1]
                 arrays = [np.frombuffer(block, dtype) for block in blocks]
                 if row.family in ("float", "complex"):
-                    arrays = [widened(row, array) for array in arrays]
+                    arrays = [widen(row, array) for array in arrays]
                 finite = _finite(row, arrays, total)
                 if len(arrays) > 1:
                     _measure_block(row, arrays, finite, start, total, tolerance, majority)
         return total
 
-    first, *others = in_shares(tensors, files, measure_share)
+    first, *others = run_in_shares(tensors, files, measure_share)
     for other in others:
         first.add(other)
     return first
@@ -131,12 +133,12 @@ def _measure_block(
     if not arrays[0].size:
         pass
     elif row.family in ("float", "complex"):
-        excused = float_gaps(row, arrays, Where(start, picked, parts), total, tolerance, majority)
+        excused = add_float_differences(row, arrays, Where(start, picked, parts), total, tolerance, majority)
         if excused is not None and picked is not None:
             beyond = differs.copy()
             beyond[picked[excused]] = False
     else:
-        integer_gaps(row, arrays, Where(start, picked), total, majority)
+        add_integer_differences(row, arrays, Where(start, picked), total, majority)
     if parts == 2:
         beyond = beyond[0::2] | beyond[1::2]
     total.mismatch(count, int(np.count_nonzero(beyond)), first, last)

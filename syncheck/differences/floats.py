@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncheck.differences.statistics import Statistics
     from syncheck.dtypes import DType
-    from syncheck.gaps.measured import Statistics
     from syncheck.tolerance import Tolerance
 
     Array = NDArray[Any]
@@ -29,7 +29,7 @@ _DOUBT = np.float32(1 - 2.0**-21)
 _TINY = np.float32(2.0**-149)
 
 
-def widened(row: DType, array: Array) -> Array:
+def widen(row: DType, array: Array) -> Array:
     """Return floats as float32, float64 where they need it, complex numbers as their parts; no value changes."""
     if row.family == "complex":
         parts: Array = array.view(f"float{row.size * 4}")
@@ -52,12 +52,12 @@ def pairs(arrays: Sequence[Array], majority: bool) -> Iterator[tuple[Array, Arra
     yield low, high
 
 
-def float_gaps(
+def add_float_differences(
     row: DType, arrays: Sequence[Array], where: Where, total: Statistics, tolerance: Tolerance, majority: bool
 ) -> Array | None:
     """Take in the gaps of finite elements; return which the tolerance excuses, None where it excuses nothing.
 
-    arrays: widened. where: says what elements of the tensor these are.
+    arrays: widen. where: says what elements of the tensor these are.
     """
     excused = None if tolerance.exact else np.ones(arrays[0].size, bool)
     for low, high in pairs(arrays, majority):
