@@ -17,8 +17,8 @@ SYNCHECK = {
     ),
     "Paths, readers and replica groups": ("paths omissions readers layout layout.names layout.joining layout.groups"),
     "Comparing bytes": (
-        "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests "
-        "kernel.checksums kernel.moments"
+        "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
+        "kernel.digests kernel.checksums kernel.moments"
     ),
     "Measuring differences": "differences differences.measurement differences.floats differences.statistics",
     "Comparing one group": (

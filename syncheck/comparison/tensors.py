@@ -297,7 +297,7 @@ def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: DigestResult) -> Te
         mismatched=None,
         nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
     )
-    return replace(known, **told.gaps)
+    return replace(known, **told.numbers)
 
 
 def _largest_first(sets: Iterable[list[int]]) -> Sets:

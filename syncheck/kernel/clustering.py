@@ -1,13 +1,14 @@
-"""Compare the bytes of one tensor on any number of replicas.
+"""Group the replicas of one tensor into clusters with equal bytes.
 
-Each replica's bytes are read until it is known to stand alone, and the replicas are sorted into clusters of equal
-bytes. Where there is more than one cluster, `gaps.measure` then says by how much they differ. Neither depends on the
-order of the replicas: swapping two files changes nothing but their labels. numpy is not needed here.
+A replica is read until it differs from all other replicas. The result does not depend on the order of the replicas:
+swapping two files changes only their labels. `differences` measures how far the clusters differ. This module does not
+need numpy.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from threading import Event
 from typing import TYPE_CHECKING
 
 from syncheck.kernel.shares import run_in_shares
@@ -22,34 +23,34 @@ if TYPE_CHECKING:
 
 
 def cluster_replicas(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], ...]:
-    """Sort replicas of one tensor into sets of equal bytes.
+    """Return clusters of replicas with equal bytes, as positions in `tensors`.
 
-    tensors: of one dtype and shape. Returns positions in `tensors`, the largest set first, then by first position.
-    Raises MalformedFile when a file has become shorter.
+    The largest cluster comes first; ties are broken by the first position. All tensors must have the same dtype and
+    shape. Raises MalformedFile if a file has been truncated.
     """
     if all(tensor.same for tensor in tensors):
         return cluster_by_key([tensor.same for tensor in tensors])
-    apart: list[bool] = []
+    all_differ = Event()
 
     def sort(share: Iterator[tuple[int, int]], job: int) -> Groups:
-        """Sort by the blocks of one share, and stop where it, or another, found all replicas to differ."""
+        """Group replicas by the blocks of one share. Stop as soon as any share has found all replicas to differ."""
         groups = [list(range(len(tensors)))]
         for start, count in share:
-            if apart:
+            if all_differ.is_set():
                 break
             split: Groups = []
             for members in groups:
                 split += [members] if len(members) == 1 else _split(members, tensors, files, start, count, 2 * job)
             groups = split
             if len(groups) == len(tensors):
-                apart.append(True)
+                all_differ.set()
         return groups
 
-    return _largest_first(_common(run_in_shares(tensors, files, sort), len(tensors)))
+    return _largest_first(_intersect(run_in_shares(tensors, files, sort), len(tensors)))
 
 
 def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Sort positions into sets of equal keys, the largest set first, then by first position."""
+    """Return clusters of positions with equal keys, in the order of `cluster_replicas`."""
     by_key: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         by_key[key].append(position)
@@ -61,7 +62,7 @@ def _largest_first(groups: Iterable[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int, slot: int) -> Groups:
-    """Split replicas that were equal so far by the bytes of one block, read into `slot` and the next."""
+    """Split replicas that were equal so far by the bytes of one block. Uses the buffers `slot` and `slot + 1`."""
     first = files.read(tensors[members[0]], start, count, slot)
     same, others = [members[0]], dict[bytes, list[int]]()
     for member in members[1:]:
@@ -73,12 +74,12 @@ def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: i
     return [same, *others.values()]
 
 
-def _common(found: Sequence[Groups], size: int) -> Groups:
-    """Keep together what every share of the blocks kept together."""
-    if len(found) == 1:
-        return found[0]
-    places = [{member: i for i, members in enumerate(groups) for member in members} for groups in found]
-    together = dict[tuple[int, ...], list[int]]()
+def _intersect(shares: Sequence[Groups], size: int) -> Groups:
+    """Return groups of replicas that are equal in every share of the blocks."""
+    if len(shares) == 1:
+        return shares[0]
+    group_of = [{member: i for i, members in enumerate(groups) for member in members} for groups in shares]
+    common = dict[tuple[int, ...], list[int]]()
     for member in range(size):
-        together.setdefault(tuple(place[member] for place in places), []).append(member)
-    return list(together.values())
+        common.setdefault(tuple(groups[member] for groups in group_of), []).append(member)
+    return list(common.values())
