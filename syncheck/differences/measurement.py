@@ -1,6 +1,6 @@
-"""By how much do replicas of one tensor differ? One pass over one replica of each cluster of equal bytes.
+"""Measure the differences between replicas of one tensor, in one pass over one replica of each cluster.
 
-This and what it imports is the only part of a comparison that needs numpy; it is imported when a difference was found.
+This package needs numpy and is imported only if replicas differ.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncheck.differences.floats import Where, add_float_differences, pairs, widen
+from syncheck.differences.floats import ElementIndices, add_float_differences, pairs, widen
 from syncheck.differences.statistics import Statistics
 from syncheck.dtypes import DTYPES, DType
 from syncheck.kernel.shares import run_in_shares
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
     from syncheck.tolerance import Tolerance
 
     Array = NDArray[Any]
-    from syncheck.dtypes import DType
 
-
-def add_integer_differences(
-    row: DType, arrays: Sequence[Array], where: Where, total: Statistics, majority: bool
-) -> None:
-    """Take in the gaps of integers and bools, against the first array or, per element, from the lowest to the highest.
-
-    where: says what elements of the tensor these are.
-    """
-    kind = np.int64 if row.family == "int" else np.uint64
-    for low, high in pairs([array.astype(kind) for array in arrays], majority):
-        gap = high.view(np.uint64) - low.view(np.uint64)  # what overflows wraps round, to the right number
-        at = int(np.argmax(gap))
-        total.keep(int(gap[at]), where[at])
-        scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
-        total.keep_relative(float((gap.astype(np.float64) / np.maximum(scale, 1)).max()))
-
-
-# glibc gives freed memory back to the system, page by page, unless a larger piece was freed before (mallopt(3),
-# M_MMAP_THRESHOLD: it adapts). Without this, half of the time would go into getting the same pages again.
-_FREED_FIRST = 8 << 20  # bytes; larger than all temporary arrays of a block together
-# Elements that differ are picked from a block where they are fewer than one in so many; else all are measured.
+# glibc keeps freed memory only after a larger block has been freed (mallopt(3), M_MMAP_THRESHOLD is dynamic). Without
+# this, half of the time is spent on page faults.
+_FREED_FIRST = 8 << 20  # bytes; more than all temporary arrays of a block
+# If fewer than one in this many elements differ, they are copied out of the block before they are measured.
 _FEW = 4
 
 
-def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, majority: bool) -> Statistics:
-    """Measure the gaps between tensors whose bytes differ, one of each cluster.
+def add_integer_differences(
+    row: DType, arrays: Sequence[Array], indices: ElementIndices, total: Statistics, majority: bool
+) -> None:
+    """Add the differences of integers and bools to `total`.
 
-    tensors: of one dtype and shape, two or more. majority: whether the first stands for most replicas; then gaps are
-    against it, else between the two that lie farthest apart in each element. A tolerance holds for every pair of
-    replicas, so with a tolerance the gaps are always those between the farthest two. Floats are subtracted in float64
-    (complex numbers by their parts), integers without overflow. ULP are steps between neighbouring floats of the dtype,
-    with 0.0 and -0.0 at one place.
+    With a majority, each array is compared with the first array; else, for each element, the lowest with the highest
+    value.
+    """
+    kind = np.int64 if row.family == "int" else np.uint64
+    for low, high in pairs([array.astype(kind) for array in arrays], majority):
+        difference = high.view(np.uint64) - low.view(np.uint64)  # overflow wraps around to the correct number
+        at = int(np.argmax(difference))
+        total.add_absolute(int(difference[at]), indices[at])
+        scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
+        total.add_relative(float((difference.astype(np.float64) / np.maximum(scale, 1)).max()))
+
+
+def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, majority: bool) -> Statistics:
+    """Measure the differences between tensors whose bytes differ, one tensor of each cluster.
+
+    tensors: two or more, with the same dtype and shape. majority: whether the first tensor represents the majority. If
+    so, differences are measured against it, else between the lowest and the highest value of each element. A tolerance
+    applies to every pair of replicas, so with a tolerance the lowest and the highest value always count.
+
+    Floats are subtracted in float64 (complex numbers by their parts), integers without overflow. An ULP is the step
+    between neighbouring floats of the dtype; 0.0 and -0.0 are equal.
     """
     row = DTYPES[tensors[0].dtype]
     dtype = row.dtype()
@@ -74,7 +74,7 @@ def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tole
                 arrays = [np.frombuffer(block, dtype) for block in blocks]
                 if row.family in ("float", "complex"):
                     arrays = [widen(row, array) for array in arrays]
-                finite = _finite(row, arrays, total)
+                finite = _find_finite(row, arrays, total)
                 if len(arrays) > 1:
                     _measure_block(row, arrays, finite, start, total, tolerance, majority)
         return total
@@ -85,23 +85,23 @@ def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tole
     return first
 
 
-def _finite(row: DType, arrays: Sequence[Array], total: Statistics) -> Array | None:
-    """Count what is not finite, and return which elements are finite everywhere: None for all.
+def _find_finite(row: DType, arrays: Sequence[Array], total: Statistics) -> Array | None:
+    """Count NaNs and infinities, and return a mask of the elements that are finite in all arrays; None if all are.
 
-    A single array stands for all replicas.
+    A single array represents all replicas.
     """
     if row.family not in ("float", "complex"):
         return None
-    found = [np.isfinite(array) for array in arrays]
-    if all(each.all() for each in found):
+    masks = [np.isfinite(array) for array in arrays]
+    if all(mask.all() for mask in masks):
         return None
     if row.family == "complex":
-        counts = [int(np.count_nonzero(~(each[0::2] & each[1::2]))) for each in found]
+        counts = [int(np.count_nonzero(~(mask[0::2] & mask[1::2]))) for mask in masks]
     else:
-        counts = [each.size - int(np.count_nonzero(each)) for each in found]
+        counts = [mask.size - int(np.count_nonzero(mask)) for mask in masks]
     for i in range(len(total.nonfinite)):
         total.nonfinite[i] += counts[i if len(counts) > 1 else 0]
-    everywhere: Array = np.logical_and.reduce(found)
+    everywhere: Array = np.logical_and.reduce(masks)
     return everywhere
 
 
@@ -114,7 +114,7 @@ def _measure_block(
     tolerance: Tolerance,
     majority: bool,
 ) -> None:
-    """Measure one block of replicas that differ in it. finite: elements that are so everywhere, None for all."""
+    """Measure one block in which replicas differ. finite: mask from `_find_finite`."""
     parts = 2 if row.family == "complex" else 1
     differs = _differs(arrays, finite is None)
     elements = differs[0::2] | differs[1::2] if parts == 2 else differs
@@ -125,7 +125,7 @@ def _measure_block(
     last = start + elements.size - 1 - int(np.argmax(elements[::-1]))
     beyond = differs
     if finite is not None and not finite[differs].all():
-        total.keep_nonfinite(start + int(np.argmax(differs & ~finite)) // parts)
+        total.add_nonfinite(start + int(np.argmax(differs & ~finite)) // parts)
     picked = None
     if finite is not None or count * _FEW < elements.size or not tolerance.exact:
         picked = np.flatnonzero(differs if finite is None else differs & finite)
@@ -133,19 +133,19 @@ def _measure_block(
     if not arrays[0].size:
         pass
     elif row.family in ("float", "complex"):
-        excused = add_float_differences(row, arrays, Where(start, picked, parts), total, tolerance, majority)
-        if excused is not None and picked is not None:
+        tolerated = add_float_differences(row, arrays, ElementIndices(start, picked, parts), total, tolerance, majority)
+        if tolerated is not None and picked is not None:
             beyond = differs.copy()
-            beyond[picked[excused]] = False
+            beyond[picked[tolerated]] = False
     else:
-        add_integer_differences(row, arrays, Where(start, picked), total, majority)
+        add_integer_differences(row, arrays, ElementIndices(start, picked), total, majority)
     if parts == 2:
         beyond = beyond[0::2] | beyond[1::2]
-    total.mismatch(count, int(np.count_nonzero(beyond)), first, last)
+    total.add_mismatches(count, int(np.count_nonzero(beyond)), first, last)
 
 
 def _differs(arrays: Sequence[Array], finite: bool) -> Array:
-    """Return which elements do not hold the same value everywhere; NaNs of any payload hold the same one."""
+    """Return a mask of elements whose values differ. NaNs are equal to each other, whatever their payloads."""
     differs: Array = arrays[0] != arrays[1]
     for other in arrays[2:]:
         differs |= arrays[0] != other

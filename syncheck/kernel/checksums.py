@@ -3,8 +3,8 @@
 Different checksums prove different bytes. Equal checksums count as equal bytes: the probability that two different
 records have the same checksum is 1 in 4 billion. A stored 0 proves nothing, because checksums can be switched off.
 
-A record is the whole storage of a tensor. If the storage is larger than the tensor, equal records prove equal tensors at
-the same offset, and different records prove nothing.
+A record is the whole storage of a tensor. If the storage is larger than the tensor, equal records prove equal tensors
+at the same offset, and different records prove nothing.
 """
 
 from __future__ import annotations
