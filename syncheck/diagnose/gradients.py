@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import counted, differ, is_weight, owner
-from syncheck.evidence.history import gap_ratios, trend_of
+from syncheck.evidence.history import difference_ratios, trend_of
 from syncheck.kinds import BN_STATISTICS
 from syncheck.records import FIRST_MOMENTS
 
@@ -167,7 +167,7 @@ def course(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[Trend 
     trend = trend_of(steps[first:])
     if trend is None:
         return None, ""
-    ratio = median(gap_ratios(steps[first], steps[-1]))
+    ratio = median(difference_ratios(steps[first], steps[-1]))
     text = {"constant": "has not changed since", "growing": f"grew {ratio:.1f} times since"}
     since = text.get(trend, f"is {ratio:.3g} times that of")
     return trend, f"; the gap {since} step {groups[first].step}"

@@ -1,6 +1,6 @@
-"""A second look at tensors that differ, for what points to a cause: who is damaged, which bits, in what direction.
+"""Collect evidence about tensors that differ: damaged files, flipped bits, norms and cosines.
 
-It costs little beside the comparison: large tensors are looked at in part, and of very many only the first.
+The cost is small compared with the comparison, because the size and number of inspected tensors are limited.
 """
 
 from __future__ import annotations
@@ -25,83 +25,83 @@ if TYPE_CHECKING:
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
 
-# Tensors of a kind whose norms, or single values, are taken; a cause that shows in these shows in all.
+# Maximum number of inspected tensors of each kind: they are enough to show a cause.
 MOST = 512
-# Bytes of tensors that differ nearly everywhere whose checksums are computed: a damaged file seldom looks like that,
-# a run that went apart always does. What differs in less than half of its elements is always looked at.
+# Checksum budget in bytes for tensors that differ in at least half of their elements, which damaged files rarely cause
+# and diverged runs always do. Tensors with fewer different elements are always checked.
 CHECKED = 256 << 20
-# Sets of equal replicas of which every two are held against each other, bit by bit; of more, none.
+# Maximum number of clusters whose bits are compared pairwise.
 _PAIRED = 64
 _BLOCK = 1 << 16  # elements
-_ALL_BLOCKS = 1 << 20  # elements of all replicas' blocks together
+_ALL_BLOCKS = 1 << 20  # elements of the blocks of all replicas
 
 
 def add_evidence(
-    diffs: Sequence[TensorDiff], found: Mapping[str, Mapping[int, Tensor]], files: Files
+    diffs: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
 ) -> tuple[TensorDiff, ...]:
-    """Return the diffs, those that were compared by their bytes and differ with evidence. found: tensors by name, rank.
+    """Return the diffs with evidence added to tensors whose bytes were compared and differ.
 
-    Raises CheckpointError when a file can no longer be read.
+    replicas: tensors by name and rank. Raises CheckpointError if a file can no longer be read.
     """
-    apart = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
-    if not apart:
+    differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
+    if not differing:
         return tuple(diffs)
-    fields: dict[str, dict[str, Any]] = {diff.name: {} for diff in apart}
-    for name, ranks in _damage(apart, found, files).items():
+    fields: dict[str, dict[str, Any]] = {diff.name: {} for diff in differing}
+    for name, ranks in _find_damage(differing, replicas, files).items():
         fields[name]["damaged"] = ranks
-    for diff in [diff for diff in apart if diff.extent == "one" or diff.numel == 1][:MOST]:
-        fields[diff.name] |= _single(diff, found[diff.name], files)
-    for diff in [diff for diff in apart if diff.extent == "contiguous"][:MOST]:
-        fields[diff.name] |= _start(diff, found[diff.name], files)
-    for diff in _first_of_each(apart):
-        fields[diff.name] |= _directions(diff, found[diff.name], files)
+    for diff in [diff for diff in differing if diff.extent == "one" or diff.numel == 1][:MOST]:
+        fields[diff.name] |= _inspect_element(diff, replicas[diff.name], files)
+    for diff in [diff for diff in differing if diff.extent == "contiguous"][:MOST]:
+        fields[diff.name] |= _find_start(diff, replicas[diff.name], files)
+    for diff in _select_vectors(differing):
+        fields[diff.name] |= _compute_directions(diff, replicas[diff.name], files)
     return tuple(
         replace(diff, evidence=Evidence(**fields[diff.name])) if fields.get(diff.name) else diff for diff in diffs
     )
 
 
-def _first_of_each(apart: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return the floating-point parameters, buffers and first moments, so many of each that a pattern shows."""
+def _select_vectors(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return the first `MOST` floating-point parameters, buffers and first moments each."""
     by_kind: dict[str, list[TensorDiff]] = {"parameter": [], "buffer": [], "moment": []}
-    for diff in apart:
+    for diff in differing:
         kind = "moment" if diff.kind == "optimizer" and diff.name.rpartition(".")[2] in FIRST_MOMENTS else diff.kind
         if kind in by_kind and DTYPES[diff.dtype].family == "float" and len(by_kind[kind]) < MOST:
             by_kind[kind].append(diff)
     return [diff for diffs in by_kind.values() for diff in diffs]
 
 
-def _damage(
-    apart: Sequence[TensorDiff], found: Mapping[str, Mapping[int, Tensor]], files: Files
+def _find_damage(
+    differing: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ranks whose records are not those that were saved, by tensor. A stored 0 proves nothing."""
+    """Return the ranks whose bytes do not match the stored CRC-32, by tensor. A stored 0 proves nothing."""
     damaged: dict[str, tuple[int, ...]] = {}
-    shared: dict[tuple[str, int], bool] = {}  # whether a record of several tensors is what was saved, by its place
+    shared: dict[tuple[str, int], bool] = {}  # by path and offset: whether a record of several tensors is intact
     left = CHECKED
-    for diff in apart:
-        tensors = {rank: found[diff.name][rank] for ranks in diff.clusters for rank in ranks}
-        # torch.save stores checksums, and others do not: of most formats nothing is left here.
+    for diff in differing:
+        tensors = {rank: replicas[diff.name][rank] for ranks in diff.clusters for rank in ranks}
+        # Only torch.save stores checksums.
         records = {rank: (tensor.path, tensor.record) for rank, tensor in tensors.items() if tensor.record}
         if 2 * (diff.mismatched or 0) >= diff.numel:
             size = sum(record[2] for path, record in records.values() if (path, record[1]) not in shared)
             if size > left:
                 continue
             left -= size
-        wrong = []
+        ranks = []
         for rank, (path, record) in records.items():
-            sound = shared.get((path, record[1]))
-            if sound is None:
-                sound = _crc32(tensors[rank], record, files) == record[0]
-                if tensors[rank].crc32 is None:  # others lie in it too
-                    shared[path, record[1]] = sound
-            if not sound:
-                wrong.append(rank)
-        if wrong:
-            damaged[diff.name] = tuple(sorted(wrong))
+            intact = shared.get((path, record[1]))
+            if intact is None:
+                intact = _compute_crc32(tensors[rank], record, files) == record[0]
+                if tensors[rank].crc32 is None:  # the record contains other tensors, too
+                    shared[path, record[1]] = intact
+            if not intact:
+                ranks.append(rank)
+        if ranks:
+            damaged[diff.name] = tuple(sorted(ranks))
     return damaged
 
 
-def _crc32(tensor: Tensor, record: tuple[int, int, int], files: Files) -> int:
-    """Compute the CRC-32 of a tensor's record as it lies in the file, whatever of it the tensor shows."""
+def _compute_crc32(tensor: Tensor, record: tuple[int, int, int], files: Files) -> int:
+    """Return the CRC-32 of the whole record of a tensor."""
     if tensor.crc32 is None or not is_plain(tensor):
         _, offset, size = record
         tensor = replace(
@@ -113,36 +113,36 @@ def _crc32(tensor: Tensor, record: tuple[int, int, int], files: Files) -> int:
     return crc
 
 
-def _sides(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tuple[int, ...], Tensor]:
-    """Return one tensor of each set of ranks that agree; none where several replica groups differ, each elsewhere."""
-    if diff.reason is not None:  # missing on some ranks: then not all of its sets were compared with each other
+def _representatives(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tuple[int, ...], Tensor]:
+    """Return one tensor of each cluster, by its ranks. Empty if several replica groups differ."""
+    if diff.reason is not None:  # missing on some ranks, so not all clusters were compared with each other
         return {}
     differing = sets_within(diff)
     return {ranks: tensors[ranks[0]] for ranks in differing[0]} if len(differing) == 1 else {}
 
 
-def _step(replicas: int) -> int:
-    """Return how many elements to read at a time of each of so many replicas."""
+def _block_size(replicas: int) -> int:
+    """Return the number of elements to read at a time from each replica."""
     return max(1024, min(_BLOCK, _ALL_BLOCKS // replicas))
 
 
-def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
-    """Read the one element that differs, of each rank of which the comparison told."""
+def _inspect_element(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
+    """Return the values of the only element that differs, and its flipped bits."""
     import numpy as np
 
     row = DTYPES[diff.dtype]
-    sides = _sides(diff, tensors)
     bits = {
-        ranks: bytes(files.read(tensor, flat_index(diff.index, diff.shape), 1, 0)) for ranks, tensor in sides.items()
+        ranks: bytes(files.read(tensor, flat_index(diff.index, diff.shape), 1, 0))
+        for ranks, tensor in _representatives(diff, tensors).items()
     }
     numbers = [int.from_bytes(data, "little") for data in bits.values()]
-    known: dict[str, Any] = {}
+    evidence: dict[str, Any] = {}
     if 1 < len(numbers) <= _PAIRED:
         flips = [a ^ b for a, b in combinations(numbers, 2)]
         flipped = max(flip.bit_count() for flip in flips)
-        known = {"flipped_bits": flipped, "bit": flips[0].bit_length() - 1 if flipped == 1 else None}
+        evidence = {"flipped_bits": flipped, "bit": flips[0].bit_length() - 1 if flipped == 1 else None}
     if row.family == "complex":
-        return known
+        return evidence
     values = {}
     for ranks, data in bits.items():
         value: Any = np.frombuffer(data, row.dtype())[0]
@@ -152,24 +152,24 @@ def _single(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> di
         else:
             value = int(value)
         values.update(dict.fromkeys(ranks, value))
-    return known | {"values": dict(sorted(values.items()))}
+    return evidence | {"values": dict(sorted(values.items()))}
 
 
-def _start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, int]:
-    """Find where a run of adjacent elements begins, of which the comparison told the length and one element."""
+def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, int]:
+    """Return the first of a run of adjacent elements, given the length of the run and one of its elements."""
     import numpy as np
 
     row = DTYPES[diff.dtype]
-    sides = list(_sides(diff, tensors).values())
-    if not sides:
+    replicas = list(_representatives(diff, tensors).values())
+    if not replicas:
         return {}
     worst = flat_index(diff.index, diff.shape)
-    step = _step(len(sides))
+    step = _block_size(len(replicas))
     for at in range(max(0, worst - (diff.mismatched or 1) + 1), worst, step):
         count = min(step, worst - at)
-        raw = [np.frombuffer(bytes(files.read(t, at, count, 0)), np.uint8) for t in sides]
+        raw = [np.frombuffer(bytes(files.read(t, at, count, 0)), np.uint8) for t in replicas]
         differs = np.zeros(count, bool)
-        for other in raw[1:]:  # neither NaNs of equal bits nor zeros of either sign differ
+        for other in raw[1:]:  # compare bits and values: NaNs with equal bits are equal, and so are 0.0 and -0.0
             differs |= (raw[0] != other).reshape(count, -1).any(axis=1) & (
                 raw[0].view(row.dtype()) != other.view(row.dtype())
             )
@@ -178,12 +178,12 @@ def _start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dic
     return {"first": worst}
 
 
-def _directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
-    """Compute the norm of each set of replicas, and the cosine of the first set, a majority if any, with each other."""
+def _compute_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
+    """Compute the norm of each cluster, and the smallest cosine between the first (largest) cluster and the others."""
     norms: dict[int, float] = {}
     cosines = []
     for sets in sets_within(diff):
-        squares, products = _sums(DTYPES[diff.dtype], [tensors[ranks[0]] for ranks in sets], files)
+        squares, products = _sum_products(DTYPES[diff.dtype], [tensors[ranks[0]] for ranks in sets], files)
         for ranks, square in zip(sets, squares, strict=True):
             if math.isfinite(square):
                 norms.update(dict.fromkeys(ranks, math.sqrt(square)))
@@ -194,18 +194,21 @@ def _directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
     return {"norms": dict(sorted(norms.items())), "cosine": min(cosines, default=None)}
 
 
-def _sums(row: DType, tensors: Sequence[Tensor], files: Files) -> tuple[list[float], list[float]]:
-    """Sum the squares of each tensor, and its products with the first, over elements that are finite in all."""
+def _sum_products(row: DType, tensors: Sequence[Tensor], files: Files) -> tuple[list[float], list[float]]:
+    """Return the dot product of each tensor with itself and with the first tensor.
+
+    Elements that are NaN or infinite in any tensor are skipped.
+    """
     import numpy as np
 
     from syncheck.differences.floats import widen
 
     squares, products = [0.0] * len(tensors), [0.0] * (len(tensors) - 1)
     size = min(tensors[0].numel, MEASURED)
-    step = _step(len(tensors))
+    step = _block_size(len(tensors))
     for start in range(0, size, step):
         blocks = [files.read(t, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
-        with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid to convert
+        with np.errstate(over="ignore", invalid="ignore"):  # converting a signalling NaN is an invalid operation
             arrays = [widen(row, np.frombuffer(block, row.dtype())).astype(np.float64) for block in blocks]
             own = [float(array @ array) for array in arrays]
             if not all(map(math.isfinite, own)):
