@@ -303,5 +303,5 @@ def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison
     """Say in the first group what concerns all of them."""
     if not idle or not groups:
         return groups
-    note = Note.UNUSED_TOLERANCES(names=", ".join(idle), kinds=", ".join(kinds.KINDS))
+    note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]

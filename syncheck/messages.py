@@ -24,6 +24,8 @@ class Sentence(Enum):
 
     - `{ranks:ranks}`: "rank 1", "ranks 0, 2"
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names, and how many more there are
+    - `{names:list}`: all names
+    - `{values:by ranks}`: values with ranks, from ((value, ranks), ...): "float32 on rank 0 and float64 on rank 1"
     - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option of that field of `Options`; these
       need no parameter
     """
@@ -75,6 +77,10 @@ def _render_value(value: Any, spec: str) -> str:
         return ranks_text(value)
     if kind == "names":
         return names_text(value, int(most or 3))
+    if kind == "list":
+        return ", ".join(value)
+    if kind == "by":
+        return values_text(value)
     return format(str(value) if isinstance(value, (Message, tuple)) else value, spec)
 
 
@@ -90,6 +96,13 @@ def names_text(names: Sequence[str], most: int = 3, count: int | None = None) ->
     count = len(names) if count is None else count
     more = f" and {count - most} more" if count > most else ""
     return ", ".join(names[:most]) + more
+
+
+def values_text(values: Sequence[tuple[Any, Sequence[int]]], most: int = 6) -> str:
+    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
+    texts = [f"{list(value) if isinstance(value, tuple) else value} on {ranks_text(ranks)}" for value, ranks in values]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return " and ".join(texts[:most]) + more
 
 
 class Grouping(Sentence):
@@ -130,13 +143,13 @@ class Note(Sentence):
         "parameters and buffers are distinguished by name; name buffers with {buffers:option GLOB}, or save "
         "syncheck.metadata(model=...) in the file"
     )
-    UNKNOWN_CLASSES = "objects of unknown classes were not compared, but tensors in them were: {classes}"
+    UNKNOWN_CLASSES = "objects of unknown classes were not compared, but tensors in them were: {classes:list}"
     QUICK = (
         "compared by the checksums stored in the files, without tolerances. No tensor was read: damage after saving "
         "goes unnoticed, and only a comparison without {quick:option} finds the elements that differ"
     )
     REFERENCE = "differences are measured against rank {rank}, the reference"
-    UNUSED_TOLERANCES = "tolerances that match no tensor: {names}; kinds are {kinds}"
+    UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
@@ -204,9 +217,12 @@ class Detail(Sentence):
     WITHIN_GROUPS = "{layout}: compared within {sets}"
     REFUSED = "{refusal}"
     REFUSED_ON_SOME = "{refusal} (on {ranks:ranks} only)"
-    UNEQUAL = "{sets}"
-    BY_DESIGN = "{what} differ by design"
-    AMBIGUOUS = "{why}"
+    UNEQUAL = "{values:by ranks}"
+    RNG_STATE = "RNG states differ by design"
+    POWERSGD_ERROR = "PowerSGD errors differ by design"
+    AMBIGUOUS_LAYOUT = "{layout}"
+    UNCLEAR_PARTITIONING = "the files do not show whether each rank holds its own part of the optimizer state"
+    INCOMPLETE_PARTITIONING = "some parts of the optimizer state are missing"
     OTHER_ALGORITHMS = "digests of different algorithms ({algorithms}); recreate the fingerprints with one version"
     DIGESTS_ONLY = "the digests differ; nothing else is known"
     MOMENTS_AGREE = "the digests differ, but min, max, mean and std do not"

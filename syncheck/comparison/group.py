@@ -1,4 +1,4 @@
-"""Compare the replicas of one group: align names, sort each tensor's replicas, count what was not compared."""
+"""Compare the replicas of one group: align names, compare each tensor, and count the tensors that were not compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncheck.comparison.values import compare_values, in_memory, is_membership,
 from syncheck.evidence.tensors import add_evidence
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, kinds_of, selector
-from syncheck.messages import Note
+from syncheck.messages import Detail, Note
 from syncheck.names import normalize
 from syncheck.records import Comparison, Counts, GroupEvidence, Replica, Shards, TensorDiff
 from syncheck.tensor_parallel import replicated
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
-_PARTITIONED = "of which each rank has its own"
+_PARTITIONED = "partitioned over the ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to compare and what to excuse.
+    """The tensors to compare, and how.
 
-    only: kinds, empty for all but random number states. include, exclude: globs of whole tensor names.
-    buffers: globs of names that are buffers. tolerance: for floats. reference: the rank that differences are described
-    against, in place of the majority. jobs: threads, None for what the machine has. quick: compare stored checksums
-    and read nothing. histograms: of the tensors that differ most, for a page. rng: random number states too.
+    only: kinds; empty for all kinds except RNG states. include, exclude: globs of whole tensor names. buffers: globs of
+    names that are buffers. tolerance: for floats. reference: the rank to measure differences against, instead of the
+    majority. jobs: number of threads, None for the default. quick: compare stored checksums only. histograms: add them
+    to the tensors that differ most. rng: also compare RNG states.
     """
 
     only: frozenset[str] = frozenset()
@@ -55,18 +55,15 @@ class Selection:
 
 
 def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
-    """Compare a group of replicas.
-
-    Raises CheckpointError when a file can no longer be read.
-    """
+    """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
     snapshots, parts = detect_partitioning(dict(replicas.ranks))
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
-    found = _align(snapshots, names)
-    kinds, guessed, unsure = _kinds(found, snapshots, selection)
+    tensors = _align_names(snapshots, names)
+    kinds, guessed, unsure = _find_kinds(tensors, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude, unsure)
     tally = _Tally()
     if len(snapshots) > 1:
-        _compare_all(found, kinds, snapshots, wanted, selection, tally, parts)
+        _compare_tensors(tensors, kinds, snapshots, wanted, selection, tally, parts)
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
         kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
@@ -82,7 +79,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         label=replicas.label,
         uncompared=alone if tally.compared else (),
         step=replicas.step,
-        replicas=tuple(_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
+        replicas=tuple(_make_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
         tensors=tuple(tally.diffs),
         ties=broken_ties(snapshots, names),
@@ -92,21 +89,21 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         left_out=tally.left_out,
         grouping=replicas.grouping,
         notes=(
-            *_notes(snapshots, tally, selection, guessed=guessed and bool(tally.by_kind)),
+            *_make_notes(snapshots, tally, selection, guessed=guessed and bool(tally.by_kind)),
             *note_absent_values(snapshots, values),
         ),
         evidence=GroupEvidence(
             metadata=metadata,
             names=tally.names,
             hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
-            normalized=_normalized(names, snapshots),
+            normalized=_count_prefixes(names, snapshots),
             stores_progress=any(map(stores_progress, snapshots.values())),
         ),
     )
 
 
 def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
-    """Return a function that finds values of a partitioned optimizer: members of its groups, values of one part."""
+    """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts."""
     sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
 
     def is_partial(name: str) -> bool:
@@ -118,34 +115,40 @@ def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable
 
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return what moves parameters besides gradients, of the first parameter group. values: of a snapshot."""
-    found = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
-    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+    """Return `lr`, `weight_decay` and `momentum` of the first parameter group from the values of a snapshot."""
+    settings = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
+    return {name: float(value) for name, value in settings.items() if isinstance(value, (int, float))}
 
 
 @dataclass
 class _Tally:
-    """What has been compared of a group so far."""
+    """Running results of the comparison of a group."""
 
     by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     diffs: list[TensorDiff] = field(default_factory=list)
     left_out: int = 0
     names: dict[str, str] = field(default_factory=dict)
     compared: set[int] = field(default_factory=set)
-    """Ranks that were compared with another one, in a tensor that is no counter of an optimizer's steps."""
+    """Ranks with at least one compared tensor that is not a step counter."""
     laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """By kind and layout of the parts: for each tensor the sets of ranks that were compared."""
+    """By kind and layout of the shards: the sets of compared ranks of each tensor."""
 
     def add(
-        self, name: str, kind: str, diff: TensorDiff | None, division: Division | None = None, *, apart: bool = False
+        self,
+        name: str,
+        kind: str,
+        diff: TensorDiff | None,
+        division: Division | None = None,
+        *,
+        partitioned: bool = False,
     ) -> None:
-        """Count a tensor. apart: whether it is a part of an optimizer's state that only some ranks have."""
+        """Count a tensor. partitioned: whether it belongs to partitioned optimizer state."""
         self.by_kind[kind][diff.status if diff else "identical"] += 1
         self.names[name] = kind
-        looked_at = diff is None or diff.status != "not_compared" or diff.reason == "missing"
-        if looked_at and division is not None and kind != "optimizer_step":
+        compared = diff is None or diff.status != "not_compared" or diff.reason == "missing"
+        if compared and division is not None and kind != "optimizer_step":
             self.compared.update(*division.comparable)
         if diff is not None:
             self.diffs.append(diff)
@@ -153,20 +156,19 @@ class _Tally:
         if division is not None and division.kind:
             self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
         elif sharded and diff is not None:
-            self.laid_out[
-                "optimizer" if apart else "DTensor", _PARTITIONED if apart else str(diff.detail or "")
-            ].append(())
+            key = ("optimizer", _PARTITIONED) if partitioned else ("DTensor", str(diff.detail or ""))
+            self.laid_out[key].append(())
 
     def shards(self) -> tuple[Shards, ...]:
-        """Sum up the tensors that the ranks hold in parts."""
+        """Return a summary of the sharded tensors by kind and layout."""
         return tuple(
             Shards(kind, layout, len(sets), sum(map(bool, sets)), next(filter(None, sets), ()))
             for (kind, layout), sets in self.laid_out.items()
         )
 
 
-def _compare_all(
-    found: dict[str, dict[int, Tensor]],
+def _compare_tensors(
+    aligned: dict[str, dict[int, Tensor]],
     kinds: Mapping[str, str],
     snapshots: Mapping[int, Snapshot],
     wanted: Callable[[str, str], bool],
@@ -174,11 +176,11 @@ def _compare_all(
     tally: _Tally,
     parts: Parts,
 ) -> None:
-    """Compare every tensor that is asked for, by name, and count how each ended."""
-    ranks, places = tuple(snapshots), find_positions(snapshots)
-    whole = replicated(found) if places.plain else frozenset()
+    """Compare every selected tensor and add the results to `tally`."""
+    ranks, positions = tuple(snapshots), find_positions(snapshots)
+    whole = replicated(aligned) if positions.plain else frozenset()
     with Files(jobs=selection.jobs) as files:
-        for name, tensors in list(found.items()):
+        for name, tensors in list(aligned.items()):
             kind = kinds[name]
             if not wanted(name, kind):
                 tally.left_out += 1
@@ -186,112 +188,122 @@ def _compare_all(
             if kind == "rng" and not (selection.only or selection.rng):
                 tally.add(name, kind, skip_by_design(name, kind, tensors))
                 continue
-            if places.stages and is_mixed(tensors):
+            if positions.stages and is_mixed(tensors):
                 if not (complete := assemble_shards(tensors)):
-                    tally.add(name, kind, mark_ambiguous(name, kind, tensors, divide(tensors, ranks, places).layout))
+                    layout = divide(tensors, ranks, positions).layout
+                    tally.add(name, kind, mark_ambiguous(name, kind, tensors, Detail.AMBIGUOUS_LAYOUT(layout=layout)))
                     continue
-                found[name] = tensors = complete
-            # A rank that names the parameter among its own should hold its state: missing there, it is lost.
+                aligned[name] = tensors = complete
+            # A rank that owns the parameter must hold its state; if it does not, the state is lost.
             parameter = name.rpartition(".")[0]
             lost = any(parameter in own for rank, own in parts.own.items() if rank not in tensors)
             partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
-            apart = partial and not lost and not parts.unclear
+            partitioned = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = divide(tensors, ranks, places, replicated=name in whole)
-            diff = compare_tensor(name, kind, tensors, division, files, tolerance, sharded=apart, quick=selection.quick)
+            division = divide(tensors, ranks, positions, replicated=name in whole)
+            diff = compare_tensor(
+                name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick
+            )
             if diff is not None and diff.out_of_sync and parts.unclear and partial:
                 diff = mark_ambiguous(name, kind, tensors, parts.unclear)
             if diff is not None and selection.reference is not None:
                 facts = tuple(describe_from_reference(fact, selection.reference, tensors, files) for fact in diff.facts)
                 diff = replace(describe_from_reference(diff, selection.reference, tensors, files), facts=facts)
-            tally.add(name, kind, diff, division, apart=apart)
-        tally.diffs = _looked_at(tally.diffs, lambda diffs: add_evidence(diffs, found, files))
+            tally.add(name, kind, diff, division, partitioned=partitioned)
+        tally.diffs = _inspect(tally.diffs, lambda diffs: add_evidence(diffs, aligned, files))
         if selection.histograms:
-            from syncheck.evidence import histograms  # what nobody asked for is not imported
+            from syncheck.evidence import histograms
 
-            def exact(diff: TensorDiff) -> bool:  # the gaps to a reference are those to it, whatever is excused
+            def exact(diff: TensorDiff) -> bool:  # differences from a reference do not depend on the tolerance
                 tolerance = selection.tolerance.of(diff.name, diff.kind, diff.dtype)
                 return tolerance.exact or selection.reference is not None
 
-            tally.diffs = _looked_at(tally.diffs, lambda diffs: histograms.add_histograms(diffs, found, files, exact))
-    for diff in find_lost_state(parts.own, found):
+            tally.diffs = _inspect(tally.diffs, lambda diffs: histograms.add_histograms(diffs, aligned, files, exact))
+    for diff in find_lost_state(parts.own, aligned):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
 
 
-def _looked_at(diffs: list[TensorDiff], look: Callable[[list[TensorDiff]], Sequence[TensorDiff]]) -> list[TensorDiff]:
-    """Take a second look at what differs by value, of a tensor with several facts at the last of them."""
-    seen = look([diff.facts[-1] if diff.facts else diff for diff in diffs])
+def _inspect(diffs: list[TensorDiff], inspect: Callable[[list[TensorDiff]], Sequence[TensorDiff]]) -> list[TensorDiff]:
+    """Add evidence or histograms to the diffs. If a tensor has several facts, the last one is about its values."""
+    inspected = inspect([diff.facts[-1] if diff.facts else diff for diff in diffs])
     return [
         replace(diff, facts=(*diff.facts[:-1], new), evidence=new.evidence, histogram=new.histogram)
         if diff.facts
         else new
-        for diff, new in zip(diffs, seen, strict=True)
+        for diff, new in zip(diffs, inspected, strict=True)
     ]
 
 
 def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
-    """Name the kinds of tensors that `compare` looks at in a group, from the names alone: no tensor is read."""
+    """Return the kinds of tensors that `compare_group` compares, without reading tensors."""
     present = set(selected_kinds(dict(replicas.ranks), selection).values())
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
 
 def selected_kinds(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
-    """Return the kind of each tensor of a group that is asked for, by its name without wrappers' prefixes."""
-    found = _align(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
-    kinds, _, unsure = _kinds(found, snapshots, selection)
+    """Return the kind of each selected tensor by its name without prefixes of wrappers."""
+    tensors = _align_names(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
+    kinds, _, unsure = _find_kinds(tensors, snapshots, selection)
     wanted = selector(selection.only, selection.include, selection.exclude, unsure)
     return {name: kind for name, kind in kinds.items() if wanted(name, kind)}
 
 
-def _align(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, Tensor]]:
-    """Collect each tensor's replicas by normalized name, in the order of the first checkpoint."""
-    found: dict[str, dict[int, Tensor]] = {}
+def _align_names(
+    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
+) -> dict[str, dict[int, Tensor]]:
+    """Return the tensors by normalized name and rank, in the order of the first checkpoint."""
+    aligned: dict[str, dict[int, Tensor]] = {}
     for rank, snapshot in snapshots.items():
         for name, tensor in snapshot.tensors.items():
-            found.setdefault(names[rank][name], {})[rank] = tensor
-    return found
+            aligned.setdefault(names[rank][name], {})[rank] = tensor
+    return aligned
 
 
-def _kinds(found: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection) -> Kinds:
-    firsts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
+def _find_kinds(
+    aligned: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
+) -> Kinds:
+    firsts = {name: next(iter(tensors.values())) for name, tensors in aligned.items()}
     shapes = {name: tensor.shape for name, tensor in firsts.items()}
     dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
-    parameters = [name for name, tensors in found.items() if any(t.parameter for t in tensors.values())]
+    parameters = [name for name, tensors in aligned.items() if any(t.parameter for t in tensors.values())]
     metadata = next(
         (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
         None,
     )
     kinds = kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
-    # The first rank that has a tensor does not decide what it is if another rank's has another shape or dtype.
-    asked = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
-    unlike = {name for name in asked if len({(t.shape, t.dtype) for t in found[name].values()}) > 1}
-    by_name = {name: "buffer" if name in unlike and kind == "rng" else kind for name, kind in kinds.by_name.items()}
-    return kinds._replace(by_name=by_name, unsure=kinds.unsure | unlike) if unlike else kinds
+    # The kind depends on the shape and dtype on the first rank, so it is unsure if these differ between ranks.
+    selected = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
+    mixed = {name for name in selected if len({(t.shape, t.dtype) for t in aligned[name].values()}) > 1}
+    by_name = {name: "buffer" if name in mixed and kind == "rng" else kind for name, kind in kinds.by_name.items()}
+    return kinds._replace(by_name=by_name, unsure=kinds.unsure | mixed) if mixed else kinds
 
 
-def _replica(rank: int, snapshot: Snapshot) -> Replica:
+def _make_replica(rank: int, snapshot: Snapshot) -> Replica:
     host = None if snapshot.metadata is None else snapshot.metadata.host
     host, mesh = host or snapshot.host, mesh_of(snapshot)
     return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
 
 
-def _normalized(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
-    """Count the names of each rank that had a wrapper's prefix.
+def _count_prefixes(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Count the names with a wrapper's prefix by rank.
 
-    None where all ranks gave a wrapped model in memory: that is no saved file which could not be loaded elsewhere.
+    Empty if all ranks compare wrapped models in memory, because prefixes only matter when files are loaded.
     """
-    counts = {rank: sum(a != b for a, b in of.items()) for rank, of in names.items()}
+    counts = {rank: sum(a != b for a, b in renamed.items()) for rank, renamed in names.items()}
     if in_memory(snapshots) and all(counts.values()):
         return {}
     return {rank: count for rank, count in counts.items() if count}
 
 
-def _notes(snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selection, *, guessed: bool) -> list[Message]:
-    """Return the notes on the files, on ranks that were not compared, and on options that change numbers and words."""
+def _make_notes(
+    snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selection, *, guessed: bool
+) -> list[Message]:
+    """Return notes about the files, ranks that were not compared, and options."""
     notes = []
-    by_kind = tally.by_kind.items()
-    if tally.laid_out and all(of.total() == of["not_compared"] for kind, of in by_kind if kind != "optimizer_step"):
+    if tally.laid_out and all(
+        counts.total() == counts["not_compared"] for kind, counts in tally.by_kind.items() if kind != "optimizer_step"
+    ):
         notes.append(Note.ONLY_SHARDS())
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     if alone and tally.compared:
@@ -304,10 +316,10 @@ def _notes(snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selectio
     if guessed:
         notes.append(Note.KINDS_GUESSED())
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
-    if any(stub.endswith(".DTensor") for stub in stubs):  # torch's own classes within a DTensor need no note
+    if any(stub.endswith(".DTensor") for stub in stubs):  # a DTensor contains objects of other torch classes
         stubs = [stub for stub in stubs if not stub.startswith("torch.")]
     if stubs:
-        notes.append(Note.UNKNOWN_CLASSES(classes=", ".join(stubs)))
+        notes.append(Note.UNKNOWN_CLASSES(classes=tuple(stubs)))
     notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
     if len(snapshots) > 1 and selection.quick:
         notes.append(Note.QUICK())
