@@ -246,7 +246,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         return report
     from syncheck import baseline
 
-    return baseline.accepted(report, baseline.read(options.baseline))
+    return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:

@@ -40,16 +40,16 @@ class Baseline:
         known, failed = self.known, None
         if self.update:
             try:
-                made = baseline.updated(found, known)
+                made = baseline.update_baseline(found, known)
                 baseline.write(self.path, made)
             except UsageError as error:
                 failed = error
                 output.tell(f"error: {self.path}: {error}")
             else:
                 if not self.quiet:
-                    output.tell(f"{self.path}: {baseline.change(known, made)}")
+                    output.tell(f"{self.path}: {baseline.describe_change(known, made)}")
                 known = made
-        return baseline.accepted(found, known), failed
+        return baseline.apply_baseline(found, known), failed
 
 
 def _baseline(arguments: argparse.Namespace, options: Options) -> Baseline:
