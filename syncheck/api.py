@@ -1,4 +1,4 @@
-"""The one door to a comparison, for the command line, the pytest plugin and users."""
+"""The entry point of comparisons, for the command line, the pytest plugin and users."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ONLY = {
 }
 
 
-# These say one thing together: where one is given, none of the others is taken from elsewhere.
+# These options are overridden together: if one is given, the defaults of all others apply.
 TOLERANCE = ("rtol", "atol", "ulp", "close", "tolerance")
 
 
@@ -149,10 +149,7 @@ class Options:
 
 
 def changed(options: Options, **given: Any) -> Options:
-    """Return options with other values; None is a field's default.
-
-    A tolerance given takes the place of whatever tolerance they have, whole.
-    """
+    """Return options with other values; None is the default of a field. A given tolerance replaces all tolerances."""
     fresh = Options()
     found = fresh if any(given.get(name) is not None for name in TOLERANCE) else options
     filled = {name: getattr(fresh, name) if value is None else value for name, value in given.items()}
@@ -160,38 +157,38 @@ def changed(options: Options, **given: Any) -> Options:
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a file that `find` would take from a folder, or a folder with such a file in it."""
+    """Whether a path is a checkpoint, or a folder that contains a checkpoint."""
     return files.holds_checkpoint(str(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies under some paths: opened and sorted into groups of replicas, no tensor compared yet."""
+    """The checkpoints under some paths, opened and grouped into replicas, before the comparison."""
 
     groups: tuple[ReplicaGroup, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
-    """Files in the folders given that are no checkpoints."""
+    """Number of files in the given folders that are not checkpoints."""
     aliases: tuple[Alias, ...] = ()
-    """Paths that lead to the bytes of another replica."""
+    """Links to other replicas."""
     idle: tuple[str, ...] | None = None
-    """Globs of tolerances that match no tensor in any of all the groups; None where nobody has looked."""
+    """Globs of tolerances that match no tensor of any group; None if unknown."""
 
 
 def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
-    """Open the checkpoints under the paths and sort them into groups of replicas.
+    """Open the checkpoints under the paths and group them into replicas.
 
-    paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, or no
-    path at all, for a reference that is none of the replicas, and for a baseline that cannot be read. Files that cannot
-    be read do not raise: they are listed.
+    paths: files, folders or globs. Files that cannot be read are listed in `unreadable`. Raises UsageError if there is
+    no path, a glob has no match, a folder has no checkpoint, no replica is the reference, or the baseline cannot be
+    read.
     """
     options = options or Options()
     if options.baseline is not None:
-        from syncheck import baseline  # which most runs do without
+        from syncheck import baseline
 
-        baseline.read(options.baseline)  # what is wrong with it is told before anything is compared
+        baseline.read(options.baseline)  # report errors of the baseline before the comparison
     if not paths:
-        raise UsageError("no path given; needs checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
+        raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = files.open_all([str(path) for path in paths])
     snapshots, linked = without_aliases(opened.snapshots)
     spelled = files.alike([s.path for s in snapshots] + list(opened.roots.values()))
@@ -202,19 +199,19 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
 
 
 def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
-    """Name the kinds of what would be compared in a group, from the names alone: no tensor is read.
+    """Return the kinds of tensors that would be compared in a group, without reading tensors.
 
-    The last is `value` where the files hold Python values that count, such as the step.
+    The last kind is `value` if the files have Python values whose differences count, such as the step.
     """
     counted = any(has_counted_values(snapshot) for _, snapshot in replicas.ranks)
     return comparison.kinds_in(replicas, (options or Options()).selection()) + (("value",) if counted else ())
 
 
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
-    """Compare the replicas in each group, and diagnose what differs.
+    """Compare the replicas of each group, and diagnose differences.
 
-    histograms: gather them of what differs most at the last step of each run, for a page. A file that breaks while it
-    is read is listed as unreadable, and the verdict is then never "in sync".
+    histograms: add histograms to the tensors that differ most at the last step of each run. Files that cannot be read
+    any more are listed as unreadable, and the verdict is then never "in sync".
     """
     options = options or Options()
     unreadable = list(found.unreadable)
@@ -224,7 +221,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         for replicas in found.groups
     ]
     groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
-    if len(groups) > 1 and not options.quick:  # which reads no tensor
+    if len(groups) > 1 and not options.quick:  # quick comparisons never read tensors
         from syncheck.evidence.free_running import add_free_running
 
         groups = add_free_running(groups, compared, unreadable, options.jobs)
@@ -235,7 +232,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     report = Report(
         verdict=overall(judged, unreadable),
         groups=judged,
-        unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
+        unreadable=tuple(dict.fromkeys(unreadable)),  # a file may fail in several comparisons
         skipped=found.skipped,
         aliases=found.aliases,
         quick=options.quick,
@@ -250,17 +247,17 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
-    """Compare the replicas in each group of the checkpoints under the paths, and diagnose what differs.
+    """Compare the replicas in each group of the checkpoints under the paths, and diagnose differences.
 
-    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: gather them of what differs
-    most at the last step of each run, for an HTML page.
+    paths: files, folders or globs. options: options of the comparison; bitwise by default. histograms: add histograms
+    to the tensors that differ most at the last step of each run, for HTML reports.
 
         report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
         print(report.verdict, report.counts.different)
 
-    Returns the whole answer; `report.exit_code` is the command line's. Memory does not grow with the size of tensors.
-    Raises UsageError for a glob without a match, a folder without a checkpoint, or no path at all. Files that cannot
-    be read do not raise: they are listed, and the verdict is then never "in sync".
+    `report.exit_code` is the exit code of the command line. Memory does not grow with the size of tensors. Unreadable
+    files are listed in `report.unreadable`, and the verdict is then never "in sync". Raises UsageError if there is no
+    path, a glob has no match, or a folder has no checkpoint.
     """
     return judge(find(*paths, options=options), options, histograms=histograms)
 
@@ -268,17 +265,14 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 def _compare(
     replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
 ) -> tuple[Comparison, ReplicaGroup]:
-    """Compare a group; files that break while they are read are taken out and the others are compared.
-
-    Returns also what was compared.
-    """
+    """Compare a group without files that cannot be read any more. Also return the compared replicas."""
     while True:
         try:
             rank = reference.find_reference_rank(options.reference, replicas)
             return compare_group(replicas, replace(options.selection(rank), histograms=histograms)), replicas
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
-            # What breaks may be one file of a folder that is one checkpoint.
+            # The file may be part of a folder that is one checkpoint.
             left = tuple(
                 (rank, s)
                 for rank, s in replicas.ranks
@@ -291,16 +285,16 @@ def _compare(
 
 
 def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
-    """Return the globs of tolerances that match no tensor of any group: most likely they are misspelled."""
-    excused = options.selection().tolerance
-    if not excused.names or not groups:
+    """Return the globs of tolerances that match no tensor of any group, probably because they are misspelled."""
+    table = options.selection().tolerance
+    if not table.names or not groups:
         return ()
     names = (normalize(snapshot.tensors).values() for replicas in groups for _, snapshot in replicas.ranks)
-    return excused.idle(frozenset().union(*names))
+    return table.idle(frozenset().union(*names))
 
 
 def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
-    """Say in the first group what concerns all of them."""
+    """Add a note about unused tolerances, which concerns all groups, to the first group."""
     if not idle or not groups:
         return groups
     note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))

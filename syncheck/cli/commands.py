@@ -217,7 +217,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
     opened = paths.open_all(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
-    for snapshot, place in made.places(opened.snapshots, arguments.output):
+    for snapshot, place in made.choose_output_paths(opened.snapshots, arguments.output):
         try:
             text = made.fingerprint(snapshot)
         except CheckpointError as error:
