@@ -1,7 +1,7 @@
-"""Sentences as data: which sentence, with which ranks, names and numbers. Each surface renders its text.
+"""Messages as data: a sentence and its ranks, names and numbers. Each surface renders the text.
 
-Records hold a `Message`; code that decides something compares its `code`. Text exists only after `str(message)`. The
-only difference between surfaces is how they write an option (`syncheck.errors.Words`).
+Records contain messages, and code compares `message.code`, never the text. `str(message)` renders the text. Surfaces
+differ only in the spelling of options (`syncheck.errors.Words`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Sentence(Enum):
-    """Base of the sentences about one topic. A member's value is its template, in the syntax of `str.format`.
+    """Base class of the sentences about one topic. Values are templates in the syntax of `str.format`.
 
-    Besides the usual format specifications a field may have these:
+    Additional format specifications:
 
     - `{ranks:ranks}`: "rank 1", "ranks 0, 2"
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names, and how many more there are
     - `{names:list}`: all names
     - `{values:by ranks}`: values with ranks, from ((value, ranks), ...): "float32 on rank 0 and float64 on rank 1"
-    - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option of that field of `Options`; these
-      need no parameter
+    - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option with this name in `Options`,
+      without a parameter
     """
 
     def __call__(self, **parameters: object) -> Message:
@@ -37,13 +37,13 @@ class Sentence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One sentence. code: which one. parameters: by name; tuples of ranks or names, numbers, texts, messages."""
+    """A sentence with parameters: tuples of ranks or names, numbers, texts, and other messages."""
 
     code: Sentence
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Render the sentence, with options in the current surface's words."""
+        """Render the sentence in the words of the current surface."""
         return _render(self.code.value, self.parameters)
 
     def __hash__(self) -> int:
@@ -51,7 +51,7 @@ class Message:
 
 
 def _render(template: str, parameters: Mapping[str, Any]) -> str:
-    """Fill in a template. Raises KeyError for a parameter that the message lacks."""
+    """Fill in a template. Raises KeyError if a parameter is missing."""
     parts = []
     for literal, name, spec, conversion in Formatter().parse(template):
         parts.append(literal)
@@ -85,14 +85,14 @@ def _render_value(value: Any, spec: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 1', 'ranks 0, 2, 3', or the first four and the number if there are more than eight."""
+    """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks."""
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def names_text(names: Sequence[str], most: int = 3, count: int | None = None) -> str:
-    """Return the first few names, and how many more there are. count: of all names, if only the first are given."""
+    """Return the first names and the number of further names. count: number of all names; default: len(names)."""
     count = len(names) if count is None else count
     more = f" and {count - most} more" if count > most else ""
     return ", ".join(names[:most]) + more
@@ -106,7 +106,7 @@ def values_text(values: Sequence[tuple[Any, Sequence[int]]], most: int = 6) -> s
 
 
 class Grouping(Sentence):
-    """How checkpoints were put into groups of replicas."""
+    """How checkpoints were grouped into replicas."""
 
     METADATA = "grouped by the metadata in the files"
     EXPRESSION = "grouped by the expression {pattern!r}"
@@ -134,11 +134,11 @@ class Grouping(Sentence):
 
 
 class Note(Sentence):
-    """What readers of a result should know about a group of replicas: its options, gaps and guesses."""
+    """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
-    RANKS_ABSENT = "no file of {ranks:ranks}, although the metadata lists {world_size} ranks"
+    RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (
         "parameters and buffers are distinguished by name; name buffers with {buffers:option GLOB}, or save "
         "syncheck.metadata(model=...) in the file"
@@ -203,12 +203,12 @@ class Refusal(Sentence):
     STORED = "{text}"
 
 
-# Refusals of shards that nothing can be compared with: a fact about the layout, not a fault of the file.
+# Refusals of shards without replicas: a property of the layout, not a problem of the file.
 SHARD_REFUSALS = (Refusal.SHARDED_TENSOR, Refusal.SHARDED_DTENSOR, Refusal.FLAT_PARAMETER)
 
 
 class Detail(Sentence):
-    """Why a tensor was not compared in full, or what is known of a difference."""
+    """Why a tensor was not fully compared, or how replicas differ."""
 
     MISSING = "not on {ranks:ranks}"
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
@@ -227,11 +227,11 @@ class Detail(Sentence):
     DIGESTS_ONLY = "the digests differ; nothing else is known"
     MOMENTS_AGREE = "the digests differ, but min, max, mean and std do not"
     MOMENTS = "{differing}"
-    MOMENTS_APART = "at least {least:.3g} apart; {differing}"
+    MOMENTS_APART = "max_abs is at least {least:.3g}; {differing}"
     CHECKSUMS = "the stored checksums differ"
-    STORED_DIFFERENTLY = "the files store it with different strides, byte order or pending operations"
-    VIEW = "a view of a storage that differs: only reading it shows whether the view differs"
-    NO_CHECKSUM = "not every file stores a checksum of it"
+    STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
+    VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
+    NO_CHECKSUM = "some files store no checksum of the tensor"
 
 
 class Fact(Sentence):
@@ -272,7 +272,7 @@ class Undecided(Sentence):
 
 
 class Hint(Sentence):
-    """What to do next with an option."""
+    """Suggestions that mention options."""
 
     ALL_ROWS = "{limit:option=0} shows all"
     ALL_ROWS_IN_JSON = "the .json report has all"

@@ -187,7 +187,7 @@ def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
     b = readers.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2)})))
     with pytest.raises(UsageError, match="both would be written to"):
         choose_output_paths([a, b], "out")
-    with pytest.raises(UsageError, match="need a folder"):
+    with pytest.raises(UsageError, match="pass a folder"):
         choose_output_paths([a, b], a.path)
     with pytest.raises(UsageError, match="a checkpoint lies there"):
         choose_output_paths([a], b.path)
