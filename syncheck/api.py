@@ -157,7 +157,7 @@ def changed(options: Options, **given: Any) -> Options:
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a checkpoint, or a folder that contains a checkpoint."""
+    """Whether a path is a checkpoint, or a folder with a checkpoint."""
     return files.holds_checkpoint(str(path))
 
 
@@ -168,17 +168,17 @@ class Found:
     groups: tuple[ReplicaGroup, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
-    """Number of files in the given folders that are not checkpoints."""
+    """Number of other files in the given folders."""
     aliases: tuple[Alias, ...] = ()
     """Links to other replicas."""
     idle: tuple[str, ...] | None = None
-    """Globs of tolerances that match no tensor of any group; None if unknown."""
+    """Globs of tolerances without a matching tensor; None if unknown."""
 
 
 def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
     """Open the checkpoints under the paths and group them into replicas.
 
-    paths: files, folders or globs. Files that cannot be read are listed in `unreadable`. Raises UsageError if there is
+    paths: files, folders or globs. Unreadable files are listed in `unreadable`. Raises UsageError if there is
     no path, a glob has no match, a folder has no checkpoint, no replica is the reference, or the baseline cannot be
     read.
     """
@@ -199,7 +199,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
 
 
 def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
-    """Return the kinds of tensors that would be compared in a group, without reading tensors.
+    """Return the kinds of tensors to compare in a group, without reading tensors.
 
     The last kind is `value` if the files have Python values whose differences count, such as the step.
     """
@@ -210,8 +210,8 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
     """Compare the replicas of each group, and diagnose differences.
 
-    histograms: add histograms to the tensors that differ most at the last step of each run. Files that cannot be read
-    any more are listed as unreadable, and the verdict is then never "in sync".
+    histograms: add histograms to the tensors that differ most at the last step of each run. Files with read
+    errors are listed as unreadable, and the verdict is then never "in sync".
     """
     options = options or Options()
     unreadable = list(found.unreadable)
@@ -265,7 +265,7 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 def _compare(
     replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
 ) -> tuple[Comparison, ReplicaGroup]:
-    """Compare a group without files that cannot be read any more. Also return the compared replicas."""
+    """Compare a group, without files with read errors. Also return the compared replicas."""
     while True:
         try:
             rank = reference.find_reference_rank(options.reference, replicas)
@@ -285,7 +285,7 @@ def _compare(
 
 
 def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
-    """Return the globs of tolerances that match no tensor of any group, probably because they are misspelled."""
+    """Return the globs of tolerances without a matching tensor, which are probably misspelled."""
     table = options.selection().tolerance
     if not table.names or not groups:
         return ()

@@ -1,4 +1,4 @@
-"""Baselines: files with known findings, so that only new findings fail.
+"""Baselines: files with known findings, which do not fail again.
 
     {
      "syncheck_baseline": 1,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
 _OPTION = "--baseline"
-# Codes that cover several kinds of facts. Accepting a different shape does not accept a different dtype.
+# Codes with several kinds of facts. Accepting a different shape does not accept a different dtype.
 _OF_FACTS = ("SYN102", "SYN215")
 
 
@@ -151,7 +151,7 @@ def apply_baseline(report: Report, known: Known) -> Report:
 def update_baseline(report: Report, known: Known) -> Known:
     """Return a baseline that accepts all failing findings of a report, without fixed entries.
 
-    Entries that the report does not cover stay. Raises UsageError if files could not be read or nothing was compared.
+    Entries outside the report stay. Raises UsageError if files could not be read or nothing was compared.
     """
     if report.unreadable:
         first = report.unreadable[0]
@@ -163,7 +163,7 @@ def update_baseline(report: Report, known: Known) -> Known:
 
 
 def find_failing(report: Report) -> Known:
-    """Return the entries that accept all findings of a report that fail, or would fail without a baseline."""
+    """Return the entries for all findings of a report that fail, or would fail without a baseline."""
     return frozenset(
         entry
         for group in report.groups
@@ -188,7 +188,7 @@ def _label(group: Group) -> str:
 
 
 def _entries_of(group: Group, finding: Finding) -> set[Entry]:
-    """Return the entries that accept a finding."""
+    """Return the entries of a finding."""
     diffs = {diff.name: diff for diff in group.tensors}
     kinds = {name: _find_kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
     entries = {Entry(_label(group), finding.code, kind, name) for name in kinds for kind in kinds[name]}
@@ -223,10 +223,10 @@ def _check_finding(group: Group, finding: Finding, known: Known) -> Finding:
 
 
 def _find_fixed(report: Report, known: Known) -> Known:
-    """Return the entries of a baseline that were compared and are no longer in the report.
+    """Return the compared entries of a baseline without a finding in the report.
 
-    Excluded tensors and tensors that could not be compared do not count as compared. If a file is unreadable or
-    missing, nothing counts as fixed, because the file may be that of the differing rank.
+    Excluded and incomparable tensors do not count as compared. If a file is unreadable or
+    missing, nothing counts as fixed, because the differing rank may have written it.
     """
     if report.unreadable:
         return frozenset()
@@ -247,7 +247,7 @@ def _lacks_ranks(group: Group) -> bool:
 
 
 class _Coverage:
-    """The tensors of a run that were compared."""
+    """The compared tensors of a run."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._complete = not any(group.left_out for group in groups)

@@ -67,7 +67,7 @@ def fingerprint(snapshot: Snapshot) -> str:
 
 
 def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, str]]:
-    """Return the output path of each checkpoint's fingerprint. Skips checkpoints that are fingerprints already.
+    """Return the output path of each checkpoint's fingerprint. Skips fingerprints.
 
     output: a file for one checkpoint. For several checkpoints, or if it is a folder or ends with a slash, the folder
     for the fingerprints. They keep their names and their folders below the common folder of all checkpoints, so ranks

@@ -1,6 +1,6 @@
 """Frozen records of comparisons, findings and reports. They never read files.
 
-The field names are those of the JSON document (`syncheck/report/schema.json`), so that
+The field names are those of the JSON document (`syncheck/report/schema.json`):
 `report.groups[0].findings[0].code` in Python is `.groups[0].findings[0].code` in JSON.
 """
 
@@ -58,13 +58,13 @@ ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "othe
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Evidence about a tensor that differs. Fields are empty or None if they were not computed or do not apply.
+    """Evidence about a different tensor. Fields are empty or None if they were not computed or do not apply.
 
-    Norms and the cosine are over the first `MEASURED` elements that are finite on all replicas.
+    Norms and the cosine are over the first `MEASURED` elements, skipping NaNs and infinities of any replica.
     """
 
     damaged: tuple[int, ...] = ()
-    """Ranks whose storage does not match the CRC-32 that torch.save stored for it."""
+    """Ranks whose storage does not match its CRC-32 in the file, written by torch.save."""
     first: int | None = None
     """The flat index of the first different element in C order, if the different elements are contiguous."""
     values: Mapping[int, int | float | str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class FreeRunning:
     """
 
     steps: tuple[int, ...]
-    """The steps that were read."""
+    """The steps used."""
     cosine: float
     """Mean cosine between the differences at neighbouring steps."""
     growth: float
@@ -144,7 +144,7 @@ class Histogram:
 
     @property
     def elements(self) -> int:
-        """Number of elements that were read."""
+        """Number of elements read."""
         return self.equal + sum(self.counts) + self.not_finite
 
 
@@ -167,7 +167,7 @@ class Shards:
     """A description of the layout."""
     tensors: int
     compared: int
-    """Number of tensors with a shard that at least two ranks hold."""
+    """Number of tensors with a shard on at least two ranks."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
     """The sets of compared ranks."""
 
@@ -218,7 +218,7 @@ class TensorDiff:
     tolerance: str | None = None
     """The tolerance that applied, if the status is `close`."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
-    """The sets of ranks that must hold equal bytes."""
+    """The replica groups: ranks whose bytes must be equal."""
     clusters: tuple[tuple[int, ...], ...] = ()
     """Ranks with equal bytes, largest set first; with several replica groups, only of groups with differences."""
     mismatched: int | None = 0
@@ -238,7 +238,7 @@ class TensorDiff:
     minority: tuple[int, ...] = ()
     """Ranks outside the majority, or different from the reference; empty if there is neither."""
     evidence: Evidence | None = None
-    """Evidence about a tensor that differs; None if it was not collected."""
+    """Evidence about the cause; None if it was not collected."""
     histogram: Histogram | None = None
     """For the floating-point tensors that differ most, if histograms are requested."""
     facts: tuple[TensorDiff, ...] = ()
@@ -259,7 +259,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class ValueDiff:
-    """A Python value that is not equal on all replicas."""
+    """A Python value with differences between replicas."""
 
     name: str
     by_rank: Mapping[int, Any]
@@ -314,7 +314,7 @@ class Finding:
     accepted: bool = False
     """Whether the baseline contains all of its tensors and values."""
     new: tuple[str, ...] = ()
-    """Tensors and values that the baseline lacks under this code; empty without a baseline."""
+    """Tensors and values missing in the baseline under this code; empty without a baseline."""
 
     @property
     def evidence(self) -> str:
@@ -357,15 +357,15 @@ class Comparison:
     replicas: tuple[Replica, ...]
     counts: Counts
     tensors: tuple[TensorDiff, ...] = ()
-    """The tensors that are not identical."""
+    """The diffs of all tensors except identical tensors."""
     values: tuple[ValueDiff, ...] = ()
     ties: tuple[Tie, ...] = ()
-    """The ties that some ranks lack."""
+    """Ties missing on some ranks."""
     shards: tuple[Shards, ...] = ()
     kinds: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by kind of tensor."""
     left_out: int = 0
-    """Tensors that the options exclude; no count includes them."""
+    """Number of excluded tensors; no count includes them."""
     uncompared: tuple[int, ...] = ()
     """Ranks without any compared tensor, if other ranks have some."""
     grouping: tuple[Message, ...] = ()
@@ -394,7 +394,7 @@ class Group(Comparison):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file that could not be read."""
+    """A file with read errors."""
 
     path: str
     reason: str
@@ -437,9 +437,9 @@ class Report:
     groups: tuple[Group, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
-    """Number of files in the given folders that are not checkpoints."""
+    """Number of other files in the given folders."""
     aliases: tuple[Alias, ...] = ()
-    """Links to checkpoints that were compared under another path."""
+    """Links to checkpoints compared under another path."""
     quick: bool = False
     """Whether stored checksums were compared instead of bytes."""
     drift: tuple[DriftPoint, ...] = ()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from syncheck.records import Group, TensorDiff
 
 Compared = TypeVar("Compared", bound=Comparison)
-# Names of options that trainers use for the length of a run and the saving interval.
+# Names of trainer options for the length of a run and the saving interval.
 LENGTHS = ("epochs", "max_epochs", "num_epochs", "steps", "max_steps", "total_steps", "save_every")
 
 
@@ -34,12 +34,12 @@ def step_order(group: Comparison) -> int:
 
 
 def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return the steps of a run to show: the last one, and each earlier step with a finding that no later step has.
+    """Return the steps of a run to show: the last one, and each earlier step with a finding absent from all later steps.
 
-    An earlier step without a comparison counts as well. Findings that a later step shows are removed from it.
+    An earlier step without a comparison counts as well. Findings of later shown steps are removed from it.
     """
     shown: list[Group] = []
-    seen: set[tuple[str, bool]] = set()  # a code that a baseline accepts at one step may fail at another
+    seen: set[tuple[str, bool]] = set()  # a code may be accepted at one step and fail at another
     undecided_shown = False
     for group in reversed(groups):
         own = tuple(finding for finding in group.findings if (finding.code, finding.fails) not in seen)
@@ -79,7 +79,7 @@ def drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
 
 
 def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
-    """Return the effect of SyncBatchNorm for each pair of runs that differ only in it, at their last common step."""
+    """Return the effect of SyncBatchNorm for each pair of runs without other differences, at their last common step."""
     return tuple(
         closure
         for plain in runs.values()

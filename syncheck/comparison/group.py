@@ -1,4 +1,4 @@
-"""Compare the replicas of one group: align names, compare each tensor, and count the tensors that were not compared."""
+"""Compare the replicas of one group: align names, compare each tensor, and count the results."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _Tally:
     left_out: int = 0
     names: dict[str, str] = field(default_factory=dict)
     compared: set[int] = field(default_factory=set)
-    """Ranks with at least one compared tensor that is not a step counter."""
+    """Ranks with a compared tensor other than step counters."""
     laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -194,7 +194,7 @@ def _compare_tensors(
                     tally.add(name, kind, mark_ambiguous(name, kind, tensors, Detail.AMBIGUOUS_LAYOUT(layout=layout)))
                     continue
                 aligned[name] = tensors = complete
-            # A rank that owns the parameter must hold its state; if it does not, the state is lost.
+            # The owner of a parameter must hold its state; if it does not, the state is lost.
             parameter = name.rpartition(".")[0]
             lost = any(parameter in own for rank, own in parts.own.items() if rank not in tensors)
             partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
@@ -236,7 +236,7 @@ def _inspect(diffs: list[TensorDiff], inspect: Callable[[list[TensorDiff]], Sequ
 
 
 def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
-    """Return the kinds of tensors that `compare_group` compares, without reading tensors."""
+    """Return the kinds of tensors to compare, without reading tensors."""
     present = set(selected_kinds(dict(replicas.ranks), selection).values())
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
@@ -299,7 +299,7 @@ def _count_prefixes(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[i
 def _make_notes(
     snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selection, *, guessed: bool
 ) -> list[Message]:
-    """Return notes about the files, ranks that were not compared, and options."""
+    """Return notes about files, uncompared ranks, and options."""
     notes = []
     if tally.laid_out and all(
         counts.total() == counts["not_compared"] for kind, counts in tally.by_kind.items() if kind != "optimizer_step"

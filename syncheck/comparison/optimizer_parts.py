@@ -37,7 +37,7 @@ _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 class Parts:
     """How optimizer state is partitioned.
 
-    own: the parameters of each rank. labels: labels of parts that are stored by one replica only. unclear: why
+    own: the parameters of each rank. labels: labels of parts stored by one replica only. unclear: why
     different states may be partitions or out of sync.
     """
 
@@ -91,7 +91,7 @@ def _full_names(parameters: Sequence[str]) -> frozenset[str]:
 
 
 def _detect_by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot]) -> Parts:
-    """Detect folders of several nodes: disjoint parts that together are complete."""
+    """Detect folders of several nodes: disjoint parts, complete together."""
     if any(one & other for one, other in combinations(labels, 2)):
         return Parts()
     all_labels = frozenset[str]().union(*labels)
@@ -119,7 +119,7 @@ def _detect_by_number(
     )
     # Replicas have the same number of parameters.
     conflict = conflict or (total == len(parameters) and len({counts[rank] for rank in held}) > 1)
-    # A rank that numbers no parameters has no state, or the state of all parameters by name.
+    # A rank without numbered parameters has no state, or the state of all parameters by name.
     whole = any(
         name.startswith("optimizer.") for rank, s in snapshots.items() if rank not in held for name in s.tensors
     )
@@ -141,7 +141,7 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
 
 
 def find_lost_state(own: Own, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
-    """Yield the missing state of ranks that have no state for their own parameters, if other ranks have state.
+    """Yield the missing state of ranks without state for their own parameters, if other ranks have state.
 
     No file contains these tensors. A single parameter without state is not reported, because it may never have had a
     gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.

@@ -1,4 +1,4 @@
-"""Measure differences against a reference replica that the user selects, instead of the majority.
+"""Measure differences against a user-selected reference replica instead of the majority.
 
 The reference affects descriptions and numbers, but never whether a tensor differs.
 """
@@ -28,7 +28,7 @@ _MOST_DIGITS = 100
 def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
     """Return the rank of the reference in a group; None if the group does not contain it.
 
-    reference: a rank, the path of a replica, or a folder that contains exactly one replica of the group. If a file name
+    reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
     is a number, the file takes precedence over the rank with this number.
     """
     if reference is None:
@@ -71,7 +71,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     """Return a difference relative to a rank: ranks that differ from it are the minority, and numbers are against it.
 
     If ranks hold several shards of a tensor (`replica_groups`), only the minority changes, because the numbers are
-    those of the shard that differs most.
+    those of the worst shard.
     """
     own = next((group for group in diff.replica_groups if rank in group), ())
     others = {other for group in diff.replica_groups if group != own for other in group}

@@ -1,9 +1,9 @@
-"""Determine the replica groups of a tensor: the sets of ranks that must hold equal bytes.
+"""Determine the replica groups of a tensor: the sets of ranks whose bytes must be equal.
 
 - Plain tensor: all ranks. In a tensor, pipeline or expert parallel mesh, the ranks with equal mesh coordinates: files
   do not show whether a plain tensor in such a mesh is replicated or a part. Tensors whose name and shape exclude
   partitioning by tensor parallelism are also compared along the tensor-parallel dimension.
-- DTensor: the ranks with equal coordinates in all dimensions that divide it, into shards or into partial sums. HSDP is
+- DTensor: the ranks with equal coordinates in all dividing dimensions, into shards or into partial sums. HSDP is
   therefore compared along the replicate dimension, and FSDP shards have no replicas. A mesh may contain only some of
   the ranks (tensor parallelism inside DDP): ranks with equal coordinates in sibling meshes are replicas, unless they
   belong to different pipeline stages.
@@ -61,7 +61,7 @@ class Positions:
 class Division:
     """The replica groups of a tensor.
 
-    sets: ranks with the tensor that must hold equal bytes. expected: ranks that must have the tensor. kind: `DTensor`,
+    sets: ranks with the tensor whose bytes must be equal. expected: ranks required to have the tensor. kind: `DTensor`,
     `model parallel`, or empty for a plain tensor of all ranks. layout: description of the sharding.
     """
 

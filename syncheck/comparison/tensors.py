@@ -42,8 +42,8 @@ def compare_tensor(
 ) -> TensorDiff | None:
     """Compare the replicas of one tensor within each replica group. Return None if they are identical.
 
-    tensors: by rank. division: the replica groups and the ranks that must have the tensor. sharded: whether each rank
-    holds different tensors by design, so that missing tensors are no difference. quick: compare stored checksums only.
+    tensors: by rank. division: the replica groups and the ranks required to have the tensor. sharded: whether each rank
+    holds different tensors by design, so missing tensors are no difference. quick: compare stored checksums only.
     Raises CheckpointError if a file can no longer be read.
     """
 
@@ -59,7 +59,7 @@ def compare_tensor(
     if diff is None:
         diff = _compare_groups(bare, tensors, division, compare)
     elif values := _compare_matching(diff, tensors, division, compare):
-        # Tensors that the reader refuses on some ranks are not a difference by themselves.
+        # A tensor refused by the reader on some ranks is not a difference by itself.
         diff = replace(diff, facts=(diff, values)) if diff.out_of_sync else replace(values, detail=diff.detail)
     if not missing:
         return diff
@@ -280,7 +280,7 @@ def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bo
 
 
 def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -> TensorDiff | None:
-    """Return the diff of replicas that were compared without their bytes; None if all are identical."""
+    """Return the diff from digests or checksums; None if all are identical."""
     if len(result.clusters) == 1:
         return None
     if not result.clusters:

@@ -1,4 +1,4 @@
-"""Find tied tensors: names that share memory on some ranks only.
+"""Find tied tensors: names sharing memory on some ranks only.
 
 torch.save and torch.load preserve shared memory. Other formats store separate bytes for each name, so ties are unknown.
 """
@@ -19,7 +19,7 @@ _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
 
 def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> tuple[Tie, ...]:
-    """Return the ties that some ranks have and other ranks lack.
+    """Return the ties present on some ranks only.
 
     names: by rank, from stored to normalized names. Ranks without one of the names do not count.
     """

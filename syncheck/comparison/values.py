@@ -27,7 +27,7 @@ def compare_values(
     kept: Callable[[str, str], bool],
     is_partial: Callable[[str], bool],
 ) -> list[ValueDiff]:
-    """Return the Python values that are not equal on all replicas.
+    """Return the diffs of Python values between replicas.
 
     Different values count as out of sync, except values of the rank itself (such as its host or RNG state) and excluded
     values. Values of kind `other` count in memory, and are only listed for files.
@@ -90,13 +90,13 @@ def _containers(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _owner(name: str) -> str:
-    """Return the name of the object that a value belongs to: the optimizer, the scheduler, or a top-level key."""
+    """Return the name of the object of a value: the optimizer, the scheduler, or a top-level key."""
     head, groups, _ = name.partition(".param_groups.")
     return head if groups else name.rpartition(".")[0] or name
 
 
 def _container_differs(name: str, present: Mapping[str, set[str]], absent: Iterable[Mapping[str, set[str]]]) -> bool:
-    """Whether the container of a missing value is missing, too, or has keys that the complete container lacks.
+    """Whether the container of a missing value is missing, too, or has additional keys.
 
     If it only has fewer keys, another version of the library wrote it. present, absent: keys by container, for a rank
     with the value and for the ranks without it.
