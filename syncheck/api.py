@@ -40,7 +40,7 @@ ONLY = {
 }
 
 
-# These options are overridden together: if one is given, the defaults of all others apply.
+# Options that are overridden together: giving any of them resets the others to their defaults.
 TOLERANCE = ("rtol", "atol", "ulp", "close", "tolerance")
 
 

@@ -1,6 +1,6 @@
 """Frozen records of comparisons, findings and reports. They never read files.
 
-The field names are those of the JSON document (`syncheck/report/schema.json`):
+The field names are the same as in the JSON document (`syncheck/report/schema.json`):
 `report.groups[0].findings[0].code` in Python is `.groups[0].findings[0].code` in JSON.
 """
 
@@ -104,7 +104,7 @@ class History:
     tensors: tuple[str, ...]
     ranks: tuple[int, ...]
     trend: Trend | None = None
-    """The trend of the differences from the first to the last step with differences; None with only one such step."""
+    """The trend of the differences from the first to the last step with differences; None with only one step with differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Replica:
     tensors: int
     bytes: int
     host: str | None = None
-    """The host name from the metadata, else from a folder such as node0."""
+    """The host name from the metadata, else from a folder named like node0."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """The mesh coordinate by dimension, from the file name, the metadata or the DTensors."""
 
@@ -201,7 +201,7 @@ class Replica:
 class TensorDiff:
     """The result of comparing the replicas of one tensor.
 
-    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None if there are none; max_rel
+    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, or None without finite elements; max_rel
     is |a-b| / max(|a|, |b|). Differences are measured against the majority or the reference. Without both, or with a
     tolerance and no reference, they are between the lowest and the highest value of each element.
     """
@@ -212,7 +212,7 @@ class TensorDiff:
     shape: tuple[int, ...]
     status: Status
     reason: Reason | None = None
-    """Why it was not (fully) compared; `digest` or `checksum` if only these differ."""
+    """Why it was not (fully) compared; `digest` or `checksum` for the comparison of digests or checksums."""
     detail: Message | None = None
     """Explains the reason."""
     tolerance: str | None = None
@@ -222,7 +222,7 @@ class TensorDiff:
     clusters: tuple[tuple[int, ...], ...] = ()
     """Ranks with equal bytes, largest set first; with several replica groups, only of groups with differences."""
     mismatched: int | None = 0
-    """Number of elements with different values; numbers are those of the worst replica group.
+    """Number of elements with different values; all numbers describe the worst replica group.
 
     None if only digests or checksums were compared. The other numbers are then unknown, too.
     """
@@ -269,7 +269,7 @@ class ValueDiff:
     kind: ValueKind = "other"
     """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights."""
     lost: tuple[int, ...] = ()
-    """Ranks without the whole container of the value, such as the optimizer or the scaler."""
+    """Ranks without the whole container of the value, for example the optimizer or the scaler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class Finding:
     slug: str
     severity: Severity
     ranks: tuple[int, ...]
-    """The suspects, or all ranks of the group if there are none."""
+    """The suspects, or all ranks of the group if no rank is suspect."""
     tensors: tuple[str, ...]
     facts: tuple[Message, ...]
     """The evidence, one statement per message."""
@@ -338,7 +338,7 @@ class GroupEvidence:
     hyperparameters: Mapping[str, float] = field(default_factory=dict)
     """`lr`, `weight_decay` and `momentum` of the first parameter group of the first replica's optimizer."""
     normalized: Mapping[int, int] = field(default_factory=dict)
-    """The number of names with a wrapper's prefix such as `module.`, by rank."""
+    """The number of names with a wrapper's prefix like `module.`, by rank."""
     stores_progress: bool = False
     """Whether the files store their step or epoch."""
     stale: Mapping[int, int] = field(default_factory=dict)

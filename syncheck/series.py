@@ -34,7 +34,7 @@ def step_order(group: Comparison) -> int:
 
 
 def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return the steps of a run to show: the last one, and each earlier step with a finding absent from all later steps.
+    """Return the steps of a run to show: the last step, and earlier steps with findings absent from all later steps.
 
     An earlier step without a comparison counts as well. Findings of later shown steps are removed from it.
     """

@@ -32,7 +32,7 @@ def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozen
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
-    """Return a group of several replicas with these findings and the resulting verdict."""
+    """Return a group of several replicas with findings and the resulting verdict."""
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"

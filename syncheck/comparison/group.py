@@ -272,7 +272,7 @@ def _find_kinds(
         None,
     )
     kinds = kinds_of(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
-    # The kind depends on the shape and dtype on the first rank, so it is unsure if these differ between ranks.
+    # The kind depends on the shape and dtype on the first rank, so it is unsure if shape or dtype differ between ranks.
     selected = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
     mixed = {name for name in selected if len({(t.shape, t.dtype) for t in aligned[name].values()}) > 1}
     by_name = {name: "buffer" if name in mixed and kind == "rng" else kind for name, kind in kinds.by_name.items()}

@@ -71,7 +71,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     """Return a difference relative to a rank: ranks that differ from it are the minority, and numbers are against it.
 
     If ranks hold several shards of a tensor (`replica_groups`), only the minority changes, because the numbers are
-    those of the worst shard.
+    taken from the worst shard.
     """
     own = next((group for group in diff.replica_groups if rank in group), ())
     others = {other for group in diff.replica_groups if group != own for other in group}

@@ -1,13 +1,13 @@
 """Determine the replica groups of a tensor: the sets of ranks whose bytes must be equal.
 
 - Plain tensor: all ranks. In a tensor, pipeline or expert parallel mesh, the ranks with equal mesh coordinates: files
-  do not show whether a plain tensor in such a mesh is replicated or a part. Tensors whose name and shape exclude
+  do not show whether a plain tensor in this mesh is replicated or a part. Tensors whose name and shape exclude
   partitioning by tensor parallelism are also compared along the tensor-parallel dimension.
 - DTensor: the ranks with equal coordinates in all dividing dimensions, into shards or into partial sums. HSDP is
   therefore compared along the replicate dimension, and FSDP shards have no replicas. A mesh may contain only some of
   the ranks (tensor parallelism inside DDP): ranks with equal coordinates in sibling meshes are replicas, unless they
   belong to different pipeline stages.
-- If some ranks hold shards of a tensor and others the whole tensor, the shards of each mesh are assembled.
+- If some ranks hold shards of a tensor and other ranks the whole tensor, the shards of each mesh are assembled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Positions:
     """The mesh coordinates of the ranks of a group.
 
     plain: in the dimensions that divide plain tensors. sharded: in the dimensions that divide DTensors besides their
-    own mesh. Both are empty if no rank has a coordinate in these dimensions. mesh_rank: the rank in the mesh of each
+    own mesh. Both are empty if no rank has a matching coordinate. mesh_rank: the rank in the mesh of each
     rank; they differ if files are renamed or numbered by position. stages: a pipeline stage for each rank with
     DTensors; ranks of the same stage have most names in common.
     """
@@ -187,7 +187,7 @@ def _divide_dtensor(
     parts: Mapping[int, Sharding], present: tuple[int, ...], ranks: tuple[int, ...], positions: Positions
 ) -> Division:
     keys: dict[int, Hashable] = {}
-    # Ranks share sharding objects, so a thousand ranks have only a few distinct ones.
+    # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
     shardings = {id(sharding): sharding for sharding in parts.values()}
     layouts: dict[Hashable, int] = {}
     numbers = {
@@ -247,7 +247,7 @@ def _group_by_key(keys: Mapping[int, Hashable]) -> Sets:
 
 
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
-    """Whether some ranks hold a shard and others the whole tensor."""
+    """Whether some ranks hold a shard and other ranks the whole tensor."""
     sharded = sum(t.sharding is not None and not is_whole(t.sharding) for t in tensors.values())
     return 0 < sharded < len(tensors)
 

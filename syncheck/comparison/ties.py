@@ -21,7 +21,7 @@ _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> tuple[Tie, ...]:
     """Return the ties present on some ranks only.
 
-    names: by rank, from stored to normalized names. Ranks without one of the names do not count.
+    names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
     tied = {
         rank: {

@@ -29,7 +29,7 @@ def compare_values(
 ) -> list[ValueDiff]:
     """Return the diffs of Python values between replicas.
 
-    Different values count as out of sync, except values of the rank itself (such as its host or RNG state) and excluded
+    Different values count as out of sync, except values of the rank itself (like its host or RNG state) and excluded
     values. Values of kind `other` count in memory, and are only listed for files.
 
     Missing values count in memory. In files, settings and scaler state count if their whole container is missing or has
@@ -98,8 +98,8 @@ def _owner(name: str) -> str:
 def _container_differs(name: str, present: Mapping[str, set[str]], absent: Iterable[Mapping[str, set[str]]]) -> bool:
     """Whether the container of a missing value is missing, too, or has additional keys.
 
-    If it only has fewer keys, another version of the library wrote it. present, absent: keys by container, for a rank
-    with the value and for the ranks without it.
+    If it only has fewer keys, another version of the library wrote it. present, absent: keys by container on a rank
+    with the value and on ranks without it.
     """
     container = name.rpartition(".")[0]
     keys = [by_container.get(container) for by_container in absent]

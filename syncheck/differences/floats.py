@@ -1,8 +1,8 @@
 """Measure differences between finite floats of every width: absolute, relative, and in ULPs of the dtype.
 
-The results are those of float64 arithmetic on every element. Most of the work is done in float32, which is four times
+The results equal float64 arithmetic on every element. Most of the work is done in float32, which is four times
 as fast. Rounding is monotonic, so the largest differences are among those with the largest rounded difference, and
-only these are computed again in float64.
+only these elements are computed again in float64.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def widen(row: DType, array: Array) -> Array:
 def pairs(arrays: Sequence[Array], majority: bool) -> Iterator[tuple[Array, Array]]:
     """Yield pairs (lower, upper) to subtract.
 
-    With a majority, these are the first array and each other array; else the lowest and highest value of each element.
+    With a majority, pairs are the first array and each other array; else the lowest and highest value of each element.
     """
     if majority:
         for other in arrays[1:]:

@@ -37,8 +37,8 @@ def add_integer_differences(
 ) -> None:
     """Add the differences of integers and bools to `total`.
 
-    With a majority, each array is compared with the first array; else, for each element, the lowest with the highest
-    value.
+    With a majority, each array is compared with the first array; else the lowest with the highest value of
+    each element.
     """
     kind = np.int64 if row.family == "int" else np.uint64
     for low, high in pairs([array.astype(kind) for array in arrays], majority):

@@ -39,7 +39,7 @@ class Statistics:
         return "contiguous" if self.last - self.first + 1 == self.mismatched else "scattered"
 
     def add_mismatches(self, count: int, beyond: int, first: int, last: int) -> None:
-        """Add elements that differ. beyond: those outside the tolerance. first, last: flat indices."""
+        """Add elements that differ. beyond: number of elements outside the tolerance. first, last: flat indices."""
         self.mismatched += count
         self.beyond += beyond
         self.first = first if self.first is None else min(self.first, first)

@@ -9,7 +9,7 @@ b, b0 the statistics of the batches of both ranks:
 b - b0 has a constant part (the ranks' data have different distributions) and a random part. The share of the constant
 part is unknown. For each share, both models predict the cosines and ratios of the differences at several steps, and the
 observed values are compared with both models. For late steps and steps far from each other, the predictions are too
-similar, so such steps are not used.
+similar, so these steps are not used.
 
 A low variance is a proof that needs no share: one batch multiplies a running variance by at least (1 - m). If the
 running variance of a rank is below (1 - m)^n times that of rank 0 n batches earlier, it has not been copied from rank 0
@@ -157,7 +157,7 @@ def _find_momentum(group: Comparison) -> float | None:
 
 
 def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
-    """Return the moments if they suffice: at least three, close to each other, beginning early; else none."""
+    """Return the moments if they suffice: at least three, close to each other, beginning early; else an empty list."""
     between = [b.batches - a.batches for a, b in pairwise(early)]
     if len(early) < 3 or early[0].batches > FIRST / momentum or median(between) > BETWEEN / momentum:
         return []

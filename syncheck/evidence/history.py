@@ -83,7 +83,7 @@ def _find_differing(names: Collection[str], group: Comparison) -> list[TensorDif
 def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:
     """Return the diffs of each step whose size is followed: the same kinds of tensors at all steps with differences.
 
-    These are the parameters, or else all tensors except statistics and counters, or else all tensors except counters.
+    Returns the parameters, or else all tensors except statistics and counters, or else all tensors except counters.
     Statistics depend on the batch of each step even if the difference of the weights is constant.
     """
     for chosen in (

@@ -74,7 +74,7 @@ def _find_stale_ranks(
                     rank, current[rank], before[other], differing, None if quick else files
                 ):
                     stale[rank] = step
-    # If all ranks match earlier steps, no rank is behind the others.
+    # If all ranks match earlier steps, no rank is behind other ranks.
     return stale if len(stale) < len(current) else {}
 
 

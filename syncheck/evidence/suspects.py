@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...]:
-    """Return the ranks outside the majority of these tensors. Without a majority, return all ranks with differences.
+    """Return the ranks outside the majority of the tensors. Without a majority, return all ranks with differences.
 
     If most of the tensors have no majority, a majority in a few of them does not count: for example, two ranks may
     agree on a bias that changes only by rounding.

@@ -156,7 +156,7 @@ def _inspect_element(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Fil
 
 
 def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, int]:
-    """Return the first of a run of adjacent elements, given the length of the run and one of its elements."""
+    """Return the first of a run of adjacent elements, given the length of the run and the index of an element in it."""
     import numpy as np
 
     row = DTYPES[diff.dtype]
@@ -179,7 +179,7 @@ def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
 
 
 def _compute_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
-    """Compute the norm of each cluster, and the smallest cosine between the first (largest) cluster and the others."""
+    """Compute the norm of each cluster, and the smallest cosine between the first (largest) cluster and each other cluster."""
     norms: dict[int, float] = {}
     cosines = []
     for sets in sets_within(diff):
