@@ -20,8 +20,8 @@ def describe(path: str) -> dict[str, Any]:
     """Return the contents of a checkpoint as JSON values.
 
     Tensors have kind, dtype, shape, bytes, min, max, mean, std and the number of non-finite elements. Statistics are
-    over the finite elements, in float64; None without finite elements, and for complex tensors. Raises CheckpointError if the
-    file cannot be read.
+    over the finite elements, in float64; None without finite elements, and for complex tensors. Raises CheckpointError
+    if the file cannot be read.
     """
     snapshot = readers.read(path)
     kinds, guessed, _ = kinds_in(snapshot)

@@ -104,7 +104,7 @@ class History:
     tensors: tuple[str, ...]
     ranks: tuple[int, ...]
     trend: Trend | None = None
-    """The trend of the differences from the first to the last step with differences; None with only one step with differences."""
+    """The trend from the first to the last step with differences; None with only one of these steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,8 @@ class Replica:
 class TensorDiff:
     """The result of comparing the replicas of one tensor.
 
-    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, or None without finite elements; max_rel
-    is |a-b| / max(|a|, |b|). Differences are measured against the majority or the reference. Without both, or with a
+    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, or None without finite elements.
+    max_rel is |a-b| / max(|a|, |b|). Differences are measured against the majority or the reference. Without both, or with a
     tolerance and no reference, they are between the lowest and the highest value of each element.
     """
 

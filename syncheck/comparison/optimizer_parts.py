@@ -143,8 +143,8 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
 def find_lost_state(own: Own, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
     """Yield the missing state of ranks without state for their own parameters, if other ranks have state.
 
-    No file contains the missing tensors. A single parameter without state is not reported, because it may never have had a
-    gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.
+    No file contains the missing tensors. A single parameter without state is not reported, because it may never have
+    had a gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.
     """
     states: dict[int, dict[str, str]] = {rank: {} for rank in own}  # dtypes of states by name
     for name, tensors in aligned.items():

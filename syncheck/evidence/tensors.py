@@ -179,7 +179,7 @@ def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
 
 
 def _compute_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
-    """Compute the norm of each cluster, and the smallest cosine between the first (largest) cluster and each other cluster."""
+    """Compute the norm of each cluster, and the smallest cosine between the largest and any other cluster."""
     norms: dict[int, float] = {}
     cosines = []
     for sets in sets_within(diff):
