@@ -202,8 +202,8 @@ class TensorDiff:
     """The result of comparing the replicas of one tensor.
 
     max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, or None without finite elements.
-    max_rel is |a-b| / max(|a|, |b|). Differences are measured against the majority or the reference. Without both, or with a
-    tolerance and no reference, they are between the lowest and the highest value of each element.
+    max_rel is |a-b| / max(|a|, |b|). Differences are measured against the majority or the reference. Without both, or
+    with a tolerance and no reference, they are between the lowest and the highest value of each element.
     """
 
     name: str
