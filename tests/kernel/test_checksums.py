@@ -48,7 +48,7 @@ def quick(folder: Path, *states: dict[str, Any]) -> Report:
 
 
 def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither equal nor different replicas have a byte of a tensor read."""
+    """No tensor is read, whether replicas are equal or different."""
     monkeypatch.setattr(Files, "read", lambda *_, **__: pytest.fail("a tensor was read"))
     assert quick(tmp_path / "a", network(), network()).verdict == "in_sync"
     assert quick(tmp_path / "b", network(), changed(network(), "fc.bias")).verdict == "out_of_sync"
@@ -185,7 +185,7 @@ class TestLayouts:
         return readers.read(ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
 
     def test_equal_records_of_other_strides_are_not_equal(self, tensor: Tensor) -> None:
-        """One record read as rows and as columns holds two tensors: nothing is told."""
+        """A record read as rows and as columns contains different tensors: the result is unknown."""
         transposed = replace(tensor, strides=(1, 2))
         assert compare_checksums([tensor, replace(tensor, path="b")]).clusters == ((0, 1),)
         assert compare_checksums([transposed, transposed]).clusters == ((0, 1),)

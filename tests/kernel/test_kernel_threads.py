@@ -57,14 +57,14 @@ def _all_large(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_threads_find_the_same_clusters(tmp_path: Path, flips: list[list[int]], expected: object, jobs: int) -> None:
-    """Replicas that part in blocks of different threads are sorted as if one had read them all."""
+    """Differences in blocks of different threads give the same clusters as a single thread."""
     with Files(jobs=jobs) as files:
         assert cluster_replicas(written(tmp_path, flips), files) == expected
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 9])
 def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
-    """All threads together see each element of a tensor, and none twice."""
+    """Each block is assigned to exactly one thread."""
     tensors = written(tmp_path, [[], []])
     with Files(jobs=jobs) as files:
         found = shares.run_in_shares(tensors, files, lambda share, _: list(share))
@@ -74,7 +74,7 @@ def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
 
 
 def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> None:
-    """What fails in one thread is the caller's error, and the other threads do not go on to the end."""
+    """An error in a thread is raised in the caller, and stops the other threads."""
     tensors = written(tmp_path, [[], []])
     seen = []
 
@@ -104,7 +104,7 @@ def test_file_that_shrinks_under_threads(tmp_path: Path) -> None:
 
 
 def test_jobs_are_what_the_process_may_use() -> None:
-    """Unless told, there are as many threads as processors that this process may run on, at most four."""
+    """By default there is one thread per processor of the process, at most four."""
     with Files() as files:
         assert files.jobs == min(4, len(os.sched_getaffinity(0)))
     with Files(jobs=7) as files:
