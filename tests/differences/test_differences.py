@@ -138,7 +138,7 @@ def test_contiguous_over_a_block_boundary(tmp_path: Path) -> None:
 
 
 def test_differences_within_the_tolerance_are_close(tmp_path: Path) -> None:
-    """Within rtol and atol, or within ulp steps, the status is `close`, beyond it `different`; the tolerance is recorded."""
+    """Within rtol and atol, or ulp, the status is `close`, beyond it `different`; the tolerance is recorded."""
     a, b = floats(100.0, 1.0), floats(100.5, 1.0)
     close = compared(tmp_path, a, b, rtol=0.005, atol=0.0)
     assert (close.status, close.tolerance) == ("close", "rtol=0.005 atol=0")
