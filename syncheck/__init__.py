@@ -1,11 +1,11 @@
 """syncheck: are the replicas of my model really the same model?
 
-Importing this package imports neither torch nor numpy; the names below are loaded when they are used.
+Importing this package imports neither torch nor numpy. Public names are loaded on first use.
 """
 
 from __future__ import annotations
 
-# Not that of `typing`, whose import takes longer than all else before the command line can take Ctrl-C.
+# Importing `typing` would take longer than everything else before the command line handles Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,17 +1,18 @@
-"""The entry point of every comparison: the command line, the pytest plugin and users call these functions."""
+"""The entry point of comparisons, for the command line, the pytest plugin and users."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck import comparison, kinds, series
+from syncheck import kinds, series
 from syncheck import paths as files
-from syncheck.comparison import Selection, reference
-from syncheck.comparison import compare as compare_group
-from syncheck.comparison.values import holds_counted
+from syncheck.comparison import group as comparison
+from syncheck.comparison import reference
+from syncheck.comparison.group import Selection, compare_group
+from syncheck.comparison.values import has_counted_values
 from syncheck.errors import CheckpointError, UsageError
-from syncheck.evidence.stale import with_stale
+from syncheck.evidence.stale import add_stale_ranks
 from syncheck.kernel.blocks import broken_files
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
@@ -21,7 +22,7 @@ from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.options import Options as Options  # users import it from here too
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tolerance import tolerances
-from syncheck.verdicts import judged_group, overall
+from syncheck.verdicts import judge_group, overall
 
 if TYPE_CHECKING:
     import os
@@ -99,7 +100,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     spelled = files.unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
     groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
     unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
-    reference.check(options.reference, groups, unreadable)
+    reference.check_reference(options.reference, groups, unreadable)
     return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
 
 
@@ -108,7 +109,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
 
     The last kind is `value` if the files hold Python values that are compared, such as the step.
     """
-    counted = any(holds_counted(snapshot) for _, snapshot in replicas.ranks)
+    counted = any(has_counted_values(snapshot) for _, snapshot in replicas.ranks)
     return comparison.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
 
 
@@ -125,15 +126,15 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
         for replicas in found.groups
     ]
-    groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
+    groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
     if len(groups) > 1 and not options.quick:  # quick reads no tensor
-        from syncheck.evidence.free_running import with_free_running
+        from syncheck.evidence.free_running import add_free_running
 
-        groups = with_free_running(groups, compared, unreadable, options.jobs)
+        groups = add_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
-    judged = tuple(judged_group(group, runs.get(group.run, ()), allow) for group in groups)
+    judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)
     report = Report(
         verdict=overall(judged, unreadable),
         groups=judged,
@@ -148,7 +149,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         return report
     from syncheck import baseline
 
-    return baseline.accepted(report, baseline.read(options.baseline))
+    return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
@@ -176,7 +177,7 @@ def _compare(
     """
     while True:
         try:
-            rank = reference.rank_of(options.reference, replicas)
+            rank = reference.find_reference_rank(options.reference, replicas)
             return compare_group(replicas, replace(build_selection(options, rank), histograms=histograms)), replicas
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
@@ -194,16 +195,16 @@ def _compare(
 
 def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
-    excused = build_selection(options).tolerance
-    if not excused.names or not groups:
+    table = build_selection(options).tolerance
+    if not table.names or not groups:
         return ()
     names = (normalize(snapshot.tensors).values() for replicas in groups for _, snapshot in replicas.ranks)
-    return excused.idle(frozenset().union(*names))
+    return table.idle(frozenset().union(*names))
 
 
 def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
     """Add a note on all groups to the first group."""
     if not idle or not groups:
         return groups
-    note = Note.UNUSED_TOLERANCES(names=", ".join(idle), kinds=", ".join(kinds.KINDS))
+    note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]

@@ -1,4 +1,4 @@
-"""Known findings: a file that people commit, so that only what is new fails.
+"""Baselines: files with known findings, which do not fail again.
 
     {
      "syncheck_baseline": 1,
@@ -9,11 +9,12 @@
          "bn1.running_mean"
     ...
 
-By run, code and kind it lists the tensors and values that a finding may cover. Under codes of several kinds of facts,
-the kind says which: `parameter (shape)`; an entry without it, of an older syncheck, is of any. Neither gaps nor ranks
-stand in it: gaps vary from one training to the next, and the suspects do where no majority tells them, or where there
-are more ranks. Nor do steps, run_ids, or folders unless they alone tell two runs apart. The text is sorted, a name a
-line, so that a change of the file shows what was accepted.
+A baseline lists the accepted tensors and values by run, code and kind. If a code covers several kinds of facts, the
+kind includes the fact: `parameter (shape)`. Entries of older versions without a fact accept every fact.
+
+A baseline contains no differences, ranks, steps and run_ids, because these change between training runs. Folders are
+only included if they are needed to distinguish runs. Names are sorted, one per line, so that diffs of the file show the
+changes.
 """
 
 from __future__ import annotations
@@ -37,15 +38,14 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
 _OPTION = "{baseline}"
-_MOST_NAMED = 5
-# Codes that cover facts of several kinds: who accepts another shape has not accepted another dtype.
+# Codes with several kinds of facts. Accepting a different shape does not accept a different dtype.
 _OF_FACTS = ("SYN102", "SYN215")
 
 
 class Entry(NamedTuple):
-    """One name of a finding that is accepted.
+    """One accepted tensor or value of a finding.
 
-    kind: of the tensor, and the fact where a code covers several; `value` of what is no tensor.
+    kind: the kind of the tensor, with the fact if the code covers several; `value` for Python values.
     """
 
     run: str
@@ -58,9 +58,9 @@ Known = frozenset[Entry]
 
 
 def read(path: str, *, may_be_missing: bool = False) -> Known:
-    """Read a baseline. may_be_missing: one that is not there has nothing.
+    """Read a baseline. may_be_missing: return an empty baseline if the file does not exist.
 
-    Raises UsageError for a file that is missing, cannot be read, is of another version, or is no baseline.
+    Raises UsageError if the file is missing, unreadable, not a baseline, or of another version.
     """
     try:
         with open(path, "rb") as file:
@@ -71,7 +71,7 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
         if isinstance(error, FileNotFoundError):
             raise UsageError(f"{path}: no such baseline; create it with `syncheck compare --update-baseline`") from None
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path}: the baseline cannot be read: {reason}") from None
+        raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -87,9 +87,9 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
 
 
 def read_for_update(path: str) -> Known:
-    """Read a baseline that is to be written: one that is not there yet has nothing.
+    """Read a baseline before updating it; empty if the file does not exist.
 
-    Raises UsageError as `read` does, and where the file could not be written, as far as that shows beforehand.
+    Raises UsageError as `read` does, and if the file is obviously not writable.
     """
     known = read(path, may_be_missing=True)
     with atomic.writing(path, _OPTION):
@@ -98,24 +98,24 @@ def read_for_update(path: str) -> Known:
 
 
 def _entries(path: str, accepted: object) -> Iterator[Entry]:
-    """Take the file's tree apart, down to the lists of names. Raises UsageError where it is another one."""
+    """Yield the entries of the document. Raises UsageError if its structure is invalid."""
     for run, codes in _items(path, _ACCEPTED, accepted):
         for code, kinds in _items(path, brief(run), codes):
             for kind, names in _items(path, f"{brief(run)}, {brief(code)}", kinds):
                 if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                    place = f"{brief(run)}, {brief(code)}, {brief(kind)}"
-                    raise UsageError(f"{path}: not a baseline: {place}: needs a list of names, found {brief(names)}")
+                    key = f"{brief(run)}, {brief(code)}, {brief(kind)}"
+                    raise UsageError(f"{path}: not a baseline: {key}: must be a list of names, found {brief(names)}")
                 yield from (Entry(run, code, kind, name) for name in names)
 
 
-def _items(path: str, place: str, value: object) -> list[tuple[str, Any]]:
+def _items(path: str, key: str, value: object) -> list[tuple[str, Any]]:
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: not a baseline: {place}: needs an object, found {brief(value)}")
+        raise UsageError(f"{path}: not a baseline: {key}: must be an object, found {brief(value)}")
     return list(value.items())
 
 
-def written(known: Known) -> str:
-    """Return the text of a baseline, in ASCII whatever the names are: the same for the same entries."""
+def serialize(known: Known) -> str:
+    """Return the text of a baseline, in ASCII. Equal entries give equal texts."""
     tree: dict[str, Any] = {}
     for entry in sorted(known):
         names = tree.setdefault(entry.run, {}).setdefault(entry.code, {}).setdefault(entry.kind, [])
@@ -124,57 +124,57 @@ def written(known: Known) -> str:
 
 
 def write(path: str, known: Known) -> None:
-    """Write a baseline, whole or not at all. Raises UsageError where it cannot be written."""
+    """Write a baseline atomically. Raises UsageError if it cannot be written."""
     with atomic.writing(path, _OPTION):
-        atomic.replace_file(path, written(known))
+        atomic.replace_file(path, serialize(known))
 
 
-def accepted(report: Report, known: Known) -> Report:
-    """Return a report in which findings that a baseline has do not fail, with what it lacks and what is gone.
+def apply_baseline(report: Report, known: Known) -> Report:
+    """Return the report with findings accepted by a baseline, and with new and fixed entries.
 
-    A finding is accepted when the baseline has all of its tensors and values under its run, code and kind. One that
-    covers more than that fails, and names what is new.
+    A finding is accepted if the baseline contains all of its tensors and values under its run, code and kind. Otherwise
+    it fails and lists the new tensors and values.
     """
     last = {_label(group): number for number, group in enumerate(report.groups)}
-    gone = _gone(report, known)
+    fixed = _find_fixed(report, known)
     groups = []
     for number, group in enumerate(report.groups):
-        made = group
+        judged = group
         if group.verdict != "alone":
-            made = with_findings(group, tuple(_looked_up(group, finding, known) for finding in group.findings))
+            judged = with_findings(group, tuple(_check_finding(group, finding, known) for finding in group.findings))
         if last[_label(group)] == number:
-            made = replace(made, fixed=_by_code(gone, _label(group)))
-        groups.append(made)
+            judged = replace(judged, fixed=_group_by_code(fixed, _label(group)))
+        groups.append(judged)
     return replace(report, groups=tuple(groups), verdict=overall(groups, report.unreadable))
 
 
-def updated(report: Report, known: Known) -> Known:
-    """Return a baseline that accepts what fails in a report, and has nothing that is fixed.
+def update_baseline(report: Report, known: Known) -> Known:
+    """Return a baseline that accepts all failing findings of a report, without fixed entries.
 
-    What the report did not look at stays. Raises UsageError where the report could not tell: that cannot be accepted.
+    Entries outside the report stay. Raises UsageError if files could not be read or nothing was compared.
     """
     if report.unreadable:
         first = report.unreadable[0]
-        raise UsageError(f"the baseline is not updated: {first.path} could not be read, and may hide what it has")
+        raise UsageError(f"the baseline is not updated: {first.path} could not be read, so findings may be missing")
     if not any(group.verdict in ("in_sync", "out_of_sync") for group in report.groups):
         raise UsageError("the baseline is not updated: nothing was compared")
-    found = failing(report)
-    return (known - _gone(report, known) - {_older(entry) for entry in found}) | found
+    failing = find_failing(report)
+    return (known - _find_fixed(report, known) - {_without_fact(entry) for entry in failing}) | failing
 
 
-def failing(report: Report) -> Known:
-    """Return the entries that accept all that fails in a report, or would without its baseline."""
+def find_failing(report: Report) -> Known:
+    """Return the entries for all findings of a report that fail, or would fail without a baseline."""
     return frozenset(
         entry
         for group in report.groups
         for finding in group.findings
         if finding.severity != "info" and not finding.allowed
-        for entry in _of(group, finding)
+        for entry in _entries_of(group, finding)
     )
 
 
-def change(before: Known, after: Known) -> str:
-    """Say in words what an update did."""
+def describe_change(before: Known, after: Known) -> str:
+    """Return a summary of an update."""
     runs = len({entry.run for entry in after})
     return (
         f"{len(after)} name{'s' * (len(after) != 1)} in {runs} run{'s' * (runs != 1)} accepted: "
@@ -187,16 +187,16 @@ def _label(group: Group) -> str:
     return group.label or group.run
 
 
-def _of(group: Group, finding: Finding) -> set[Entry]:
-    """Return what an acceptance of a finding would say."""
+def _entries_of(group: Group, finding: Finding) -> set[Entry]:
+    """Return the entries of a finding."""
     diffs = {diff.name: diff for diff in group.tensors}
-    kinds = {name: _kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
-    found = {Entry(_label(group), finding.code, kind, name) for name, of in kinds.items() for kind in of}
-    return found | {Entry(_label(group), finding.code, "value", name) for name in finding.values}
+    kinds = {name: _find_kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
+    entries = {Entry(_label(group), finding.code, kind, name) for name in kinds for kind in kinds[name]}
+    return entries | {Entry(_label(group), finding.code, "value", name) for name in finding.values}
 
 
-def _kinds(diff: TensorDiff, code: str) -> list[str]:
-    """Return under which kinds a tensor is listed: more than one where several things are wrong with it."""
+def _find_kinds(diff: TensorDiff, code: str) -> list[str]:
+    """Return the kinds under which a tensor is listed, one per fact."""
     if code not in _OF_FACTS:
         return [diff.kind]
     reasons = [
@@ -207,26 +207,26 @@ def _kinds(diff: TensorDiff, code: str) -> list[str]:
     return [f"{diff.kind} ({reason})" for reason in reasons]
 
 
-def _older(entry: Entry) -> Entry:
-    """Return the entry as a syncheck wrote it that did not tell facts apart."""
+def _without_fact(entry: Entry) -> Entry:
+    """Return the entry in the format of older versions, without the fact."""
     return entry._replace(kind=entry.kind.partition(" (")[0])
 
 
-def _looked_up(group: Group, finding: Finding, known: Known) -> Finding:
+def _check_finding(group: Group, finding: Finding, known: Known) -> Finding:
     if not finding.fails:
         return finding
-    covered = _of(group, finding)
-    new = tuple(sorted({entry.name for entry in covered if known.isdisjoint((entry, _older(entry)))}))
-    if covered and not new:
+    entries = _entries_of(group, finding)
+    new = tuple(sorted({entry.name for entry in entries if known.isdisjoint((entry, _without_fact(entry)))}))
+    if entries and not new:
         return replace(finding, accepted=True)
     return replace(finding, new=new, facts=(Fact.NOT_IN_BASELINE(names=new), *finding.facts))
 
 
-def _gone(report: Report, known: Known) -> Known:
-    """Return what a baseline has and the report does not, of what it looked at.
+def _find_fixed(report: Report, known: Known) -> Known:
+    """Return the compared entries of a baseline without a finding in the report.
 
-    A tensor that the options leave out, or that could not be compared, was not looked at. Nor was anything for sure
-    where a file could not be read, or is not there: it may be that of the odd rank.
+    Excluded and incomparable tensors do not count as compared. If a file is unreadable or
+    missing, nothing counts as fixed, because the differing rank may have written it.
     """
     if report.unreadable:
         return frozenset()
@@ -234,42 +234,44 @@ def _gone(report: Report, known: Known) -> Known:
     for group in report.groups:
         if group.verdict in ("in_sync", "out_of_sync") and not _lacks_ranks(group):
             runs[_label(group)].append(group)
-    found = {entry for group in report.groups for finding in group.findings for entry in _of(group, finding)}
-    found |= {_older(entry) for entry in found}
-    seen = {run: _Seen(groups) for run, groups in runs.items()}
-    return frozenset(entry for entry in known - found if entry.run in seen and seen[entry.run].has(entry))
+    present = {entry for group in report.groups for finding in group.findings for entry in _entries_of(group, finding)}
+    present |= {_without_fact(entry) for entry in present}
+    coverage = {run: _Coverage(groups) for run, groups in runs.items()}
+    return frozenset(
+        entry for entry in known - present if entry.run in coverage and coverage[entry.run].includes(entry)
+    )
 
 
 def _lacks_ranks(group: Group) -> bool:
     return group.evidence.metadata is not None and (group.evidence.metadata.world_size or 0) > len(group.replicas)
 
 
-class _Seen:
-    """What was looked at of a run."""
+class _Coverage:
+    """The compared tensors of a run."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._whole = not any(group.left_out for group in groups)
+        self._complete = not any(group.left_out for group in groups)
         self._compared = {
             name
             for group in groups
-            for name in group.evidence.names.keys() - {diff.name for diff in group.tensors if _is_passed_over(diff)}
+            for name in group.evidence.names.keys() - {diff.name for diff in group.tensors if _is_skipped(diff)}
         }
-        self._named = {name for group in groups for name in group.evidence.names}
+        self._present = {name for group in groups for name in group.evidence.names}
 
-    def has(self, entry: Entry) -> bool:
-        """Whether a name was compared, or is no more in the checkpoints."""
-        if entry.kind != "value" and entry.name in self._named:
+    def includes(self, entry: Entry) -> bool:
+        """Whether an entry was compared, or is no longer in the checkpoints."""
+        if entry.kind != "value" and entry.name in self._present:
             return entry.name in self._compared
-        return self._whole
+        return self._complete
 
 
-def _is_passed_over(diff: TensorDiff) -> bool:
+def _is_skipped(diff: TensorDiff) -> bool:
     return diff.status == "not_compared" and not diff.out_of_sync
 
 
-def _by_code(gone: Known, run: str) -> tuple[Fixed, ...]:
+def _group_by_code(fixed: Known, run: str) -> tuple[Fixed, ...]:
     codes: dict[str, list[str]] = defaultdict(list)
-    for entry in sorted(gone):
+    for entry in sorted(fixed):
         if entry.run == run:
             codes[entry.code].append(entry.name)
     return tuple(Fixed(code, tuple(sorted(names))) for code, names in codes.items())

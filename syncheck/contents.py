@@ -1,4 +1,4 @@
-"""What is in one checkpoint: every tensor with its kind, place and statistics."""
+"""Describe one checkpoint: kind, dtype, shape and statistics of every tensor (`syncheck show`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from syncheck import readers
 from syncheck.dtypes import DTYPES
 from syncheck.errors import brief
 from syncheck.kernel.blocks import Files
-from syncheck.kernel.moments import NAMES, moments_of
+from syncheck.kernel.moments import NAMES, compute_moments
 from syncheck.kinds import classify_snapshot
 
 if TYPE_CHECKING:
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """List a checkpoint's tensors with kind, dtype, shape, bytes, min, max, mean, std and nonfinite count.
+    """Return the contents of a checkpoint as JSON values.
 
-    Statistics are over finite elements, in float64, None where there are none; complex tensors have none.
-    Returns JSON values. Raises CheckpointError for a file that cannot be read.
+    Tensors have kind, dtype, shape, bytes, min, max, mean, std and the number of non-finite elements. Statistics are
+    over the finite elements, in float64; None without finite elements, and for complex tensors. Raises CheckpointError
+    if the file cannot be read.
     """
     snapshot = readers.read(path)
     kinds, guessed, _ = classify_snapshot(snapshot)
@@ -54,12 +55,12 @@ def describe(path: str) -> dict[str, Any]:
 
 def _is_json(value: Any) -> bool:
     if isinstance(value, int):
-        return abs(value) < 2**64  # Python refuses to write integers of more than 4,300 digits
+        return abs(value) < 2**64  # Python raises ValueError for integers of more than 4,300 digits
     return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _metadata(metadata: Metadata) -> dict[str, Any]:
-    """Keep what identifies the file; the lists of names are in the tensors' kinds."""
+    """Return the identifying fields. The lists of names are omitted, because they are part of the tensors' kinds."""
     wanted = ("run", "run_id", "step", "epoch", "rank", "world_size", "host", "buffers_synced")
     return {name: getattr(metadata, name) for name in wanted}
 
@@ -67,7 +68,7 @@ def _metadata(metadata: Metadata) -> dict[str, Any]:
 def _statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
     if tensor.refused:
         return dict.fromkeys((*NAMES, "nonfinite"))
-    if tensor.digest is not None:  # a fingerprint has the statistics in place of the bytes
+    if tensor.digest is not None:  # fingerprints store the statistics
         return {name: getattr(tensor.digest, name) for name in (*NAMES, "nonfinite")}
-    seen = moments_of(tensor, files)
-    return seen.found() | {"nonfinite": seen.nonfinite}
+    moments = compute_moments(tensor, files)
+    return moments.values() | {"nonfinite": moments.nonfinite}

@@ -1,7 +1,7 @@
-"""Sentences as data: which sentence, with which ranks, names and numbers. Each surface renders its text.
+"""Messages as data: a sentence and its ranks, names and numbers. Each surface renders the text.
 
-Records hold a `Message`; code that decides something compares its `code`. Text exists only after `str(message)`. The
-only difference between surfaces is how they write an option (`syncheck.errors.Words`).
+Records contain messages, and code compares `message.code`, never the text. `str(message)` renders the text. Surfaces
+differ only in the spelling of options (`syncheck.errors.Words`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ _MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole num
 
 
 class Sentence(Enum):
-    """Base of the sentences about one topic. A member's value is its template, in the syntax of `str.format`.
+    """Base class of the sentences about one topic. Values are templates in the syntax of `str.format`.
 
-    Besides the usual format specifications a field may have these:
+    Additional format specifications:
 
     - `{ranks:ranks}`: "rank 1", "ranks 0, 2"
     - `{ranks:Ranks}`: the same at the start of a sentence
     - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names, and how many more there are
-    - `{parts:list}`: messages or numbers, separated by commas
+    - `{parts:list}`: messages, names or numbers, separated by commas
     - `{values:by_rank}`: "0.25 on ranks 0, 1 and 1e-20 on rank 2", from a mapping of ranks to values
+    - `{values:on_ranks}`: the same from ((value, ranks), ...): "float32 on rank 0 and float64 on rank 1"
     - `{tensors:count tensor}` or `{batches:count batch|batches}`: "1 tensor", "2 tensors"
     - `{tensors:verb differs|differ}`: the verb of so many tensors, or of a tuple of ranks
     - `{step:number}` or `{gap:number 3}`: whole numbers with all digits, other numbers with 6 or 3 digits
-    - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option of that field of `Options`; these
-      need no parameter
+    - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option with this name in `Options`,
+      without a parameter
     """
 
     def __call__(self, **parameters: object) -> Message:
@@ -44,13 +45,13 @@ class Sentence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One sentence. code: which one. parameters: by name; tuples of ranks or names, numbers, texts, messages."""
+    """A sentence with parameters: tuples of ranks or names, numbers, texts, and other messages."""
 
     code: Sentence
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Render the sentence, with options in the current surface's words."""
+        """Render the sentence in the words of the current surface."""
         return _render(self.code.value, self.parameters)
 
     def __hash__(self) -> int:
@@ -58,7 +59,7 @@ class Message:
 
 
 def _render(template: str, parameters: Mapping[str, Any]) -> str:
-    """Fill in a template. Raises KeyError for a parameter that the message lacks."""
+    """Fill in a template. Raises KeyError if a parameter is missing."""
     parts = []
     for literal, name, spec, conversion in Formatter().parse(template):
         parts.append(literal)
@@ -90,6 +91,8 @@ def _render_value(value: Any, spec: str) -> str:
         return ", ".join(map(str, value))
     if kind == "by_rank":
         return by_rank_text(value)
+    if kind == "on_ranks":
+        return values_text(value)
     if kind == "count":
         one, _, many = most.partition("|")
         return f"{value} {one if value == 1 else many or one + 's'}"
@@ -102,7 +105,7 @@ def _render_value(value: Any, spec: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 1', 'ranks 0, 2, 3', or the first four and the number if there are more than eight."""
+    """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks."""
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
@@ -140,14 +143,21 @@ def number_text(number: float, digits: int = 6) -> str:
 
 
 def names_text(names: Sequence[str], most: int = 3, count: int | None = None) -> str:
-    """Return the first few names, and how many more there are. count: of all names, if only the first are given."""
+    """Return the first names and the number of further names. count: number of all names; default: len(names)."""
     count = len(names) if count is None else count
     more = f" and {count - most} more" if count > most else ""
     return ", ".join(names[:most]) + more
 
 
+def values_text(values: Sequence[tuple[Any, Sequence[int]]], most: int = 6) -> str:
+    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
+    texts = [f"{list(value) if isinstance(value, tuple) else value} on {ranks_text(ranks)}" for value, ranks in values]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return " and ".join(texts[:most]) + more
+
+
 class Grouping(Sentence):
-    """How checkpoints were put into groups of replicas."""
+    """How checkpoints were grouped into replicas."""
 
     METADATA = "grouped by the metadata in the files"
     EXPRESSION = "grouped by the expression {pattern!r}"
@@ -175,22 +185,22 @@ class Grouping(Sentence):
 
 
 class Note(Sentence):
-    """What readers of a result should know about a group of replicas: its options, gaps and guesses."""
+    """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
-    RANKS_ABSENT = "no file of {ranks:ranks}, although the metadata lists {world_size} ranks"
+    RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (
         "parameters and buffers are distinguished by name; name buffers with {buffers:option GLOB}, or save "
         "syncheck.metadata(model=...) in the file"
     )
-    UNKNOWN_CLASSES = "objects of unknown classes were not compared, but tensors in them were: {classes}"
+    UNKNOWN_CLASSES = "objects of unknown classes were not compared, but tensors in them were: {classes:list}"
     QUICK = (
         "compared by the checksums stored in the files, without tolerances. No tensor was read: damage after saving "
         "goes unnoticed, and only a comparison without {quick:option} finds the elements that differ"
     )
     REFERENCE = "differences are measured against rank {rank}, the reference"
-    UNUSED_TOLERANCES = "tolerances that match no tensor: {names}; kinds are {kinds}"
+    UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
@@ -244,12 +254,12 @@ class Refusal(Sentence):
     STORED = "{text}"
 
 
-# Refusals of shards that nothing can be compared with: a fact about the layout, not a fault of the file.
+# Refusals of shards without replicas: a property of the layout, not a problem of the file.
 SHARD_REFUSALS = (Refusal.SHARDED_TENSOR, Refusal.SHARDED_DTENSOR, Refusal.FLAT_PARAMETER)
 
 
 class Detail(Sentence):
-    """Why a tensor was not compared in full, or what is known of a difference."""
+    """Why a tensor was not fully compared, or how replicas differ."""
 
     MISSING = "not on {ranks:ranks}"
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
@@ -258,18 +268,21 @@ class Detail(Sentence):
     WITHIN_GROUPS = "{layout}: compared within {sets}"
     REFUSED = "{refusal}"
     REFUSED_ON_SOME = "{refusal} (on {ranks:ranks} only)"
-    UNEQUAL = "{sets}"
-    BY_DESIGN = "{what} differ by design"
-    AMBIGUOUS = "{why}"
+    UNEQUAL = "{values:on_ranks}"
+    RNG_STATE = "RNG states differ by design"
+    POWERSGD_ERROR = "PowerSGD errors differ by design"
+    AMBIGUOUS_LAYOUT = "{layout}"
+    UNCLEAR_PARTITIONING = "the files do not show whether each rank holds its own part of the optimizer state"
+    INCOMPLETE_PARTITIONING = "some parts of the optimizer state are missing"
     OTHER_ALGORITHMS = "digests of different algorithms ({algorithms}); recreate the fingerprints with one version"
     DIGESTS_ONLY = "the digests differ; nothing else is known"
     MOMENTS_AGREE = "the digests differ, but min, max, mean and std do not"
     MOMENTS = "{differing}"
-    MOMENTS_APART = "at least {least:.3g} apart; {differing}"
+    MOMENTS_APART = "max_abs is at least {least:.3g}; {differing}"
     CHECKSUMS = "the stored checksums differ"
-    STORED_DIFFERENTLY = "the files store it with different strides, byte order or pending operations"
-    VIEW = "a view of a storage that differs: only reading it shows whether the view differs"
-    NO_CHECKSUM = "not every file stores a checksum of it"
+    STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
+    VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
+    NO_CHECKSUM = "some files store no checksum of the tensor"
 
 
 class Fact(Sentence):
@@ -310,7 +323,7 @@ class Undecided(Sentence):
 
 
 class Hint(Sentence):
-    """What to do next with an option."""
+    """Suggestions that mention options."""
 
     ALL_ROWS = "{limit:option=0} shows all"
     ALL_ROWS_IN_JSON = "the .json report has all"

@@ -1,6 +1,6 @@
-"""The records everything else passes around: frozen, without behaviour that reads a file.
+"""Frozen records of comparisons, findings and reports. They never read files.
 
-Field names are those of the JSON document (`syncheck/report/schema.json`), so that
+The field names are the same as in the JSON document (`syncheck/report/schema.json`):
 `report.groups[0].findings[0].code` in Python is `.groups[0].findings[0].code` in JSON.
 """
 
@@ -24,13 +24,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Elements of a tensor, from its first, that norms and the cosine are of.
+# Norms and cosines are computed over the first elements of a tensor, up to this number.
 MEASURED = 1 << 18
 
-# The decades of a histogram: the powers of ten where they begin.
+# The powers of ten at which the decades of a histogram begin.
 DECADES = range(-12, 6)
 
-# The running averages of the gradients in torch's optimizers, and in those that follow its names.
+# Names of the running averages of gradients in torch optimizers.
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 
 
@@ -58,44 +58,44 @@ ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "othe
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a second look at a tensor that differs tells; empty or None is what was not looked at, or does not apply.
+    """Evidence about a different tensor. Fields are empty or None if they were not computed or do not apply.
 
-    Norms and the cosine are over the tensor's first `MEASURED` elements, without those that are not finite everywhere.
+    Norms and the cosine are over the first `MEASURED` elements, skipping NaNs and infinities of any replica.
     """
 
     damaged: tuple[int, ...] = ()
-    """Ranks whose bytes, or others of the same storage, do not match the CRC-32 that torch.save stored for them."""
+    """Ranks whose storage does not match its CRC-32 in the file, written by torch.save."""
     first: int | None = None
-    """Of a tensor in which adjacent elements differ, and no others: the first of them, counted in C order."""
+    """The flat index of the first different element in C order, if the different elements are contiguous."""
     values: Mapping[int, int | float | str] = field(default_factory=dict)
-    """Of a tensor of which one element differs: that element by rank; NaN and infinity as text."""
+    """The value of the different element by rank, if only one element differs; NaN and infinity as text."""
     flipped_bits: int | None = None
-    """Of such a tensor: in how many bits the element differs between the two replicas where these are most."""
+    """The largest number of different bits between two replicas, if only one element differs."""
     bit: int | None = None
-    """If that is one: which, 0 for the lowest of the element's bits."""
+    """The position of the different bit, 0 for the lowest bit of the element, if only one bit differs."""
     norms: Mapping[int, float] = field(default_factory=dict)
-    """Euclidean norm by rank, of parameters and of the optimizer's first moments."""
+    """Euclidean norm by rank, of parameters, buffers and first moments."""
     cosine: float | None = None
-    """Smallest cosine between a majority's replica (the first, where there is none) and another one."""
+    """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """How the tensors of a finding stood at one step."""
+    """The tensors of a finding at one step."""
 
     step: int
     differing: int
-    """How many of them were out of sync."""
+    """Number of tensors out of sync."""
     max_abs: float | None
-    """Their largest gap, 0.0 where all agree; None where no number tells it."""
+    """Their largest difference, 0.0 if all agree; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """How a finding came about over the steps of its run that were compared.
+    """The history of a finding over the compared steps of its run.
 
-    since: the first step at which one of its tensors was out of sync; agreed: the last one before, None where that is
-    the first step compared. tensors: those that were out of sync at that step; ranks: the suspects then.
+    since: the first step with a tensor out of sync. agreed: the compared step before it, None if `since` is the first
+    compared step. tensors, ranks: the tensors out of sync and the suspects at step `since`.
     """
 
     points: tuple[HistoryPoint, ...]
@@ -104,77 +104,77 @@ class History:
     tensors: tuple[str, ...]
     ranks: tuple[int, ...]
     trend: Trend | None = None
-    """What the gaps did from the first to the last step at which the same tensors differed; None with one such step."""
+    """The trend from the first to the last step with differences; None with only one of these steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeRunning:
-    """Whether running statistics lag by one update or run freely, by their gaps at several steps of a run.
+    """Whether running statistics lag by one update or are unsynchronized, from their differences at several steps.
 
-    The gaps are those between the first rank and each other one. misfit_free, misfit_lag: how far they are from what
-    statistics would do that run freely, and from what a lag does, in squares of their usual scatter; None where the
-    steps are too few, too late or too far apart to tell the two.
+    Differences are between the first rank and each other rank. misfit_free, misfit_lag: mean squared errors of the
+    models of unsynchronized and of lagging statistics, in units of the usual standard deviations; None if the steps do
+    not distinguish the models (see `evidence.free_running`).
     """
 
     steps: tuple[int, ...]
-    """That were looked at."""
+    """The steps used."""
     cosine: float
-    """Mean cosine between the gaps at neighbouring steps."""
+    """Mean cosine between the differences at neighbouring steps."""
     growth: float
-    """Median ratio of the gaps at the last step to those at the first."""
+    """Median ratio of the differences at the last step to the differences at the first step."""
     misfit_free: float | None = None
     misfit_lag: float | None = None
     below: int = 0
-    """Running variances that are lower than they can be if they were copied from rank 0 since an earlier step."""
+    """Number of running variances that are too low to have been copied from rank 0 since an earlier step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many elements of a tensor are how far apart, of those looked at: of a very large one evenly spread parts.
+    """A histogram of the differences of a tensor's elements. For very large tensors, of evenly spaced blocks.
 
-    An element counts with its gap against a majority or a reference. Without one, or with a tolerance and no reference,
-    it counts with the gap between the two farthest replicas.
+    The difference of an element is against the majority or the reference. Without both, or with a tolerance and no
+    reference, it is between the lowest and the highest value.
     """
 
     equal: int
     counts: tuple[int, ...]
-    """First of gaps below 1e-12, then by decade (from 1e-12 up to 1e-11, ..., from 1e5 up to 1e6), last of the rest."""
+    """Elements with differences below 1e-12, by decade (1e-12 to 1e-11, ..., 1e5 to 1e6), and of at least 1e6."""
     not_finite: int
     """Elements that differ and are NaN or infinite on some replica."""
 
     @property
     def elements(self) -> int:
-        """How many were looked at."""
+        """Number of elements read."""
         return self.equal + sum(self.counts) + self.not_finite
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Names that are one tensor, sharing its memory, on some ranks, and several tensors on the others."""
+    """Names that share memory on some ranks, and are separate tensors on other ranks."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Those on which they are one."""
+    """Ranks on which the names share memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Tensors that the ranks hold in parts, all laid out alike."""
+    """A summary of sharded tensors with the same layout."""
 
     kind: str
-    """`DTensor`, `model parallel`, or `optimizer` where the metadata says that each rank has a part of its state."""
+    """`DTensor`, `model parallel`, or `optimizer` for partitioned optimizer state."""
     layout: str
-    """In words."""
+    """A description of the layout."""
     tensors: int
     compared: int
-    """Those of which at least two ranks hold the same part."""
+    """Number of tensors with a shard on at least two ranks."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
-    """The sets of ranks that were compared."""
+    """The sets of compared ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A finding that the baseline accepts, or a part of it, which is not found any more."""
+    """A finding of the baseline, or part of a finding, that no longer occurs."""
 
     code: str
     names: tuple[str, ...]
@@ -183,27 +183,27 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A snapshot's place in its group."""
+    """One replica of a group."""
 
     path: str
     rank: int
-    """The rank where it is known, else the position among the sorted paths."""
+    """The rank if it is known, else the position among the sorted paths."""
     format: str
     tensors: int
     bytes: int
     host: str | None = None
-    """The machine, where the metadata, or else a folder such as node0, tells it."""
+    """The host name from the metadata, else from a folder named like node0."""
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """Its place by dimension of the mesh of ranks, where the metadata, or else its DTensors, tell it."""
+    """The mesh coordinate by dimension, from the file name, the metadata or the DTensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How the replicas of one tensor compare.
+    """The result of comparing the replicas of one tensor.
 
-    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None where there is none;
-    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it. Without one, or
-    with a tolerance and no reference, they are between the two farthest replicas.
+    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, or None without finite elements.
+    max_rel is |a-b| / max(|a|, |b|). Differences are measured against the majority or the reference. Without both, or
+    with a tolerance and no reference, they are between the lowest and the highest value of each element.
     """
 
     name: str
@@ -212,69 +212,69 @@ class TensorDiff:
     shape: tuple[int, ...]
     status: Status
     reason: Reason | None = None
-    """Why it was not (fully) compared; `digest` or `checksum` if only these differ."""
+    """Why it was not (fully) compared; `digest` or `checksum` for the comparison of digests or checksums."""
     detail: Message | None = None
     """Explains the reason."""
     tolerance: str | None = None
     """The tolerance that applied, if the status is `close`."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
-    """The sets of ranks that ought to hold the same bytes."""
+    """The replica groups: ranks whose bytes must be equal."""
     clusters: tuple[tuple[int, ...], ...] = ()
-    """Ranks that hold equal bytes, largest set first; of several replica groups, those within which bytes differ."""
+    """Ranks with equal bytes, largest set first; with several replica groups, only of groups with differences."""
     mismatched: int | None = 0
-    """Elements whose values are not equal on all replicas; all numbers are of the replica group that is worst.
+    """Number of elements with different values; all numbers describe the worst replica group.
 
-    None where only digests or checksums tell that bytes differ; then the numbers below are not known either.
+    None if only digests or checksums were compared. The other numbers are then unknown, too.
     """
     numel: int = 0
     max_abs: float | int | None = None
     max_rel: float | None = None
     max_ulp: int | None = None
     index: tuple[int, ...] | None = None
-    """Where the gap is greatest, or where one side is not finite."""
+    """The index of the first element that is NaN or infinite on some replica, else of the largest difference."""
     nonfinite: Mapping[int, int] = field(default_factory=dict)
     """Infinities and NaNs per rank."""
     extent: Extent | None = None
     minority: tuple[int, ...] = ()
-    """Ranks outside the majority, or apart from the reference that was asked for; empty where there is neither."""
+    """Ranks outside the majority, or different from the reference; empty if there is neither."""
     evidence: Evidence | None = None
-    """Of a tensor that differs; None where no second look was taken."""
+    """Evidence about the cause; None if it was not collected."""
     histogram: Histogram | None = None
-    """Of the floating-point tensors that differ most, where it was asked for."""
+    """For the floating-point tensors that differ most, if histograms are requested."""
     facts: tuple[TensorDiff, ...] = ()
-    """Where several things are wrong with it, each by itself: missing, of unlike shapes or dtypes, of unlike values."""
+    """The separate problems of a tensor with several: missing, different shapes or dtypes, different values."""
 
     @property
     def out_of_sync(self) -> bool:
-        """Different, or missing on some replica, or of another shape or dtype."""
+        """Whether it differs, is missing on some replica, or has different shapes or dtypes."""
         return self.status == "different" or (
             self.status == "not_compared" and self.reason in (Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
         )
 
     @property
     def unknown(self) -> bool:
-        """Whether it may differ: its checksums do not show it (`--quick`), or nothing says who holds the same part."""
+        """Whether it may differ: checksums are unusable (`--quick`), or the replica groups are unknown."""
         return self.status == "not_compared" and self.reason in (Reason.CHECKSUM, Reason.AMBIGUOUS)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDiff:
-    """A Python value that is not equal on all replicas."""
+    """A Python value with differences between replicas."""
 
     name: str
     by_rank: Mapping[int, Any]
-    """None where a rank does not have it."""
+    """The values; None for ranks without the value."""
     counts: bool
-    """Whether it makes the group out of sync: progress, settings and the scaler's state do, notes do not."""
+    """Whether it makes the group out of sync, as progress, settings and scaler state do."""
     kind: ValueKind = "other"
     """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights."""
     lost: tuple[int, ...] = ()
-    """Ranks that lack its whole container, such as the optimizer or the scaler."""
+    """Ranks without the whole container of the value, for example the optimizer or the scaler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many tensors ended how. They add up to `tensors`."""
+    """Numbers of tensors by status. They add up to `tensors`."""
 
     tensors: int = 0
     identical: int = 0
@@ -285,7 +285,7 @@ class Counts:
 
     @property
     def compared(self) -> int:
-        """Tensors whose bytes were looked at."""
+        """Number of compared tensors."""
         return self.tensors - self.not_compared
 
     def __add__(self, other: Counts) -> Counts:
@@ -294,31 +294,31 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A named cause for some differences, with what to do about it."""
+    """A diagnosed cause of differences, with its fix."""
 
     code: str
     slug: str
     severity: Severity
     ranks: tuple[int, ...]
-    """The suspects, or all ranks of the group where none stands out."""
+    """The suspects, or all ranks of the group if no rank is suspect."""
     tensors: tuple[str, ...]
     facts: tuple[Message, ...]
-    """The evidence, one statement each."""
+    """The evidence, one statement per message."""
     cause: Message
     fix: Message
     values: tuple[str, ...] = ()
-    """Names of the Python values it covers."""
+    """The names of its Python values."""
     allowed: bool = False
     history: History | None = None
-    """In the group of a run's last step, where several steps were compared."""
+    """For the last step of a run, if several steps were compared."""
     accepted: bool = False
-    """Whether the baseline has all of it."""
+    """Whether the baseline contains all of its tensors and values."""
     new: tuple[str, ...] = ()
-    """Tensors and values that the baseline does not have under this code; empty without one."""
+    """Tensors and values missing in the baseline under this code; empty without a baseline."""
 
     @property
     def evidence(self) -> str:
-        """The facts in words."""
+        """The text of the facts."""
         return "; ".join(map(str, self.facts))
 
     @property
@@ -329,18 +329,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GroupEvidence:
-    """What is known of a group besides the differences of its tensors and values; input of the diagnosis."""
+    """Information about a group besides the diffs of tensors and values; input of the diagnosis."""
 
     metadata: Metadata | None = None
-    """Of the first replica that has it."""
+    """The metadata of the first replica with metadata."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The kind of each selected tensor by name, including identical tensors."""
     hyperparameters: Mapping[str, float] = field(default_factory=dict)
     """`lr`, `weight_decay` and `momentum` of the first parameter group of the first replica's optimizer."""
     normalized: Mapping[int, int] = field(default_factory=dict)
-    """The number of names with a wrapper's prefix such as `module.`, by rank."""
+    """The number of names with a wrapper's prefix like `module.`, by rank."""
     stores_progress: bool = False
-    """Whether the files store the step or epoch at which they were written."""
+    """Whether the files store their step or epoch."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     free_running: FreeRunning | None = None
@@ -349,7 +349,7 @@ class GroupEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A group of replicas, compared and not judged yet."""
+    """The results for a group of replicas, before the diagnosis."""
 
     name: str
     run: str
@@ -357,21 +357,21 @@ class Comparison:
     replicas: tuple[Replica, ...]
     counts: Counts
     tensors: tuple[TensorDiff, ...] = ()
-    """The tensors that are not identical."""
+    """The diffs of all tensors except identical tensors."""
     values: tuple[ValueDiff, ...] = ()
     ties: tuple[Tie, ...] = ()
-    """The ties that some ranks lack."""
+    """Ties missing on some ranks."""
     shards: tuple[Shards, ...] = ()
     kinds: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by kind of tensor."""
     left_out: int = 0
-    """Tensors that the options exclude; no count includes them."""
+    """Number of excluded tensors; no count includes them."""
     uncompared: tuple[int, ...] = ()
     """Ranks without any compared tensor, if other ranks have some."""
     grouping: tuple[Message, ...] = ()
-    """How the group was found."""
+    """How the checkpoints were grouped."""
     notes: tuple[Message, ...] = ()
-    """What was normalized, guessed or skipped."""
+    """Notes about normalized, guessed or skipped tensors and values."""
     label: str = ""
     """The name of the run in a baseline; empty if it is `run`."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
@@ -384,17 +384,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Group(Comparison):
-    """A comparison with its judgement."""
+    """A comparison with its verdict and findings."""
 
     verdict: Verdict = "undecided"
     findings: tuple[Finding, ...] = ()
     fixed: tuple[Fixed, ...] = ()
-    """Findings of the baseline that no step of the run has any more; in the group of the last step."""
+    """Findings of the baseline that no step of the run has any more; for the last step of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file that was given and could not be compared."""
+    """A file with read errors."""
 
     path: str
     reason: str
@@ -402,17 +402,17 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A link to another replica: not compared, because it would equal itself."""
+    """A link to another replica. It is not compared, because it is the same file."""
 
     path: str
-    """As it was given or found."""
+    """The path as given or found."""
     of: str
-    """The replica that was compared in its place."""
+    """The path of the compared replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftPoint:
-    """The largest gap of any running statistic of a run at one step."""
+    """The largest difference of any running statistic of a run at one step."""
 
     run: str
     step: int | None
@@ -422,7 +422,7 @@ class DriftPoint:
 
 @dataclass(frozen=True, slots=True)
 class Closure:
-    """Two runs that differ in SyncBatchNorm only: what it did to the drift of the running statistics."""
+    """The effect of SyncBatchNorm on the drift of the running statistics, from two runs that differ only in it."""
 
     plain: DriftPoint
     synced: DriftPoint
@@ -431,26 +431,26 @@ class Closure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole answer."""
+    """The complete result of a comparison."""
 
     verdict: Verdict
     groups: tuple[Group, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
-    """Files in the folders given that are no checkpoints."""
+    """Number of other files in the given folders."""
     aliases: tuple[Alias, ...] = ()
-    """Links to checkpoints that were compared under another path."""
+    """Links to checkpoints compared under another path."""
     quick: bool = False
-    """Whether stored checksums were compared in place of the bytes."""
+    """Whether stored checksums were compared instead of bytes."""
     drift: tuple[DriftPoint, ...] = ()
     closures: tuple[Closure, ...] = ()
 
     @property
     def counts(self) -> Counts:
-        """Over all groups."""
+        """The counts over all groups."""
         return sum((group.counts for group in self.groups), Counts())
 
     @property
     def exit_code(self) -> int:
-        """0 in sync, 1 out of sync, 2 could not tell."""
+        """0 for in sync, 1 for out of sync, 2 for undecided."""
         return {"in_sync": 0, "out_of_sync": 1}.get(self.verdict, 2)

@@ -1,4 +1,4 @@
-"""One run over its steps, and runs beside each other: drift of the running statistics, and what closed it."""
+"""Group comparisons by run and step, measure the drift of running statistics, and the effect of SyncBatchNorm on it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from syncheck.records import Group, TensorDiff
 
 Compared = TypeVar("Compared", bound=Comparison)
-# Under which trainers record how long a run is and how often it saves.
+# Names of trainer options for the length of a run and the saving interval.
 LENGTHS = ("epochs", "max_epochs", "num_epochs", "steps", "max_steps", "total_steps", "save_every")
 
 
 def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
-    """Sort the groups of two or more replicas by run and step; of two of one step, the first stands."""
+    """Return the groups with at least two replicas by run, ordered by step. Keeps the first group of each step."""
     runs: dict[str, dict[int | None, Compared]] = defaultdict(dict)
     for group in groups:
         if len(group.replicas) > 1:
@@ -29,17 +29,17 @@ def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
 
 
 def step_order(group: Comparison) -> int:
-    """Return a key that sorts groups by their steps, those without one first."""
+    """Return a key that sorts groups by their steps. Groups without a step come first."""
     return -1 if group.step is None else group.step
 
 
 def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return the steps of a run to show: the last one, and each earlier step with a finding that no later step has.
+    """Return the steps of a run to show: the last step, and earlier steps with findings absent from all later steps.
 
-    An earlier step without a comparison counts as well. Findings that a later step shows are removed from it.
+    An earlier step without a comparison counts as well. Findings of later shown steps are removed from it.
     """
     shown: list[Group] = []
-    seen: set[tuple[str, bool]] = set()  # a code that a baseline accepts at one step may fail at another
+    seen: set[tuple[str, bool]] = set()  # a code may be accepted at one step and fail at another
     undecided_shown = False
     for group in reversed(groups):
         own = tuple(finding for finding in group.findings if (finding.code, finding.fails) not in seen)
@@ -52,34 +52,34 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def drift_of(group: Comparison) -> DriftPoint | None:
-    """Return the largest gap of any running statistic, 0.0 where all agree.
+    """Return the largest difference of any running statistic, 0.0 if all agree.
 
-    None where none was compared, and where one is apart by no number (missing, of another shape, not finite): to pass
-    over it would call the others' gap the largest, or 0.0.
+    None if no statistic was compared, or a difference has no number (missing, different shapes, not finite): the
+    maximum of the other differences would be misleading.
     """
     if not any(counts.compared for kind, counts in group.kinds.items() if kind in BN_STATISTICS):
         return None
-    apart = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
-    if any(diff.out_of_sync and (diff.max_abs is None or _nonfinite_somewhere(diff)) for diff in apart):
+    statistics = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
+    if any(diff.out_of_sync and (diff.max_abs is None or _is_partly_nonfinite(diff)) for diff in statistics):
         return None
-    apart = [diff for diff in apart if diff.max_abs is not None]
-    worst = max(apart, key=lambda diff: diff.max_abs or 0, default=None)
+    measured = [diff for diff in statistics if diff.max_abs is not None]
+    worst = max(measured, key=lambda diff: diff.max_abs or 0, default=None)
     if worst is None or worst.max_abs is None:
         return DriftPoint(group.run, group.step, 0.0, None)
     return DriftPoint(group.run, group.step, float(worst.max_abs), worst.name)
 
 
-def _nonfinite_somewhere(diff: TensorDiff) -> bool:
+def _is_partly_nonfinite(diff: TensorDiff) -> bool:
     return len(set(diff.nonfinite.values())) > 1
 
 
 def drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
-    """Return the drift of every run at every step, runs and steps in order."""
+    """Return the drift at every step of every run."""
     return tuple(point for groups in runs.values() for group in groups if (point := drift_of(group)) is not None)
 
 
 def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
-    """Pair the runs that differ in SyncBatchNorm only, by the last step that both have; tell where there is none."""
+    """Return the effect of SyncBatchNorm for each pair of runs without other differences, at their last common step."""
     return tuple(
         closure
         for plain in runs.values()
@@ -89,28 +89,31 @@ def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
 
 
 def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closure | None:
-    """Return what SyncBatchNorm did; None where the drift of one of them has no number."""
+    """Return the effect of SyncBatchNorm; None if the drift of a run at its last step is unknown."""
     before, after = drift_of(plain[-1]), drift_of(synced[-1])
     if before is None or after is None:
         return None
     if before.step == after.step:
         return Closure(before, after, _sentence(before, after))
-    # Drift changes over a run: that of unlike steps tells nothing of SyncBatchNorm.
+    # Drift changes over a run, so only equal steps are comparable.
     of_step = {group.step: point for group in synced if (point := drift_of(group)) is not None}
     common = [(b, of_step[b.step]) for g in plain if (b := drift_of(g)) is not None and b.step in of_step]
-    lengths = f"{before.run} ends at {_at(before)}, {after.run} at {_at(after)}"
+    lengths = f"{before.run} ends at {_format_step(before)}, {after.run} at {_format_step(after)}"
     if not common:
-        text = f"{lengths}, and no step is there of both: save both at one step to see what SyncBatchNorm does."
+        text = f"{lengths}, without a common step: save both runs at the same step to see the effect of SyncBatchNorm."
         return Closure(before, after, text)
-    return Closure(*common[-1], f"{_sentence(*common[-1])} That is {_at(common[-1][0])}, the last of both; {lengths}.")
+    step = _format_step(common[-1][0])
+    return Closure(
+        *common[-1], f"{_sentence(*common[-1])} Both were measured at {step}, the last common step; {lengths}."
+    )
 
 
-def _at(point: DriftPoint) -> str:
-    return "no known step" if point.step is None else f"step {point.step}"
+def _format_step(point: DriftPoint) -> str:
+    return "an unknown step" if point.step is None else f"step {point.step}"
 
 
 def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
-    """By the recorded configuration, or, where none is recorded, by the name `<run>-syncbn`. Lengths may differ."""
+    """Whether the recorded configurations differ only in SyncBatchNorm and lengths. Without them, the name decides."""
     a = dict(plain.evidence.metadata.config) if plain.evidence.metadata is not None else {}
     b = dict(synced.evidence.metadata.config) if synced.evidence.metadata is not None else {}
     if not a and not b:
@@ -122,7 +125,7 @@ def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
 
 
 def _sentence(before: DriftPoint, after: DriftPoint) -> str:
-    """Both numbers in full: 0.0 means equal to the last bit, and 1e-9 does not."""
+    """Return the sentence. 0.0 means bitwise equal, so small differences are never rounded to it."""
     was = f"{before.max_abs:.4g} in {before.run}" + (f" ({before.tensor})" if before.tensor else "")
     now = f"{after.max_abs!r}" if after.max_abs == 0 else f"{after.max_abs:.4g}"
     if before.max_abs == 0:

@@ -1,4 +1,4 @@
-"""From what a comparison found to findings and a verdict: of one group, and of all."""
+"""Derive findings and verdicts from comparisons."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, Finding, Unreadable, Verdict
 
 
-def judged_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
-    """Diagnose a comparison and add the verdict. run: its steps; the diagnosis of the last one uses all of them."""
+def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
+    """Diagnose a comparison and add the verdict.
+
+    run: the comparisons of all steps of the run. The diagnosis of the last step uses all of them.
+    """
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     if len(group.replicas) == 1:
         return replace(group, verdict="alone")
     findings: tuple[Finding, ...] = ()
     if group.tensors or group.values or group.evidence.normalized or group.shards or group.ties:
-        from syncheck.diagnose import diagnose  # thirty modules, needed only for differences
+        from syncheck.diagnose import diagnose  # 30 modules, only needed if something differs
 
-        # A folder may hold final files beside a history that includes their step.
+        # Final files may repeat the last step of the run.
         is_last = bool(run) and run[-1].step == group.step
         findings = diagnose(comparison, (*run[:-1], comparison) if is_last else (), allow)
     return with_findings(group, findings)
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
-    """Return a group of several replicas with these findings, and the verdict that follows."""
+    """Return a group of several replicas with findings and the resulting verdict."""
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _compared(group) or group.uncompared or any(diff.unknown for diff in group.tensors):
+    elif not _count_compared(group) or group.uncompared or any(diff.unknown for diff in group.tensors):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
 
 
-def _compared(group: Group) -> int:
-    """How many tensors were compared that say something of a model; an optimizer's step counters do not."""
+def _count_compared(group: Group) -> int:
+    """Return the number of compared tensors, except step counters: they alone do not show a model in sync."""
     return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
 
 
 def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
-    """Return the verdict on all groups: in sync only if each of them is, and everything given could be read.
+    """Return the verdict for all groups: in sync only if all groups are in sync and all files could be read.
 
-    So a checkpoint that was compared with nothing, in a group of its own, leaves the answer open.
+    A checkpoint without replicas is a group of its own and makes the verdict undecided.
     """
-    found = {group.verdict for group in groups}
-    if "out_of_sync" in found:
+    verdicts = {group.verdict for group in groups}
+    if "out_of_sync" in verdicts:
         return "out_of_sync"
-    return "in_sync" if found == {"in_sync"} and not unreadable else "undecided"
+    return "in_sync" if verdicts == {"in_sync"} and not unreadable else "undecided"

@@ -25,9 +25,9 @@ FOR_SOME_FILES = tuple(
         "readers.folders",
         "readers.dcp",
         "kernel.digests",
-        "kernel.quick",
+        "kernel.checksums",
         "kernel.strided",
-        "gaps",
+        "differences",
         "baseline",
     )
 )
@@ -36,7 +36,7 @@ FOR_SOME_FILES = tuple(
 # its modules is one; then its own name is its `__init__`.
 LEAVES = {"errors", "dtypes"}
 BASE = LEAVES | {"messages", "snapshots", "records"}
-BYTES = BASE | {"kernel", "kernel.blocks"}
+BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
@@ -63,27 +63,33 @@ ALLOWED = {
     "kernel.blocks": BASE | {"kernel.pieces", "kernel.open_files", "kernel.strided"},
     "kernel.shares": BASE | {"kernel.blocks"},
     "kernel.moments": BASE | {"kernel.blocks"},
-    "kernel": BASE | {"kernel.blocks", "kernel.shares"},
+    "kernel": set(),
+    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares"},
     "kernel.digests": BYTES | {"kernel.moments"},
-    "kernel.quick": BYTES | {"kernel.digests"},
-    "gaps.measured": BASE,
-    "gaps.floats": BASE | {"tolerance", "gaps.measured"},
-    "gaps": BASE | {"tolerance", "kernel.blocks", "kernel.shares", "gaps.measured", "gaps.floats"},
+    "kernel.checksums": BYTES | {"kernel.digests"},
+    "differences.statistics": BASE,
+    "differences.floats": BASE | {"tolerance", "differences.statistics"},
+    "differences.measurement": BASE
+    | {"tolerance", "kernel.blocks", "kernel.shares", "differences.statistics", "differences.floats"},
+    "differences": set(),
     "evidence.suspects": BASE | {"kinds"},
-    "evidence": BASE | {"kernel.blocks", "gaps.floats", "evidence.suspects"},
-    "evidence.histograms": BASE | {"kernel.blocks", "gaps.floats", "evidence.suspects"},
+    "evidence": set(),
+    "evidence.tensors": BASE | {"kernel.blocks", "differences.floats", "evidence.suspects"},
+    "evidence.histograms": BASE | {"kernel.blocks", "differences.floats", "evidence.suspects"},
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
-    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.quick"},
-    "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "gaps.floats"},
+    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.checksums"},
+    "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences.floats"},
     "comparison.ties": BASE,
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel"},
-    "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "gaps"},
-    "comparison.tensors": BYTES | {"tolerance", "kernel.digests", "kernel.quick", "gaps", "comparison.replica_groups"},
-    "comparison": BASE
-    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.quick"}
-    | {"evidence", "evidence.histograms"}
+    "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences.measurement"},
+    "comparison.tensors": BYTES
+    | {"tolerance", "kernel.digests", "kernel.checksums", "differences.measurement", "comparison.replica_groups"},
+    "comparison": set(),
+    "comparison.group": BASE
+    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.checksums"}
+    | {"evidence.tensors", "evidence.histograms"}
     | {
         f"comparison.{part}" for part in ("ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
     },
@@ -101,7 +107,7 @@ ALLOWED = {
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {"kernel.blocks", "kernel.pieces", "comparison", "live"}
+    | {"kernel.blocks", "kernel.pieces", "comparison.group", "live"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE

@@ -79,7 +79,8 @@ def test_runs_of_other_lengths_are_compared_at_their_last_common_step(tmp_path: 
     assert (closure.plain.step, closure.plain.max_abs, closure.synced.step, closure.synced.max_abs) == (4, 0.5, 4, 0.0)
     assert closure.sentence == (
         "SyncBatchNorm closed the gap: the largest drift of any running statistic was 0.5 in plain (bn.running_mean) "
-        "and is 0.0 in synced. That is step 4, the last of both; plain ends at step 6, synced at step 4."
+        "and is 0.0 in synced. Both were measured at step 4, the last common step; plain ends at step 6, synced at "
+        "step 4."
     )
 
 
@@ -89,8 +90,8 @@ def test_runs_without_a_common_step_are_told(tmp_path: Path) -> None:
     save_step(tmp_path, "synced", 4, 0.0, sync_bn=True, max_steps=4)
     (closure,) = syncheck.compare(tmp_path).closures
     assert closure.sentence == (
-        "plain ends at step 6, synced at step 4, and no step is there of both: save both at one step to see what "
-        "SyncBatchNorm does."
+        "plain ends at step 6, synced at step 4, without a common step: save both runs at the same step to see the "
+        "effect of SyncBatchNorm."
     )
 
 

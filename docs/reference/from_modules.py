@@ -19,16 +19,17 @@ SYNCHECK = {
         "paths omissions readers layout layout.grouping layout.names layout.joining layout.groups"
     ),
     "Comparing bytes": (
-        "kernel kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares kernel.digests kernel.quick "
-        "kernel.moments"
+        "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
+        "kernel.digests kernel.checksums kernel.moments"
     ),
-    "Measuring differences": "gaps gaps.floats gaps.measured",
+    "Measuring differences": "differences differences.measurement differences.floats differences.statistics",
     "Comparing one group": (
-        "comparison comparison.tensors comparison.values comparison.replica_groups comparison.optimizer_parts "
-        "comparison.ties comparison.reference"
+        "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
+        "comparison.optimizer_parts comparison.ties comparison.reference"
     ),
     "Evidence, and several steps of a run": (
-        "evidence evidence.suspects evidence.histograms evidence.history evidence.stale evidence.free_running series"
+        "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
+        "evidence.free_running series"
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
     "Reports and files": "report contents fingerprint atomic",

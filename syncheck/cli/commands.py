@@ -40,16 +40,16 @@ class Baseline:
         known, failed = self.known, None
         if self.update:
             try:
-                updated = baseline.updated(report, known)
+                updated = baseline.update_baseline(report, known)
                 baseline.write(self.path, updated)
             except UsageError as error:
                 failed = error
                 output.tell(f"error: {self.path}: {error}")
             else:
                 if not self.quiet:
-                    output.tell(f"{self.path}: {baseline.change(known, updated)}")
+                    output.tell(f"{self.path}: {baseline.describe_change(known, updated)}")
                 known = updated
-        return baseline.accepted(report, known), failed
+        return baseline.apply_baseline(report, known), failed
 
 
 def _read_baseline(settings: Settings) -> Baseline:
@@ -220,7 +220,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
     opened = paths.open_checkpoints(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
-    for snapshot, place in made.places(opened.snapshots, arguments.output):
+    for snapshot, place in made.choose_output_paths(opened.snapshots, arguments.output):
         try:
             text = made.fingerprint(snapshot)
         except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""The replica that the user wants differences described against, in place of the majority.
+"""Measure differences against a user-selected reference replica instead of the majority.
 
-It changes the words and the numbers, and never whether a tensor differs.
+The reference affects descriptions and numbers, but never whether a tensor differs.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ _MOST_PATHS = 6
 _MOST_DIGITS = 100
 
 
-def rank_of(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
-    """Return the reference's rank in a group, None where the group does not have it.
+def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
+    """Return the rank of the reference in a group; None if the group does not contain it.
 
-    reference: a rank, the path of a replica, or a folder in which one replica of the group lies. A file that is called
-    like a number comes before the rank of that number.
+    reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
+    is a number, the file takes precedence over the rank with this number.
     """
     if reference is None:
         return None
-    if isinstance(reference, str) and "\0" in reference:  # no path has one, and the system's functions refuse it
+    if isinstance(reference, str) and "\0" in reference:  # path functions raise ValueError
         return None
     ranks = [rank for rank, _ in replicas.ranks]
     if isinstance(reference, int):
         return reference if reference in ranks else None
-    for found in (_at(reference, replicas), _below(reference, replicas)):
-        if len(found) == 1:
-            return found[0]
-    # int() refuses thousands of digits.
+    for matches in (_find_path(reference, replicas), _find_below(reference, replicas)):
+        if len(matches) == 1:
+            return matches[0]
+    # int() raises ValueError for thousands of digits.
     short = len(reference) <= _MOST_DIGITS and reference.isdecimal()
     return int(reference) if short and int(reference) in ranks else None
 
 
-def check(reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()) -> None:
-    """Raise OptionError, which lists what there is, where no group has the reference.
-
-    A rank counts in each group that has it, so it need not be in all of them.
-    """
-    if reference is None or not groups or any(rank_of(reference, replicas) is not None for replicas in groups):
+def check_reference(
+    reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
+) -> None:
+    """Raise OptionError with the available ranks and paths if no group contains the reference."""
+    if (
+        reference is None
+        or not groups
+        or any(find_reference_rank(reference, replicas) is not None for replicas in groups)
+    ):
         return
     for file in unreadable:
-        if isinstance(reference, str) and "\0" not in reference and _same(reference, file.path):
+        if isinstance(reference, str) and "\0" not in reference and _is_same_path(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
     ranks = sorted({rank for replicas in groups for rank, _ in replicas.ranks})
     paths = [snapshot.path for replicas in groups for _, snapshot in replicas.ranks]
@@ -64,47 +67,48 @@ def check(reference: str | int | None, groups: Sequence[ReplicaGroup], unreadabl
     )
 
 
-def described(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files: Files) -> TensorDiff:
-    """Return a difference as seen from a rank: the others are the minority, and the gaps are those to its bytes.
+def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], files: Files) -> TensorDiff:
+    """Return a difference relative to a rank: ranks that differ from it are the minority, and numbers are against it.
 
-    Where ranks hold several parts of a tensor (`replica_groups`), only the minority changes: the numbers are those of
-    the part that differs most.
+    If ranks hold several shards of a tensor (`replica_groups`), only the minority changes, because the numbers are
+    taken from the worst shard.
     """
     own = next((group for group in diff.replica_groups if rank in group), ())
     others = {other for group in diff.replica_groups if group != own for other in group}
-    told = {found for cluster in diff.clusters for found in cluster}
-    # A rank in no cluster lacks the tensor, as do the others like it.
-    alike = next((found for found in diff.clusters if rank in found), tuple(r for r in own if r not in told))
-    if not own or not alike:
+    clustered = {member for cluster in diff.clusters for member in cluster}
+    # Ranks without the tensor are in no cluster, and count as equal to each other.
+    equal = next((cluster for cluster in diff.clusters if rank in cluster), tuple(r for r in own if r not in clustered))
+    if not own or not equal:
         return diff
-    apart = [found for found in diff.clusters if rank not in found]
-    minority = {found for found in own if found not in alike} | (others & set(diff.minority))
+    different = [cluster for cluster in diff.clusters if rank not in cluster]
+    minority = {member for member in own if member not in equal} | (others & set(diff.minority))
     diff = replace(diff, minority=tuple(sorted(minority)))
-    # Between two clusters the gap is one and the same; and what was not read has none.
-    if len(diff.replica_groups) > 1 or len(apart) < 2 or not diff.mismatched or diff.reason == "missing":
+    # With two clusters, the difference is the same from both sides.
+    if len(diff.replica_groups) > 1 or len(different) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
-    from syncheck.gaps import measure  # and numpy with it
+    from syncheck.differences.measurement import measure_differences  # needs numpy
     from syncheck.tolerance import Tolerance
 
-    gaps = measure([tensors[found[0]] for found in (alike, *apart)], files, Tolerance(), majority=True)
+    representatives = [tensors[cluster[0]] for cluster in (equal, *different)]
+    statistics = measure_differences(representatives, files, Tolerance(), majority=True)
     return replace(
         diff,
-        max_abs=gaps.max_abs,
-        max_rel=gaps.max_rel,
-        max_ulp=gaps.max_ulp,
-        index=None if gaps.worst is None else unravel_index(gaps.worst, diff.shape),
+        max_abs=statistics.max_abs,
+        max_rel=statistics.max_rel,
+        max_ulp=statistics.max_ulp,
+        index=None if statistics.worst is None else unravel_index(statistics.worst, diff.shape),
     )
 
 
-def _at(path: str, replicas: ReplicaGroup) -> list[int]:
+def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
     exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
-    return exact or [rank for rank, snapshot in replicas.ranks if _same(path, snapshot.path)]
+    return exact or [rank for rank, snapshot in replicas.ranks if _is_same_path(path, snapshot.path)]
 
 
-def _below(folder: str, replicas: ReplicaGroup) -> list[int]:
+def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:
     top = os.path.join(os.path.realpath(folder), "")
     return [rank for rank, snapshot in replicas.ranks if os.path.realpath(snapshot.path).startswith(top)]
 
 
-def _same(a: str, b: str) -> bool:
+def _is_same_path(a: str, b: str) -> bool:
     return os.path.realpath(a) == os.path.realpath(b)

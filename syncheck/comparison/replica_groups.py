@@ -1,13 +1,13 @@
-"""Which ranks ought to hold the same bytes of one tensor.
+"""Determine the replica groups of a tensor: the sets of ranks whose bytes must be equal.
 
-A plain tensor: all ranks; where the metadata places them in a tensor, pipeline or expert parallel mesh, those that
-stand at one place of it. Within such a mesh a plain tensor may be replicated or a part, and nothing in a file tells;
-those whose name and shape say that tensor parallelism does not divide them are compared along that dimension too.
-A DTensor: the ranks of its mesh with the same coordinate on every dimension along which it is divided, whether into
-shards or into parts of a sum. So HSDP is compared along the replicate dimension, and FSDP's shards with nothing.
-A mesh may cover some of the ranks only (tensor parallel ranks inside DDP). Ranks with equal coordinates in sibling
-meshes are replicas, unless they stand in different pipeline stages.
-If some ranks hold shards of a tensor and others the whole, the shards of one mesh are put together.
+- Plain tensor: all ranks. In a tensor, pipeline or expert parallel mesh, the ranks with equal mesh coordinates: files
+  do not show whether a plain tensor in this mesh is replicated or a part. Tensors whose name and shape exclude
+  partitioning by tensor parallelism are also compared along the tensor-parallel dimension.
+- DTensor: the ranks with equal coordinates in all dividing dimensions, into shards or into partial sums. HSDP is
+  therefore compared along the replicate dimension, and FSDP shards have no replicas. A mesh may contain only some of
+  the ranks (tensor parallelism inside DDP): ranks with equal coordinates in sibling meshes are replicas, unless they
+  belong to different pipeline stages.
+- If some ranks hold shards of a tensor and other ranks the whole tensor, the shards of each mesh are assembled.
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ if TYPE_CHECKING:
 
     Coordinates = Mapping[int, tuple[tuple[str, int], ...]]
 
-# Names of mesh dimensions along which ranks hold other parameters, as the libraries and their examples call them.
-# Along dp, replicate, shard, fsdp and cp (context) every rank has the same plain tensors.
+# Names of mesh dimensions along which ranks hold different parameters, in libraries and their examples. Along dp,
+# replicate, shard, fsdp and cp (context), all ranks have the same plain tensors.
 MODEL_PARALLEL = frozenset(
     "tp tensor tensor_parallel model model_parallel mp pp pipe pipeline pipeline_parallel stage ep expert "
     "expert_parallel etp".split()
 )
-# Along these, ranks whose DTensors are of one mesh hold other parameters; along tp and ep torch makes DTensors of them.
+# The dimensions without DTensors: torch shards parameters along tp and ep as DTensors, but not along pp.
 PIPELINE = frozenset("pp pipe pipeline pipeline_parallel stage".split())
 Sets = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the ranks of a group stand.
+    """The mesh coordinates of the ranks of a group.
 
-    plain, sharded: along the dimensions that divide plain tensors, and that divide DTensors besides their own mesh;
-    empty if no rank has one. standing: which rank of a mesh each rank is: a file may be renamed, or given by position.
-    stages: a number for each rank that has DTensors; ranks of one number have most names in common.
+    plain: in the dimensions that divide plain tensors. sharded: in the dimensions that divide DTensors besides their
+    own mesh. Both are empty if no rank has a matching coordinate. mesh_rank: the rank in the mesh of each
+    rank; they differ if files are renamed or numbered by position. stages: a pipeline stage for each rank with
+    DTensors; ranks of the same stage have most names in common.
     """
 
     plain: Coordinates = field(default_factory=dict)
     sharded: Coordinates = field(default_factory=dict)
-    standing: Mapping[int, int] = field(default_factory=dict)
+    mesh_rank: Mapping[int, int] = field(default_factory=dict)
     stages: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The sets of ranks that ought to hold the same bytes, by their first ranks; of ranks that have the tensor.
+    """The replica groups of a tensor.
 
-    expected: the ranks that ought to have it. kind: `DTensor`, `model parallel`, or empty for a plain tensor of all
-    ranks. layout: how the parts lie, in words.
+    sets: ranks with the tensor whose bytes must be equal. expected: ranks required to have the tensor. kind: `DTensor`,
+    `model parallel`, or empty for a plain tensor of all ranks. layout: description of the sharding.
     """
 
     sets: Sets
@@ -71,214 +72,221 @@ class Division:
 
     @property
     def comparable(self) -> Sets:
-        """The sets of two ranks or more."""
-        return tuple(found for found in self.sets if len(found) > 1)
+        """The sets of at least two ranks."""
+        return tuple(ranks for ranks in self.sets if len(ranks) > 1)
 
 
-def positions_of(snapshots: Mapping[int, Snapshot]) -> Positions:
-    """Locate each rank by the mesh in its file's name, else in its metadata, else in its DTensors."""
-    plain, sharded, standing, native = {}, {}, {}, False
+def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
+    """Return the mesh coordinates of each rank from the file name, else the metadata, else the DTensors."""
+    plain, sharded, mesh_rank, native = {}, {}, {}, False
     for rank, snapshot in snapshots.items():
         shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
-        at = next((found for found in shardings.values() if found.coordinate), None)
-        standing[rank] = rank if at is None else _rank_at(at)
-        native = native or any(TENSOR_PARALLEL & set(map(str.lower, found.names)) for found in shardings.values())
+        located = next((sharding for sharding in shardings.values() if sharding.coordinate), None)
+        mesh_rank[rank] = rank if located is None else _find_mesh_rank(located)
+        native = native or any(TENSOR_PARALLEL & set(map(str.lower, s.names)) for s in shardings.values())
         mesh = dict(snapshot.mesh or (snapshot.metadata.mesh if snapshot.metadata is not None else {}))
         dividing = MODEL_PARALLEL if mesh else PIPELINE
         plain[rank] = tuple(sorted(at for at in (mesh or mesh_of(snapshot)).items() if at[0].lower() in dividing))
         sharded[rank] = plain[rank]
     if native:
-        sharded = {r: tuple(at for at in place if at[0].lower() not in TENSOR_PARALLEL) for r, place in plain.items()}
+        sharded = {rank: _without_tensor_parallel(position) for rank, position in plain.items()}
     return Positions(
-        plain if any(plain.values()) else {}, sharded if any(sharded.values()) else {}, standing, _stages(snapshots)
+        plain if any(plain.values()) else {},
+        sharded if any(sharded.values()) else {},
+        mesh_rank,
+        _number_stages(snapshots),
     )
 
 
-def _stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
-    """Number the ranks by the names of their DTensors: ranks with most names in common hold the same parameters."""
+def _without_tensor_parallel(position: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    return tuple(at for at in position if at[0].lower() not in TENSOR_PARALLEL)
+
+
+def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Number pipeline stages by the names of DTensors: ranks of a stage have most names in common."""
     names = {
         rank: frozenset(name for name, tensor in snapshot.tensors.items() if tensor.sharding is not None)
         for rank, snapshot in snapshots.items()
     }
     numbers: dict[frozenset[str], int] = {}
     for own in sorted(set(names.values()), key=len, reverse=True):
-        alike = (number for known, number in numbers.items() if 2 * len(own & known) > len(own))
-        numbers[own] = next(alike, len(numbers))
+        overlapping = (number for known, number in numbers.items() if 2 * len(own & known) > len(own))
+        numbers[own] = next(overlapping, len(numbers))
     return {rank: numbers[own] for rank, own in names.items() if own}
 
 
 def mesh_of(snapshot: Snapshot) -> dict[str, int]:
-    """Return where a rank stands by dimension of the mesh: by its file's name, else its metadata, else its DTensors."""
+    """Return the mesh coordinate of a rank by dimension, from the file name, else the metadata, else the DTensors."""
     if snapshot.mesh or (snapshot.metadata is not None and snapshot.metadata.mesh):
-        return dict(snapshot.mesh or snapshot.metadata.mesh)  # type: ignore[union-attr]  # one of them is there
+        return dict(snapshot.mesh or snapshot.metadata.mesh)  # type: ignore[union-attr]  # checked above
     shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
-    told = [
-        {**dict(found.beside), **dict(zip(found.names, found.coordinate, strict=True))}
-        for found in shardings.values()
-        if found.names and len(found.names) == len(found.coordinate)
+    coordinates = [
+        {**dict(sharding.beside), **dict(zip(sharding.names, sharding.coordinate, strict=True))}
+        for sharding in shardings.values()
+        if sharding.names and len(sharding.names) == len(sharding.coordinate)
     ]
-    return max(told, key=len, default={})
+    return max(coordinates, key=len, default={})
 
 
 def divide(
-    tensors: Mapping[int, Tensor], ranks: tuple[int, ...], at: Positions, *, replicated: bool = False
+    tensors: Mapping[int, Tensor], ranks: tuple[int, ...], positions: Positions, *, replicated: bool = False
 ) -> Division:
-    """Sort the ranks that have a tensor into replica groups.
+    """Divide the ranks with a tensor into replica groups.
 
-    ranks: all; at: where they stand. replicated: whether the tensor's name says that every tensor-parallel rank has the
-    whole; unequal shapes say otherwise.
+    ranks: all ranks of the group. replicated: whether the name shows that all tensor-parallel ranks hold the whole
+    tensor; different shapes override it.
     """
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
-        return _by_mesh(parts, tuple(tensors), ranks, at)
-    places = at.plain
-    if not places:
+        return _divide_dtensor(parts, tuple(tensors), ranks, positions)
+    coordinates = positions.plain
+    if not coordinates:
         return Division((tuple(tensors),), ranks)
-    present = {places[rank] for rank in tensors}
-    expected = tuple(rank for rank in ranks if places[rank] in present)
-    if (replicated and len({t.shape for t in tensors.values()}) == 1) or all(map(_is_told_whole, tensors.values())):
-        places = {
-            rank: tuple(at for at in place if at[0].lower() not in TENSOR_PARALLEL) for rank, place in places.items()
-        }
-    sets = _classes({rank: places[rank] for rank in tensors})
-    dims = ", ".join(dict.fromkeys(name for place in places.values() for name, _ in place))
+    present = {coordinates[rank] for rank in tensors}
+    expected = tuple(rank for rank in ranks if coordinates[rank] in present)
+    same_shape = len({t.shape for t in tensors.values()}) == 1
+    if (replicated and same_shape) or all(map(_has_tensor_parallel_mesh, tensors.values())):
+        coordinates = {rank: _without_tensor_parallel(position) for rank, position in coordinates.items()}
+    sets = _group_by_key({rank: coordinates[rank] for rank in tensors})
+    dims = ", ".join(dict.fromkeys(name for position in coordinates.values() for name, _ in position))
     if not dims:
         return Division(sets, expected)
     return Division(sets, expected, "model parallel", f"parts along {dims}")
 
 
-def _is_told_whole(tensor: Tensor) -> bool:
-    """Whether a DTensor says that it is replicated along the tensor-parallel dimension."""
+def _has_tensor_parallel_mesh(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor whose mesh has the tensor-parallel dimension."""
     return tensor.sharding is not None and bool({name.lower() for name in tensor.sharding.names} & TENSOR_PARALLEL)
 
 
 def is_whole(sharding: Sharding) -> bool:
-    """Whether each rank of the mesh holds the whole tensor; a dimension of one rank divides nothing."""
+    """Whether each rank of the mesh holds the whole tensor. Dimensions of size 1 divide nothing."""
     return all(p == "R" or size == 1 for p, size in zip(sharding.placements, sharding.mesh, strict=True))
 
 
 def layout_text(sharding: Sharding) -> str:
-    """Say how a DTensor is laid out: 'copied to 2 along replicate, divided in 2 along shard (dimension 0)'."""
+    """Describe the layout of a DTensor: 'copied to 2 along replicate, divided in 2 along shard (dimension 0)'."""
     names = sharding.names or ("",) * len(sharding.mesh)
     return ", ".join(map(_placement_text, sharding.placements, sharding.mesh, names))
 
 
 def _placement_text(placement: str, size: int, name: str) -> str:
-    """placement: as torch prints it: R, S(0), _S(0, 2) in stripes, P(sum)."""
+    """Describe a placement in the notation of torch: R, S(0), P(sum), or _S(0, 2) for a strided shard."""
     along = f" along {name}" if name else ""
     if placement == "R":
         return f"copied to {size}{along}"
-    what, _, within = placement.rstrip(")").partition("(")
-    if what == "P":
-        return f"{size} parts of a {within or 'sum'}{along}"
-    dimension, _, stripes = within.partition(",")
+    letter, _, argument = placement.rstrip(")").partition("(")
+    if letter == "P":
+        return f"{size} parts of a {argument or 'sum'}{along}"
+    dimension, _, stripes = argument.partition(",")
     striped = f", in stripes of {stripes.strip()}" if stripes else ""
     return f"divided in {size}{along} (dimension {dimension}{striped})"
 
 
-def _by_mesh(parts: Mapping[int, Sharding], having: tuple[int, ...], ranks: tuple[int, ...], at: Positions) -> Division:
+def _divide_dtensor(
+    parts: Mapping[int, Sharding], present: tuple[int, ...], ranks: tuple[int, ...], positions: Positions
+) -> Division:
     keys: dict[int, Hashable] = {}
-    # A thousand ranks share a layout or two, each of a thousand ranks: these are looked at once.
-    different = {id(sharding): sharding for sharding in parts.values()}
+    # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
+    shardings = {id(sharding): sharding for sharding in parts.values()}
     layouts: dict[Hashable, int] = {}
     numbers = {
-        key: layouts.setdefault((found.mesh, found.names, found.placements, found.shape), len(layouts))
-        for key, found in different.items()
+        key: layouts.setdefault((s.mesh, s.names, s.placements, s.shape), len(layouts)) for key, s in shardings.items()
     }
-    for rank in having:
+    for rank in present:
         sharding = parts.get(rank)
-        place = None if sharding is None else coordinate(rank, sharding)
-        if sharding is None or place is None:  # of its own: nothing tells whose replica it is
+        position = None if sharding is None else find_coordinate(rank, sharding)
+        if sharding is None or position is None:  # replica of an unknown rank
             keys[rank] = rank
             continue
-        divided = tuple(i for placement, i in zip(sharding.placements, place, strict=True) if placement != "R")
-        beside = tuple(one for one in at.sharded.get(rank, ()) if one[0] not in sharding.names)
-        keys[rank] = numbers[id(sharding)], divided, beside
-    members = {rank for sharding in different.values() for rank in sharding.ranks}
-    stages = {(at.stages.get(rank), at.sharded.get(rank)) for rank in having}
+        divided = tuple(i for placement, i in zip(sharding.placements, position, strict=True) if placement != "R")
+        outer = tuple(at for at in positions.sharded.get(rank, ()) if at[0] not in sharding.names)
+        keys[rank] = numbers[id(sharding)], divided, outer
+    members = {rank for sharding in shardings.values() for rank in sharding.ranks}
+    stages = {(positions.stages.get(rank), positions.sharded.get(rank)) for rank in present}
     expected = tuple(
         rank
         for rank in ranks
-        if at.standing.get(rank, rank) in members
-        or rank in having
-        or (rank in at.stages and (at.stages[rank], at.sharded.get(rank)) in stages)
+        if positions.mesh_rank.get(rank, rank) in members
+        or rank in present
+        or (rank in positions.stages and (positions.stages[rank], positions.sharded.get(rank)) in stages)
     )
-    texts = dict.fromkeys(layout_text(sharding) for sharding in different.values())
-    layout = next(iter(texts)) if len(texts) == 1 else "laid out in unlike ways"
-    whole = [rank for rank in having if rank not in parts]
+    texts = dict.fromkeys(layout_text(sharding) for sharding in shardings.values())
+    layout = next(iter(texts)) if len(texts) == 1 else "in different layouts"
+    whole = [rank for rank in present if rank not in parts]
     if whole:
         layout += f", but whole on {ranks_text(whole)}"
-    return Division(_classes(keys), expected, "DTensor", layout)
+    return Division(_group_by_key(keys), expected, "DTensor", layout)
 
 
-def coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
-    """Say where in the mesh a rank stands: by what its file says, else by its rank; None where neither tells."""
+def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
+    """Return the mesh coordinate of a rank from its file, else from its rank; None if unknown."""
     if sharding.coordinate:
         return sharding.coordinate
-    return _by_rank(sharding.ranks, sharding.mesh).get(rank)
+    return _coordinates_by_rank(sharding.ranks, sharding.mesh).get(rank)
 
 
 @lru_cache(maxsize=64)
-def _by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+def _coordinates_by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     return dict(zip(ranks, product(*map(range, mesh)), strict=False))
 
 
-def _rank_at(sharding: Sharding) -> int:
-    """Return the rank that stands at the coordinate of a sharding."""
+def _find_mesh_rank(sharding: Sharding) -> int:
+    """Return the rank at the coordinate of a sharding."""
     at = 0
     for i, size in zip(sharding.coordinate, sharding.mesh, strict=True):
         at = at * size + i
     return sharding.ranks[at]
 
 
-def _classes(keys: Mapping[int, Hashable]) -> Sets:
-    found: dict[Hashable, list[int]] = defaultdict(list)
+def _group_by_key(keys: Mapping[int, Hashable]) -> Sets:
+    groups: dict[Hashable, list[int]] = defaultdict(list)
     for rank, key in keys.items():
-        found[key].append(rank)
-    return tuple(tuple(members) for members in found.values())
+        groups[key].append(rank)
+    return tuple(tuple(members) for members in groups.values())
 
 
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
-    """Whether some ranks hold a shard and others the whole."""
+    """Whether some ranks hold a shard and other ranks the whole tensor."""
     sharded = sum(t.sharding is not None and not is_whole(t.sharding) for t in tensors.values())
     return 0 < sharded < len(tensors)
 
 
-def wholes(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the whole tensor for each rank; empty if a shard is missing, or its position is not known."""
+def assemble_shards(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the whole tensor for each rank; empty if a shard is missing or its position is unknown."""
     boxes: dict[Hashable, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
     keys: dict[int, Hashable] = {}
     for rank, tensor in tensors.items():
         if tensor.sharding is None or is_whole(tensor.sharding):
             continue
-        box = _box(rank, tensor)
+        box = _find_box(rank, tensor)
         if box is None:
             return {}
         keys[rank], start = box
         boxes[keys[rank]].setdefault(start, tensor)
-    made = {}
-    for key, found in boxes.items():
-        first = next(iter(found.values()))
+    assembled = {}
+    for key, shards in boxes.items():
+        first = next(iter(shards.values()))
         shape = first.sharding.shape if first.sharding is not None else ()
-        alike = len({tensor.dtype for tensor in found.values()}) == 1
-        if not alike or sum(tensor.numel for tensor in found.values()) != math.prod(shape):
+        same_dtype = len({tensor.dtype for tensor in shards.values()}) == 1
+        if not same_dtype or sum(tensor.numel for tensor in shards.values()) != math.prod(shape):
             return {}
-        parts = tuple(Shard(tensor, start) for start, tensor in sorted(found.items()) if tensor.numel)
+        parts = tuple(Shard(tensor, start) for start, tensor in sorted(shards.items()) if tensor.numel)
         whole = Tensor(
             first.name, first.dtype, shape, contiguous_strides(shape), first.path, 0, data=None if parts else b""
         )
-        made[key] = replace(whole, shards=parts)
-    return {rank: made[keys[rank]] if rank in keys else tensor for rank, tensor in tensors.items()}
+        assembled[key] = replace(whole, shards=parts)
+    return {rank: assembled[keys[rank]] if rank in keys else tensor for rank, tensor in tensors.items()}
 
 
-def _box(rank: int, tensor: Tensor) -> tuple[Hashable, tuple[int, ...]] | None:
-    """Return which copy of the whole a shard belongs to and where it begins, by the rules of torch.chunk."""
+def _find_box(rank: int, tensor: Tensor) -> tuple[Hashable, tuple[int, ...]] | None:
+    """Return the key of the shard's copy of the tensor, and its start, by the rules of torch.chunk; None if unknown."""
     sharding = tensor.sharding
-    place = None if sharding is None else coordinate(rank, sharding)
-    if sharding is None or place is None or tensor.refused or tensor.digest is not None or tensor.same:
+    position = None if sharding is None else find_coordinate(rank, sharding)
+    if sharding is None or position is None or tensor.refused or tensor.digest is not None or tensor.same:
         return None
     start, size, copy = [0] * len(sharding.shape), list(sharding.shape), []
-    for placement, at, count in zip(sharding.placements, place, sharding.mesh, strict=True):
+    for placement, at, count in zip(sharding.placements, position, sharding.mesh, strict=True):
         if placement == "R":
             copy.append(at)
         elif placement.startswith("S(") and (dim := int(placement[2:-1])) < len(size):
@@ -290,8 +298,8 @@ def _box(rank: int, tensor: Tensor) -> tuple[Hashable, tuple[int, ...]] | None:
     return ((sharding.ranks, tuple(copy)), tuple(start)) if tuple(size) == tensor.shape else None
 
 
-def sets_text(sets: Sets) -> str:
-    """Name a few sets of ranks: 'ranks 0, 2 and ranks 1, 3'."""
-    texts = [ranks_text(found) for found in sets[:3]]
+def format_sets(sets: Sets) -> str:
+    """Return the text for the first few sets of ranks: 'ranks 0, 2 and ranks 1, 3'."""
+    texts = [ranks_text(ranks) for ranks in sets[:3]]
     more = f" and {len(sets) - 3} more" if len(sets) > 3 else ""
     return " and ".join(texts) + more

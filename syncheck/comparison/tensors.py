@@ -1,4 +1,4 @@
-"""Compare the replicas of one tensor: present everywhere, alike, of equal bytes, and if not, by how much."""
+"""Compare the replicas of one tensor: presence, shape, dtype, bytes, and the size of differences."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import is_whole, layout_text, sets_text
-from syncheck.kernel import clusters
-from syncheck.messages import SHARD_REFUSALS, Detail, ranks_text
+from syncheck.comparison.replica_groups import format_sets, is_whole, layout_text
+from syncheck.kernel.clustering import cluster_replicas
+from syncheck.messages import SHARD_REFUSALS, Detail
 from syncheck.records import Reason, TensorDiff
 from syncheck.snapshots import unravel_index
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from syncheck.comparison.replica_groups import Division, Sets
     from syncheck.kernel.blocks import Files
-    from syncheck.kernel.digests import Told
+    from syncheck.kernel.digests import DigestResult
+    from syncheck.messages import Message
     from syncheck.records import Status
     from syncheck.snapshots import Tensor
     from syncheck.tolerance import Tolerance
 
     Compare = Callable[[TensorDiff, Mapping[int, Tensor]], TensorDiff | None]
 
-_MOST_SETS = 6  # of ranks named in a detail
-# From what says least of a difference to what says most.
+# From the weakest to the strongest result.
 _ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
 
 
@@ -40,32 +40,34 @@ def compare_tensor(
     sharded: bool,
     quick: bool,
 ) -> TensorDiff | None:
-    """Compare one tensor's replicas by rank, within each replica group; None when they are identical.
+    """Compare the replicas of one tensor within each replica group. Return None if they are identical.
 
-    division: these groups, and the ranks that ought to have the tensor. sharded: whether each rank was to hold other
-    tensors than the rest, so that one that is not everywhere is as it should be. quick: compare stored checksums and
-    read nothing. Raises CheckpointError when a file can no longer be read.
+    tensors: by rank. division: the replica groups and the ranks required to have the tensor. sharded: whether each rank
+    holds different tensors by design, so missing tensors are no difference. quick: compare stored checksums only.
+    Raises CheckpointError if a file can no longer be read.
     """
 
     def compare(bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
-        told = _told(list(members.values()), files, quick=quick)
-        return _as_told(bare, tuple(members), told) if told else _by_bytes(bare, members, files, tolerance)
+        result = _compare_without_bytes(list(members.values()), files, quick=quick)
+        if result is not None:
+            return _make_diff(bare, tuple(members), result)
+        return _compare_bytes(bare, members, files, tolerance)
 
     missing = tuple(rank for rank in division.expected if rank not in tensors)
     bare = _bare(name, kind, tensors)
-    diff = _unlike(bare, tensors, division)
+    diff = _find_mismatch(bare, tensors, division)
     if diff is None:
-        diff = _by_groups(bare, tensors, division, compare)
-    elif values := _among_alike(diff, tensors, division, compare):
-        # What the reader refuses on some ranks is no difference by itself.
+        diff = _compare_groups(bare, tensors, division, compare)
+    elif values := _compare_matching(diff, tensors, division, compare):
+        # A tensor refused by the reader on some ranks is not a difference by itself.
         diff = replace(diff, facts=(diff, values)) if diff.out_of_sync else replace(values, detail=diff.detail)
     if not missing:
         return diff
     if sharded and diff is None and len(tensors) > 1:
-        return None  # the ranks that hold it agree
+        return None  # all ranks with the tensor agree
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
         return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
-    alone = replace(
+    absent = replace(
         bare,
         reason=Reason.MISSING,
         detail=Detail.MISSING(ranks=missing),
@@ -74,37 +76,37 @@ def compare_tensor(
         minority=minority_of(_largest_first((list(tensors), list(missing)))),
     )
     if diff is None:
-        return alone
-    told = {rank for found in diff.clusters for rank in found}
-    untold = tuple(rank for rank in tensors if rank not in told)
+        return absent
+    clustered = {rank for cluster in diff.clusters for rank in cluster}
+    unclustered = tuple(rank for rank in tensors if rank not in clustered)
     return replace(
         diff,
         status="different" if diff.status == "different" else "not_compared",
-        reason=alone.reason,
-        detail=alone.detail,
-        replica_groups=alone.replica_groups,
-        clusters=(*diff.clusters, untold) if untold else diff.clusters,
-        minority=diff.minority or alone.minority,
-        facts=(alone, *(diff.facts or (diff,))) if diff.out_of_sync else (),
+        reason=absent.reason,
+        detail=absent.detail,
+        replica_groups=absent.replica_groups,
+        clusters=(*diff.clusters, unclustered) if unclustered else diff.clusters,
+        minority=diff.minority or absent.minority,
+        facts=(absent, *(diff.facts or (diff,))) if diff.out_of_sync else (),
     )
 
 
-def not_asked_for(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
-    """Count a random number state, or PowerSGD's error, which differ between ranks by design, as not compared."""
-    what = "PowerSGD's errors" if ".error_dict." in f".{name}" else "random number states"
-    return replace(_bare(name, kind, tensors), reason=Reason.RNG, detail=Detail.BY_DESIGN(what=what))
+def skip_by_design(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
+    """Return the diff of an RNG state or a PowerSGD error: not compared, because they differ by design."""
+    detail = Detail.POWERSGD_ERROR() if ".error_dict." in f".{name}" else Detail.RNG_STATE()
+    return replace(_bare(name, kind, tensors), reason=Reason.RNG, detail=detail)
 
 
-def ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], why: str) -> TensorDiff:
-    """Count a tensor of which nothing in the files says which ranks must hold the same bytes."""
-    return replace(_bare(name, kind, tensors), reason=Reason.AMBIGUOUS, detail=Detail.AMBIGUOUS(why=why))
+def mark_ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], detail: Message) -> TensorDiff:
+    """Return the diff of a tensor whose replica groups cannot be determined from the files."""
+    return replace(_bare(name, kind, tensors), reason=Reason.AMBIGUOUS, detail=detail)
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the largest set; none where two sets are the largest. sets: largest first."""
+    """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
     if len(sets) < 2 or len(sets[0]) == len(sets[1]):
         return ()
-    return tuple(sorted(rank for found in sets[1:] for rank in found))
+    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
 
 
 def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
@@ -112,9 +114,9 @@ def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
 
 
-def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
-    """Say why replicas cannot be compared by value: of another kind, shape or dtype, or refused by the reader."""
-    # Nearly always they can, so this comes first, and as a loop: a generator in any() takes twice as long.
+def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
+    """Return a diff if the values cannot be compared: different shapes, dtypes or layouts, or refused by the reader."""
+    # The common case first. A loop takes half the time of any() with a generator.
     for t in tensors.values():
         if t.shape != bare.shape or t.dtype != bare.dtype or t.refused or t.sharding is not None:
             break
@@ -124,94 +126,94 @@ def _unlike(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division)
     sharded = {rank: refusal for rank, refusal in refusals.items() if refusal and refusal.code in SHARD_REFUSALS}
     if sharded:
         first = next(iter(sharded.values()))
-        if len(sharded) == len(tensors):  # shards of one tensor may have any shapes
+        if len(sharded) == len(tensors):  # shards of one tensor may have different shapes
             return replace(bare, reason=Reason.SHARDED, detail=Detail.REFUSED(refusal=first))
         detail = Detail.REFUSED_ON_SOME(refusal=first, ranks=tuple(sharded))
         return replace(bare, reason=Reason.REFUSED, detail=detail)
-    # A sparse tensor beside a dense one, or one without values beside one that has them: these are not the same.
+    # For example, a sparse and a dense tensor, or a meta tensor and a tensor with values.
     kinds: dict[int, Any] = {rank: r or f"{tensors[rank].dtype} with values" for rank, r in refusals.items()}
     if any(refusals.values()) and len(set(refusals.values())) > 1:
-        return _split(bare, Reason.DTYPE, kinds, tensors)
-    for what in (Reason.SHAPE, Reason.DTYPE):
-        found = {rank: _known(tensor, what) for rank, tensor in tensors.items()}
-        if None not in found.values() and len(set(found.values())) > 1:
-            if what is Reason.SHAPE and division.kind == "model parallel" and _alike_within(found, division):
-                continue  # parts of plain tensors, too, may be of unequal sizes
-            return _split(bare, what, found, tensors)
+        return _make_mismatch(bare, Reason.DTYPE, kinds, tensors)
+    for field in (Reason.SHAPE, Reason.DTYPE):
+        values = {rank: _known_value(tensor, field) for rank, tensor in tensors.items()}
+        if None not in values.values() and len(set(values.values())) > 1:
+            if field is Reason.SHAPE and division.kind == "model parallel" and _is_equal_within(values, division):
+                continue  # uneven parts of plain tensors
+            return _make_mismatch(bare, field, values, tensors)
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
-    texts = {id(sharding): layout_text(sharding) for sharding in parts.values()}  # ranks of a job share one
+    texts = {id(sharding): layout_text(sharding) for sharding in parts.values()}  # ranks share sharding objects
     layouts = {rank: texts[id(sharding)] for rank, sharding in parts.items()}
-    if len(set(layouts.values())) > 1:  # no rank's part is another's then, and the rest of the model would hide it
-        return _split(bare, Reason.SHAPE, layouts, tensors)
+    if len(set(layouts.values())) > 1:  # shards of different layouts are never replicas
+        return _make_mismatch(bare, Reason.SHAPE, layouts, tensors)
     refused = next(iter(refusals.values()))
     return replace(bare, reason=Reason.REFUSED, detail=Detail.REFUSED(refusal=refused)) if refused else None
 
 
-def _among_alike(
-    unlike: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
+def _compare_matching(
+    mismatch: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
 ) -> TensorDiff | None:
-    """Compare the ranks that hold a tensor alike, where not all do; None when these do not differ."""
-    plain = {rank: tensor for rank, tensor in tensors.items() if not tensor.refused}
+    """Compare ranks with the same shape and dtype if not all ranks have the same. Return None if they do not differ."""
+    readable = {rank: tensor for rank, tensor in tensors.items() if not tensor.refused}
     sets = []
     for ranks in division.sets:
-        by_form: dict[Any, list[int]] = defaultdict(list)
+        by_type: dict[Any, list[int]] = defaultdict(list)
         for rank in ranks:
-            if rank in plain:
-                by_form[plain[rank].dtype, plain[rank].shape].append(rank)
-        sets += [tuple(found) for found in by_form.values() if len(found) > 1]
+            if rank in readable:
+                by_type[readable[rank].dtype, readable[rank].shape].append(rank)
+        sets += [tuple(members) for members in by_type.values() if len(members) > 1]
     if not sets:
         return None
-    among = replace(division, sets=tuple(sets), layout=division.layout or f"of one {unlike.reason}")
-    first = {rank: plain[rank] for found in sets for rank in found}
-    diff = _by_groups(_bare(unlike.name, unlike.kind, first), first, among, compare)
+    matching = replace(division, sets=tuple(sets), layout=division.layout or f"of one {mismatch.reason}")
+    members = {rank: readable[rank] for ranks in sets for rank in ranks}
+    diff = _compare_groups(_bare(mismatch.name, mismatch.kind, members), members, matching, compare)
     return diff if diff is not None and diff.out_of_sync else None
 
 
-def _alike_within(found: Mapping[int, Any], division: Division) -> bool:
-    """Whether all ranks of each replica group have the same."""
-    return all(len({found[rank] for rank in ranks}) == 1 for ranks in division.sets)
+def _is_equal_within(values: Mapping[int, Any], division: Division) -> bool:
+    """Whether the values are equal within each replica group."""
+    return all(len({values[rank] for rank in ranks}) == 1 for ranks in division.sets)
 
 
-def _known(tensor: Tensor, what: Reason) -> Any:
-    """Return a tensor's shape, the whole one of a DTensor, or dtype; None where the reader could not tell."""
-    found: Any = tensor.sharding.shape if what is Reason.SHAPE and tensor.sharding else getattr(tensor, what)
-    return None if tensor.refused and found in ((), "unknown") else found
+def _known_value(tensor: Tensor, field: Reason) -> Any:
+    """Return the global shape or the dtype of a tensor; None if the reader does not know it."""
+    value: Any = tensor.sharding.shape if field is Reason.SHAPE and tensor.sharding else getattr(tensor, field)
+    return None if tensor.refused and value in ((), "unknown") else value
 
 
-def _split(bare: TensorDiff, what: Reason, found: Mapping[int, Any], tensors: Mapping[int, Tensor]) -> TensorDiff:
-    """Return a difference in what is not compared by value, with the ranks that have each."""
-    by_text: dict[Any, list[int]] = defaultdict(list)
-    for rank, value in found.items():
-        by_text[value].append(rank)
-    sets = _largest_first(by_text.values())
-    texts = {tuple(ranks): list(text) if isinstance(text, tuple) else text for text, ranks in by_text.items()}
-    shown = " and ".join(f"{texts[ranks]} on {ranks_text(ranks)}" for ranks in sets[:_MOST_SETS])
-    more = f" and {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
+def _make_mismatch(
+    bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
+) -> TensorDiff:
+    """Return a diff of values by rank: shapes, dtypes or layouts."""
+    by_value: dict[Any, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        by_value[value].append(rank)
+    sets = _largest_first(by_value.values())
+    value_of = {tuple(ranks): value for value, ranks in by_value.items()}
     return replace(
         bare,
-        reason=what,
-        detail=Detail.UNEQUAL(sets=shown + more),
+        reason=reason,
+        detail=Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets)),
         replica_groups=(tuple(tensors),),
         clusters=sets,
         minority=minority_of(sets),
     )
 
 
-def _by_groups(
+def _compare_groups(
     bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
 ) -> TensorDiff | None:
-    """Compare within each replica group; None when all are identical. Of several groups the worst gives the numbers."""
+    """Compare within each replica group. Return None if all are identical, else the numbers of the worst group."""
     if division.kind and not division.comparable:
         return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=division.layout))
     diffs = []
     for ranks in division.comparable:
-        alone = len(ranks) == len(tensors)
-        members = tensors if alone else {rank: tensors[rank] for rank in ranks}
-        own = bare if alone else _bare(bare.name, bare.kind, members)
-        # Shards of one place in the mesh have one shape as torch writes them, but a file may hold anything.
+        is_only = len(ranks) == len(tensors)
+        members = tensors if is_only else {rank: tensors[rank] for rank in ranks}
+        own = bare if is_only else _bare(bare.name, bare.kind, members)
+        # torch writes equal shapes for equal mesh coordinates, but untrusted files may not.
         if any(tensor.shape != own.shape for tensor in members.values()):
             shapes = {rank: tensor.shape for rank, tensor in members.items()}
-            diff: TensorDiff | None = _split(own, Reason.SHAPE, shapes, members)
+            diff: TensorDiff | None = _make_mismatch(own, Reason.SHAPE, shapes, members)
         else:
             diff = compare(own, members)
         if diff is not None:
@@ -221,28 +223,31 @@ def _by_groups(
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=sets_text(division.comparable)),
+        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=format_sets(division.comparable)),
         replica_groups=division.sets,
-        clusters=tuple(found for diff in diffs for found in diff.clusters),
+        clusters=tuple(cluster for diff in diffs for cluster in diff.clusters),
         minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
         nonfinite=dict(sorted((rank, count) for diff in diffs for rank, count in diff.nonfinite.items())),
     )
 
 
-def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance) -> TensorDiff | None:
-    """Sort replicas by their bytes and measure what differs; None when all are identical."""
+def _compare_bytes(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance
+) -> TensorDiff | None:
+    """Compare replicas bitwise and measure the differences. Return None if all are identical."""
     ranks, members = tuple(tensors), list(tensors.values())
-    found = clusters(members, files) if len(members) > 1 else ((0,),)
-    if len(found) == 1:
+    clusters = cluster_replicas(members, files) if len(members) > 1 else ((0,),)
+    if len(clusters) == 1:
         return None
-    from syncheck.gaps import measure  # numpy is imported here, where there is a difference to measure
+    from syncheck.differences.measurement import measure_differences  # needs numpy
 
-    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in found)
+    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in clusters)
     minority = minority_of(sets)
-    gaps = measure([members[positions[0]] for positions in found], files, tolerance, majority=bool(minority))
-    excused = not tolerance.exact and not gaps.beyond
-    status: Status = "equal" if not gaps.mismatched else "close" if excused else "different"
-    nonfinite = {rank: count for same, count in zip(sets, gaps.nonfinite, strict=True) for rank in same}
+    representatives = [members[positions[0]] for positions in clusters]
+    statistics = measure_differences(representatives, files, tolerance, majority=bool(minority))
+    tolerated = not tolerance.exact and not statistics.beyond
+    status: Status = "equal" if not statistics.mismatched else "close" if tolerated else "different"
+    nonfinite = {rank: count for same, count in zip(sets, statistics.nonfinite, strict=True) for rank in same}
     return replace(
         bare,
         status=status,
@@ -250,51 +255,51 @@ def _by_bytes(bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tol
         replica_groups=(ranks,),
         clusters=sets,
         minority=minority,
-        mismatched=gaps.mismatched,
-        max_abs=gaps.max_abs,
-        max_rel=gaps.max_rel,
-        max_ulp=gaps.max_ulp,
-        index=None if gaps.worst is None else unravel_index(gaps.worst, bare.shape),
+        mismatched=statistics.mismatched,
+        max_abs=statistics.max_abs,
+        max_rel=statistics.max_rel,
+        max_ulp=statistics.max_ulp,
+        index=None if statistics.worst is None else unravel_index(statistics.worst, bare.shape),
         nonfinite=dict(sorted(nonfinite.items())),
-        extent=gaps.extent(bare.numel),
+        extent=statistics.extent(bare.numel),
     )
 
 
-def _told(members: Sequence[Tensor], files: Files, *, quick: bool) -> Told | None:
-    """Ask what stands for the bytes, where these are not there or not to be read; None where they are."""
+def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bool) -> DigestResult | None:
+    """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
     fingerprints = sum(tensor.digest is not None for tensor in members)
     if fingerprints and (not quick or fingerprints == len(members)):
-        from syncheck.kernel.digests import by_digest
+        from syncheck.kernel.digests import compare_digests
 
-        return by_digest(members, files)
+        return compare_digests(members, files)
     if quick and any(tensor.data is None for tensor in members):
-        from syncheck.kernel.quick import by_checksum
+        from syncheck.kernel.checksums import compare_checksums
 
-        return by_checksum(members)
+        return compare_checksums(members)
     return None
 
 
-def _as_told(bare: TensorDiff, ranks: tuple[int, ...], told: Told) -> TensorDiff | None:
-    """Return what is known of replicas without their bytes; None when all are identical."""
-    if len(told.clusters) == 1:
+def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -> TensorDiff | None:
+    """Return the diff from digests or checksums; None if all are identical."""
+    if len(result.clusters) == 1:
         return None
-    if not told.clusters:
-        return replace(bare, reason=told.reason, detail=told.detail)
-    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in told.clusters)
-    counts = {rank: n for same, n in zip(sets, told.nonfinite, strict=False) for rank in same if n is not None}
-    known = replace(
+    if not result.clusters:
+        return replace(bare, reason=result.reason, detail=result.detail)
+    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in result.clusters)
+    counts = {rank: n for same, n in zip(sets, result.nonfinite, strict=False) for rank in same if n is not None}
+    diff = replace(
         bare,
         status="different",
-        reason=told.reason,
-        detail=told.detail,
+        reason=result.reason,
+        detail=result.detail,
         replica_groups=(ranks,),
         clusters=sets,
         minority=minority_of(sets),
         mismatched=None,
         nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
     )
-    return replace(known, **told.gaps)
+    return replace(diff, **result.numbers)
 
 
 def _largest_first(sets: Iterable[list[int]]) -> Sets:
-    return tuple(tuple(found) for found in sorted(sets, key=lambda found: (-len(found), found[0])))
+    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))

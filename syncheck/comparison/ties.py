@@ -1,7 +1,6 @@
-"""Which names of a checkpoint are one tensor, and on which ranks only.
+"""Find tied tensors: names sharing memory on some ranks only.
 
-torch.save keeps that two names share memory, and torch.load gives it back. Other formats write each name's bytes, so
-nothing can be said of them.
+torch.save and torch.load preserve shared memory. Other formats store separate bytes for each name, so ties are unknown.
 """
 
 from __future__ import annotations
@@ -16,45 +15,45 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot, Tensor
 
-# Formats that can store a tie.
-_ABLE = ("torch-zip", "torch-legacy")
+_FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
 
 def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> tuple[Tie, ...]:
-    """Find names that are one tensor on some ranks and several tensors on others.
+    """Return the ties present on some ranks only.
 
-    names: by rank, from stored to compared names. A rank that lacks one of the names tells nothing of the tie.
+    names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
     tied = {
         rank: {
-            frozenset(names[rank][name] for name in same) for same in snapshot.ties or shared(snapshot.tensors.values())
+            frozenset(names[rank][name] for name in same)
+            for same in snapshot.ties or find_shared_tensors(snapshot.tensors.values())
         }
         for rank, snapshot in snapshots.items()
-        if snapshot.format in _ABLE
+        if snapshot.format in _FORMATS_WITH_TIES
     }
-    found = []
+    broken = []
     for tie in set[frozenset[str]]().union(*tied.values()):
         together = tuple(rank for rank, sets in tied.items() if tie in sets or any(tie < same for same in sets))
         if len(together) < len(tied) and any(tie <= set(names[rank].values()) for rank in tied if rank not in together):
-            found.append(Tie(tuple(sorted(tie)), together))
-    return tuple(sorted(found, key=lambda tie: tie.names))
+            broken.append(Tie(tuple(sorted(tie)), together))
+    return tuple(sorted(broken, key=lambda tie: tie.names))
 
 
-def shared(tensors: Collection[Tensor]) -> list[list[str]]:
-    """List the names that have one place: the same first element, shape and strides."""
-    first: dict[tuple[str, int], Tensor] = {}
-    twice = set()
-    for tensor in tensors:  # most have a place of their own, so no more is looked at until one has not
-        place = tensor.path, tensor.offset
+def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
+    """Return lists of names with the same storage offset, dtype, shape and strides."""
+    seen = set()
+    shared = set()
+    for tensor in tensors:  # offsets first, because most tensors have unique offsets
+        offset = tensor.path, tensor.offset
         if tensor.data is not None or tensor.refused or not tensor.numel:
             continue
-        if place in first:
-            twice.add(place)
-        first[place] = tensor
-    if not twice:
+        if offset in seen:
+            shared.add(offset)
+        seen.add(offset)
+    if not shared:
         return []
-    same: dict[Hashable, list[str]] = defaultdict(list)
+    tied: dict[Hashable, list[str]] = defaultdict(list)
     for tensor in tensors:
-        if (tensor.path, tensor.offset) in twice and tensor.data is None and not tensor.refused and tensor.numel:
-            same[tensor.path, tensor.offset, tensor.dtype, tensor.shape, tensor.strides].append(tensor.name)
-    return [found for found in same.values() if len(found) > 1]
+        if (tensor.path, tensor.offset) in shared and tensor.data is None and not tensor.refused and tensor.numel:
+            tied[tensor.path, tensor.offset, tensor.dtype, tensor.shape, tensor.strides].append(tensor.name)
+    return [names for names in tied.values() if len(names) > 1]

@@ -1,4 +1,4 @@
-"""Compare what a checkpoint holds beside tensors: progress, settings, the scaler's state, notes."""
+"""Compare the Python values of checkpoints: progress, settings, loss scaler state, and other values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
-# Lines that tell of what some ranks lack; each of a thousand ranks may have something of its own.
+# Maximum number of notes about absent values: each of a thousand ranks may lack different values.
 _MOST_NOTES = 3
 
 
@@ -27,22 +27,22 @@ def compare_values(
     kept: Callable[[str, str], bool],
     is_partial: Callable[[str], bool],
 ) -> list[ValueDiff]:
-    """List the Python values that are not equal on all replicas.
+    """Return the diffs of Python values between replicas.
 
-    A difference counts unless the value is a rank's own, such as its host or random number state, or the options
-    exclude it. A note, which neither its name nor its container identifies as progress, a setting or a scaler's state,
-    counts in memory and is only listed between files. A setting or a scaler's state that some files lack counts if
-    they lack its whole container, or have another class of it, and a loss scale always. In memory every missing value
-    counts.
+    Different values count as out of sync, except values of the rank itself (like its host or RNG state) and excluded
+    values. Values of kind `other` count in memory, and are only listed for files.
 
-    wanted: whether a name and kind is asked for; kept: whether it is not excluded. is_partial: whether a value belongs
-    to a part of the optimizer that not every rank has.
+    Missing values count in memory. In files, settings and scaler state count if their whole container is missing or has
+    another class. A missing loss scale always counts.
+
+    wanted: whether the options select a name and kind. kept: whether the options do not exclude it. is_partial: whether
+    a value belongs to partitioned optimizer state.
     """
     memory = in_memory(snapshots)
     values = {rank: _values(snapshot) for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
-    for rank, of in values.items():
-        for name, value in of.items():
+    for rank, own in values.items():
+        for name, value in own.items():
             if not is_partial(name):
                 by_name[name][rank] = value
     kind_of, keys = (
@@ -51,27 +51,31 @@ def compare_values(
     )
     one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
     diffs = []
-    for name, found in by_name.items():
-        listed = list(found.values())
-        differ = any(value != listed[0] and not (value != value and listed[0] != listed[0]) for value in listed[1:])
-        lacking = [rank for rank in snapshots if rank not in found]
-        if not differ and not lacking:
+    for name, present in by_name.items():
+        first, *rest = present.values()
+        differ = any(value != first and not (value != value and first != first) for value in rest)  # NaN equals NaN
+        absent = [rank for rank in snapshots if rank not in present]
+        if not differ and not absent:
             continue
         kind = kind_of(name)
-        lost = tuple(rank for rank in lacking if _owner(name) not in keys(rank))
-        # Two replicas may know the members of a group in two ways, by name and by position.
-        missing = bool(lacking) and not is_membership(name)
+        lost = tuple(rank for rank in absent if _owner(name) not in keys(rank))
+        # Replicas may list the members of a parameter group by name or by position.
+        missing = bool(absent) and not is_membership(name)
         if not memory:
-            # With --only-params, a file of the model alone lacks nothing.
+            # If only parameters are selected, files without an optimizer are complete.
             missing = missing and wanted(name, "optimizer")
             missing = missing and one_format and kind in ("setting", "scaler")
-            no_scale = name.rpartition(".")[2] in SCALES  # fairseq keeps it in the optimizer's state, and nothing else
-            missing = missing and (bool(lost) or no_scale or _differ(name, keys(next(iter(found))), map(keys, lacking)))
-        asked = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
-        # A rank's own loss in LBFGS's state may differ, but not be lost with the state.
-        own = differs_by_design(name) and not (lost and name.startswith("optimizer."))
-        counts = (differ or missing) and asked and not own
-        by_rank = {rank: found.get(rank) for rank in snapshots}
+            is_scale = (
+                name.rpartition(".")[2] in SCALES
+            )  # fairseq stores it in the optimizer state, without a container
+            missing = missing and (
+                bool(lost) or is_scale or _container_differs(name, keys(next(iter(present))), map(keys, absent))
+            )
+        selected = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
+        # The loss in LBFGS state differs by design, but must not be missing.
+        by_design = differs_by_design(name) and not (lost and name.startswith("optimizer."))
+        counts = (differ or missing) and selected and not by_design
+        by_rank = {rank: present.get(rank) for rank in snapshots}
         diffs.append(ValueDiff(name, by_rank, counts=counts, kind=kind, lost=lost))
     return diffs
 
@@ -89,71 +93,72 @@ def _containers(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _owner(name: str) -> str:
-    """Name what a value belongs to: the optimizer, the scheduler, a top-level key."""
+    """Return the name of the object of a value: the optimizer, the scheduler, or a top-level key."""
     head, groups, _ = name.partition(".param_groups.")
     return head if groups else name.rpartition(".")[0] or name
 
 
-def _differ(name: str, having: Mapping[str, set[str]], lacking: Iterable[Mapping[str, set[str]]]) -> bool:
-    """Whether a rank that lacks a value lacks its container, or has keys in it that the rank that has it lacks.
+def _container_differs(name: str, present: Mapping[str, set[str]], absent: Iterable[Mapping[str, set[str]]]) -> bool:
+    """Whether the container of a missing value is missing, too, or has additional keys.
 
-    A container with fewer keys is of another version of the library. having, lacking: keys by container.
+    If it only has fewer keys, another version of the library wrote it. present, absent: keys by container on a rank
+    with the value and on ranks without it.
     """
-    home = name.rpartition(".")[0]
-    found = [keys.get(home) for keys in lacking]
-    return not all(found) or any(of - having[home] for of in found if of)
+    container = name.rpartition(".")[0]
+    keys = [by_container.get(container) for by_container in absent]
+    return not all(keys) or any(own - present[container] for own in keys if own)
 
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
-    """Whether all replicas are things in memory, and none is a file."""
+    """Whether all replicas are objects in memory."""
     return all(snapshot.format == "memory" for snapshot in snapshots.values())
 
 
-def lacking(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
-    """Return notes on values that some files of one format lack and that do not count. diffs: of all values."""
+def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
+    """Return notes about absent top-level values whose absence does not count. Only for files of the same format."""
     if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
         return []
     tops = {rank: {name.partition(".")[0] for name in snapshot.values} for rank, snapshot in snapshots.items()}
     counted = {diff.name.partition(".")[0] for diff in diffs if diff.counts}
-    gone: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for top in sorted(set().union(*tops.values()) - counted):
-        ranks = tuple(rank for rank, of in tops.items() if top not in of)
+        ranks = tuple(rank for rank, own in tops.items() if top not in own)
         if ranks and not is_rng_state((top,)):
-            gone[ranks].append(top)
+            absent[ranks].append(top)
     notes = [
         Note.VALUES_ABSENT(ranks=ranks, names=tuple(f"{name:.80}" for name in names))
-        for ranks, names in list(gone.items())[:_MOST_NOTES]
+        for ranks, names in list(absent.items())[:_MOST_NOTES]
     ]
-    more = sum(map(len, list(gone.values())[_MOST_NOTES:]))
+    more = sum(map(len, list(absent.values())[_MOST_NOTES:]))
     return notes + ([Note.MORE_VALUES_ABSENT(count=more)] if more else [])
 
 
 def is_membership(name: str) -> bool:
-    """Whether a value lists the parameters of one of an optimizer's groups."""
+    """Whether a value lists the parameters of an optimizer's parameter group."""
     parts = name.split(".")
     return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
 
 
-def holds_counted(snapshot: Snapshot) -> bool:
-    """Whether a checkpoint holds Python values that make a group out of sync when they differ."""
-    return any(value is not None for value in counted(snapshot).values())
+def has_counted_values(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint has Python values whose differences count as out of sync."""
+    return any(value is not None for value in select_counted_values(snapshot).values())
 
 
-def counted(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the Python values of a checkpoint that make a group out of sync when they differ."""
+def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the Python values of a checkpoint whose differences count as out of sync."""
     values = _values(snapshot)
     kind_of = make_value_classifier(values)
     return {name: value for name, value in values.items() if kind_of(name) != "other" and not differs_by_design(name)}
 
 
 def stores_progress(snapshot: Snapshot) -> bool:
-    """Whether a checkpoint says at which step or epoch it was written."""
+    """Whether a checkpoint stores its step or epoch."""
     values = _values(snapshot)
     kind_of = make_value_classifier(values)
     return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
 
 
 def _values(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the values of a checkpoint, those of its metadata where it has no others of that name."""
+    """Return the values of a checkpoint. Step and epoch of the metadata are defaults."""
     progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
     return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import is_weight, owner
-from syncheck.evidence.history import gap_ratios, trend_of
+from syncheck.evidence.history import difference_ratios, trend_of
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 from syncheck.records import FIRST_MOMENTS
@@ -185,7 +185,7 @@ def trend_facts(case: Case, *kinds: str, names: Collection[str] = ()) -> tuple[T
     trend = trend_of(steps[first:])
     if trend is None:
         return None, ()
-    step, ratio = groups[first].step, median(gap_ratios(steps[first], steps[-1]))
+    step, ratio = groups[first].step, median(difference_ratios(steps[first], steps[-1]))
     if trend == "constant":
         return trend, (Course.UNCHANGED(step=step),)
     sentence = Course.GREW if trend == "growing" else Course.CHANGED

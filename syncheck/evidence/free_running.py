@@ -1,17 +1,19 @@
-"""Are BatchNorm's running statistics one update apart, or have they run freely? What the files of a run's steps tell.
+"""Decide whether BatchNorm's running statistics lag by one update or are unsynchronized, from several steps of a run.
 
-Of rank 0's statistics s0 and another rank's s, with momentum m and d = s - s0 after t batches:
+Let d = s - s0 be the difference between the statistics of a rank and of rank 0 after t batches, m the momentum, and
+b, b0 the statistics of the batches of both ranks:
 
-- synchronized before each forward: d = m (b - b0), of the last batch alone;
-- never synchronized: d(t) = (1 - m) d(t-1) + m (b - b0), so each gap carries nine tenths of the one before.
+- synchronized before each forward pass: d = m (b - b0), from the last batch alone;
+- unsynchronized: d(t) = (1 - m) d(t-1) + m (b - b0), so with m = 0.1 nine tenths of each difference remain.
 
-Batches differ by a constant (shards of unlike data) and by chance. How much is which is not known, but both ways follow
-from that one share, so the cosines and ratios of the gaps at several steps are held against both. Gaps of steps far
-apart, or of late ones, look alike under both, and so nothing is concluded from them.
+b - b0 has a constant part (the ranks' data have different distributions) and a random part. The share of the constant
+part is unknown. For each share, both models predict the cosines and ratios of the differences at several steps, and the
+observed values are compared with both models. For late steps and steps far from each other, the predictions are too
+similar, so these steps are not used.
 
-A proof needs no share: synchronized statistics start from rank 0's, and one batch can lower a variance to (1 - m) of
-what it was at most. Where a rank's running variance lies below (1 - m)^n of rank 0's of n batches before, it has not
-been copied from there since.
+A low variance is a proof that needs no share: one batch multiplies a running variance by at least (1 - m). If the
+running variance of a rank is below (1 - m)^n times that of rank 0 n batches earlier, it has not been copied from rank 0
+since.
 """
 
 from __future__ import annotations
@@ -42,23 +44,25 @@ if TYPE_CHECKING:
 
     Vectors = Mapping[str, NDArray[np.float64]]
 
-# torch's own, where the files do not say.
+# torch's default, if the files do not contain the momentum.
 MOMENTUM = 0.1
-# Bounds on what is read: a pattern that shows in these layers, channels, ranks and steps shows in all.
+# Maximum number of layers, channels, ranks besides rank 0, and steps to read.
 LAYERS, CHANNELS, RANKS, STEPS = 64, 4096, 8, 12
-# Batches, as multiples of 1 / momentum, after which free-running statistics look as a lag does: they have reached
-# their plateau. Measured on 2 and 4 ranks, momentum 0.1: of steps further apart, or first saved later, shards of
-# unlike data with a lag came out as free-running now and then.
+# In batches, as multiples of 1 / momentum: the last usable step, the latest first step, and the largest median distance
+# between steps. Later, unsynchronized statistics have reached their plateau and look like a lag. Measured on 2 and 4
+# ranks with momentum 0.1: above these bounds, lagging statistics of ranks with different data distributions were
+# sometimes classified as unsynchronized.
 EARLY, FIRST, BETWEEN = 2.0, 0.4, 0.4
-# What cosines scatter by over some hundred channels, and the logarithms of gaps, whose scale training changes too.
+# Standard deviation of the cosines over some hundred channels, and of the logarithms of the ratios, which training also
+# changes.
 SPREAD, GROWTH_SPREAD = 0.15, 0.25
-# A running variance is this much below the bound before it counts: rounding of float32 is far below.
+# Relative margin below the bound of running variances, far above float32 rounding.
 MARGIN = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """One step's statistics. batches: rank 0's count. values: by rank, then by name."""
+    """The statistics at one step. batches: the batch count of all ranks. values: by rank and name."""
 
     step: int
     batches: int
@@ -67,7 +71,10 @@ class _Moment:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The gaps at two moments. cosine: mean over tensors; growth: median of the later norm by the earlier."""
+    """The differences at two moments, given by their batch counts.
+
+    cosine: mean over tensors. growth: median ratio of the later to the earlier norm.
+    """
 
     earlier: int
     later: int
@@ -75,56 +82,55 @@ class _Pair:
     growth: float
 
 
-def with_free_running(
+def add_free_running(
     groups: Sequence[Comparison],
     compared: Sequence[tuple[Comparison, ReplicaGroup]],
     unreadable: list[Unreadable],
     jobs: int | None,
 ) -> list[Comparison]:
-    """Add to the last group of each run what its steps tell of the running statistics' synchronization.
+    """Add evidence about the synchronization of running statistics to the last group of each run.
 
-    compared: the groups in the same order, with their files. A file that breaks while it is read is added to
-    `unreadable`.
+    compared: the same groups with their files. Files that cannot be read any more are added to `unreadable`.
     """
-    found = list(groups)
+    result = list(groups)
     runs = group_by_step(replicas for _, replicas in compared)
     for i, (group, (_, now)) in enumerate(zip(groups, compared, strict=True)):
         steps = runs.get(now.run, {})
-        if now.step is None or len(steps) < 2 or now.step != max(steps) or not _apart(group):
+        if now.step is None or len(steps) < 2 or now.step != max(steps) or not _statistics_differ(group):
             continue
         try:
-            told = _of_run(group, list(steps.values()), jobs)
+            free_running = _analyze_run(group, list(steps.values()), jobs)
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue
-        found[i] = replace(group, evidence=replace(group.evidence, free_running=told))
-    return found
+        result[i] = replace(group, evidence=replace(group.evidence, free_running=free_running))
+    return result
 
 
-def _apart(group: Comparison) -> bool:
+def _statistics_differ(group: Comparison) -> bool:
     return any(diff.kind in BN_STATISTICS and diff.status == "different" for diff in group.tensors)
 
 
-def _of_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> FreeRunning | None:
-    """Hold the statistics of a run's steps against both ways. series: in the order of the steps.
+def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> FreeRunning | None:
+    """Compare the statistics of a run with both models. series: the groups of files in the order of the steps.
 
-    Returns None where the files do not tell the counts, or fewer than two steps can be read.
+    Returns None if the files have no common batch count, or fewer than two steps can be used.
     """
-    momentum = _momentum(group)
+    momentum = _find_momentum(group)
     if momentum is None:
         return None
     names = [name for name, kind in group.evidence.names.items() if kind == "bn_mean"][:LAYERS]
-    # The early ones tell most, and the last one is what the finding is about.
+    # Early steps separate the models best, and the finding is about the last step.
     chosen = list(series) if len(series) <= STEPS else [*series[: STEPS - 1], series[-1]]
     with Files(jobs=jobs) as files:
-        read = [_moment(replicas, names, files) for replicas in chosen]
+        read = [_read_moment(replicas, names, files) for replicas in chosen]
     moments = [moment for moment in read if moment is not None]
     if len(moments) < 2:
         return None
     recorded = group.evidence.metadata is not None and bool(group.evidence.metadata.bn_momentum)
-    early = _usable([m for m in moments if m.batches <= EARLY / momentum], momentum)
+    early = _select_usable([m for m in moments if m.batches <= EARLY / momentum], momentum)
     used = early or moments
-    pairs = {(a.batches, b.batches): pair for a, b in combinations(used, 2) if (pair := _pair(a, b)) is not None}
+    pairs = {(a.batches, b.batches): pair for a, b in combinations(used, 2) if (pair := _make_pair(a, b)) is not None}
     neighbours = [pairs[at] for a, b in pairwise(used) if (at := (a.batches, b.batches)) in pairs]
     if not neighbours:
         return None
@@ -133,14 +139,14 @@ def _of_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None)
         steps=tuple(moment.step for moment in used),
         cosine=fmean(pair.cosine for pair in neighbours),
         growth=ends.growth,
-        misfit_free=_misfit(pairs.values(), momentum, free=True) if early else None,
-        misfit_lag=_misfit(pairs.values(), momentum, free=False) if early else None,
-        below=_below(moments, momentum) if recorded and series[-1].ranks[0][0] == 0 else 0,
+        misfit_free=_fit(pairs.values(), momentum, free=True) if early else None,
+        misfit_lag=_fit(pairs.values(), momentum, free=False) if early else None,
+        below=_count_low_variances(moments, momentum) if recorded and series[-1].ranks[0][0] == 0 else 0,
     )
 
 
-def _momentum(group: Comparison) -> float | None:
-    """Return the layers' common momentum; None where they have several, or average over all batches."""
+def _find_momentum(group: Comparison) -> float | None:
+    """Return the momentum of all layers; None if layers have different momentums or cumulative averages."""
     recorded = set(group.evidence.metadata.bn_momentum.values()) if group.evidence.metadata is not None else set()
     if not recorded:
         return MOMENTUM
@@ -150,19 +156,16 @@ def _momentum(group: Comparison) -> float | None:
     return float(momentum)
 
 
-def _usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
-    """Return the moments from which something can be concluded: three or more, the first early, and close together."""
+def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
+    """Return the moments if they suffice: at least three, close to each other, beginning early; else an empty list."""
     between = [b.batches - a.batches for a, b in pairwise(early)]
     if len(early) < 3 or early[0].batches > FIRST / momentum or median(between) > BETWEEN / momentum:
         return []
     return list(early)
 
 
-def _moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment | None:
-    """Read one step's statistics; None where ranks cannot be held against each other.
-
-    That is where one lacks a statistic, has it in another shape, or has counted other batches than rank 0.
-    """
+def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment | None:
+    """Read the statistics of one step; None if a statistic is missing, or shapes or batch counts differ."""
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts = set()
     for rank, snapshot in replicas.ranks[: RANKS + 1]:
@@ -187,26 +190,26 @@ def _moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Mome
 def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
     import numpy as np
 
-    from syncheck.gaps.floats import widened
+    from syncheck.differences.floats import widen
 
     if tensor is None or tensor.refused or tensor.digest is not None or tensor.sharding is not None:
         return None
     row = DTYPES[tensor.dtype]
     data = np.frombuffer(bytes(files.read(tensor, 0, min(tensor.numel, CHANNELS), 0)), row.dtype())
-    with np.errstate(invalid="ignore"):  # a signalling NaN is invalid to convert
-        found = (widened(row, data) if row.family == "float" else data).astype(np.float64)
-    return found if np.isfinite(found).all() else None
+    with np.errstate(invalid="ignore"):  # converting a signalling NaN is an invalid operation
+        values = (widen(row, data) if row.family == "float" else data).astype(np.float64)
+    return values if np.isfinite(values).all() else None
 
 
-def _gaps(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
+def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
     (_, base), *others = moment.values.items()
     return {(rank, name): vector - base[name] for rank, vectors in others for name, vector in vectors.items()}
 
 
-def _pair(a: _Moment, b: _Moment) -> _Pair | None:
+def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
     import numpy as np
 
-    before, after = _gaps(a), _gaps(b)
+    before, after = _subtract_rank0(a), _subtract_rank0(b)
     cosines, growths = [], []
     for key, x in before.items():
         y = after.get(key)
@@ -220,39 +223,37 @@ def _pair(a: _Moment, b: _Moment) -> _Pair | None:
     return _Pair(a.batches, b.batches, fmean(cosines), median(growths)) if cosines and a.batches < b.batches else None
 
 
-def _misfit(pairs: Collection[_Pair], momentum: float, *, free: bool) -> float:
-    """Return how far pairs are from what one way makes of them, in squares of the usual scatter.
-
-    It is that of the share of constant differences that fits best.
-    """
+def _fit(pairs: Collection[_Pair], momentum: float, *, free: bool) -> float:
+    """Return the mean squared error of one model with the best share, in units of the standard deviations."""
     best = math.inf
     for share in (i / 20 for i in range(21)):
         total = 0.0
         for pair in pairs:
-            cosine, growth = _free(share, pair, momentum) if free else (share, 1.0)
+            cosine, growth = _predict_unsynchronized(share, pair, momentum) if free else (share, 1.0)
             width = GROWTH_SPREAD * (1 + math.log(pair.later / pair.earlier))
             total += ((pair.cosine - cosine) / SPREAD) ** 2 + (math.log(pair.growth / growth) / width) ** 2
         best = min(best, total / len(pairs))
     return best
 
 
-def _free(share: float, pair: _Pair, momentum: float) -> tuple[float, float]:
-    """Return cosine and growth of statistics that run freely, of which `share` of the differences is constant."""
+def _predict_unsynchronized(share: float, pair: _Pair, momentum: float) -> tuple[float, float]:
+    """Return the cosine and growth of unsynchronized statistics, if `share` of the batch differences is constant."""
     kept = 1 - momentum
 
-    def together(a: int, b: int) -> float:
+    def covariance(a: int, b: int) -> float:
         constant = (1 - kept**a) * (1 - kept**b)
-        chance = momentum**2 * kept ** (b - a) * (1 - kept ** (2 * a)) / (1 - kept**2)
-        return share * constant + (1 - share) * chance
+        random = momentum**2 * kept ** (b - a) * (1 - kept ** (2 * a)) / (1 - kept**2)
+        return share * constant + (1 - share) * random
 
-    first, last = together(pair.earlier, pair.earlier), together(pair.later, pair.later)
-    return together(pair.earlier, pair.later) / math.sqrt(first * last), math.sqrt(last / first)
+    first, last = covariance(pair.earlier, pair.earlier), covariance(pair.later, pair.later)
+    return covariance(pair.earlier, pair.later) / math.sqrt(first * last), math.sqrt(last / first)
 
 
-def _below(moments: Sequence[_Moment], momentum: float) -> int:
-    """Count running variances that lie lower than a copy from rank 0 since an earlier step leaves them; the most.
+def _count_low_variances(moments: Sequence[_Moment], momentum: float) -> int:
+    """Count the running variances that are too low to have been copied from rank 0 since an earlier step.
 
-    Steps have to be two apart: DDP leaves one synchronization out after a forward without gradients.
+    Returns the maximum over all pairs of steps. The steps differ by at least 2, because DDP skips one synchronization
+    after a forward pass without gradients.
     """
     most = 0
     for a, b in combinations(moments, 2):

@@ -1,4 +1,4 @@
-"""How the tensors of a finding stood at each step of a run: since when they differ, and whether the gap grows."""
+"""Follow the tensors of a finding over the steps of a run: when they first differ, and whether the difference grows."""
 
 from __future__ import annotations
 
@@ -16,88 +16,89 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("bn_count", "optimizer_step")
 
-# Ratios of a tensor's gap between the first and the last step: equal gaps keep theirs to float32's rounding over some
-# hundred steps, and gaps that feed themselves more than double.
+# Ratio of the differences of a tensor at the last and the first step. Constant differences change only by float32
+# rounding over hundreds of steps; differences that amplify themselves more than double.
 CONSTANT = 0.01
 GROWING = 1.5
 
 
 def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History | None:
-    """Return how tensors stood over the steps of a run; None with fewer than two steps, or where none ever differed.
+    """Return the history of tensors over the steps of a run; None with fewer than two steps or without differences.
 
-    groups: of one run, in the order of their steps. Running statistics, which differ between ranks by themselves, are
-    left out where they follow from other tensors: they tell nothing of when those went apart.
+    groups: the groups of one run, in the order of their steps. Running statistics differ between ranks without a fault,
+    so they are skipped if the finding has other tensors: they do not show when the other tensors started to differ.
     """
     kinds = {diff.name: diff.kind for group in groups for diff in group.tensors}
     names = {name for name in names if kinds.get(name) not in BN_STATISTICS} or names
-    steps = [(group.step, _apart(names, group), group) for group in groups if group.step is not None]
-    if len(steps) < 2 or not any(apart for _, apart, _ in steps):
+    steps = [(group.step, _find_differing(names, group), group) for group in groups if group.step is not None]
+    if len(steps) < 2 or not any(differing for _, differing, _ in steps):
         return None
-    gaps = _telling([apart for _, apart, _ in steps])
+    measured = _select_measured([differing for _, differing, _ in steps])
     points = tuple(
-        HistoryPoint(step, len(apart), _largest(told)) for (step, apart, _), told in zip(steps, gaps, strict=True)
+        HistoryPoint(step, len(differing), _find_largest(diffs))
+        for (step, differing, _), diffs in zip(steps, measured, strict=True)
     )
-    first = next(i for i, (_, apart, _) in enumerate(steps) if apart)
-    since, apart, group = steps[first]
+    first = next(i for i, (_, differing, _) in enumerate(steps) if differing)
+    since, differing, group = steps[first]
     return History(
         points=points,
         since=since,
         agreed=steps[first - 1][0] if first else None,
-        tensors=tuple(dict.fromkeys(diff.name for diff in (*gaps[first], *apart))),
-        ranks=suspects(apart, group),
-        trend=trend_of(gaps[first:]),
+        tensors=tuple(dict.fromkeys(diff.name for diff in (*measured[first], *differing))),
+        ranks=suspects(differing, group),
+        trend=trend_of(measured[first:]),
     )
 
 
 def trend_of(steps: Sequence[Sequence[TensorDiff]]) -> Trend | None:
-    """Say what the gaps of tensors did over steps, by the median of each tensor's ratio of its last to its first gap.
+    """Return the trend of differences from the median ratio of the last to the first difference.
 
-    steps: what differed at each. None where fewer than two steps have gaps of the same tensors.
+    steps: the diffs of each step. None if no tensor has differences at the first and the last step.
     """
     if len(steps) < 2:
         return None
-    ratios = gap_ratios(steps[0], steps[-1])
+    ratios = difference_ratios(steps[0], steps[-1])
     if not ratios:
         return None
     middle = median(ratios)
     near = [ratio for ratio in ratios if abs(ratio - middle) <= CONSTANT * middle]
-    alike = 2 * len(near) > len(ratios)
-    if alike and abs(middle - 1) <= CONSTANT:
+    uniform = 2 * len(near) > len(ratios)
+    if uniform and abs(middle - 1) <= CONSTANT:
         return "constant"
-    if alike and middle < 1:
+    if uniform and middle < 1:
         return "shrinking"
     return "growing" if middle >= GROWING else "varying"
 
 
-def gap_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff]) -> list[float]:
-    """Return the ratio of the later to the earlier gap of each tensor that has both."""
-    gaps = {diff.name: float(diff.max_abs) for diff in before if diff.max_abs}
-    return [float(diff.max_abs) / gaps[diff.name] for diff in after if diff.max_abs and diff.name in gaps]
+def difference_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff]) -> list[float]:
+    """Return the ratio of the later to the earlier difference for each tensor with both."""
+    earlier = {diff.name: float(diff.max_abs) for diff in before if diff.max_abs}
+    return [float(diff.max_abs) / earlier[diff.name] for diff in after if diff.max_abs and diff.name in earlier]
 
 
-def _apart(names: Collection[str], group: Comparison) -> list[TensorDiff]:
+def _find_differing(names: Collection[str], group: Comparison) -> list[TensorDiff]:
     return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
 
 
-def _telling(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:
-    """Return what the gaps at each step are of: of all steps the same, as long as something there is apart.
+def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:
+    """Return the diffs of each step whose size is followed: the same kinds of tensors at all steps with differences.
 
-    Parameters; else what is neither statistic nor counter, for statistics follow each step's batch even where weights
-    stay apart by one gap, and counters are no weights; else all.
+    Returns the parameters, or else all tensors except statistics and counters, or else all tensors except counters.
+    Statistics depend on the batch of each step even if the difference of the weights is constant.
     """
     for chosen in (
         lambda diff: diff.kind == "parameter",
         lambda diff: diff.kind not in (*_COUNTERS, *BN_STATISTICS),
         lambda diff: diff.kind not in _COUNTERS,
     ):
-        told = [[diff for diff in apart if chosen(diff)] for apart in steps]
-        if all(found or not apart for found, apart in zip(told, steps, strict=True)):
-            return told
+        selected = [[diff for diff in diffs if chosen(diff)] for diffs in steps]
+        if all(kept or not diffs for kept, diffs in zip(selected, steps, strict=True)):
+            return selected
     return list(steps)
 
 
-def _largest(apart: Sequence[TensorDiff]) -> float | None:
-    """Return the largest gap, None where one is not known."""
-    if any(diff.max_abs is None for diff in apart):
+def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:
+    """Return the largest difference; None if a difference has no number."""
+    if any(diff.max_abs is None for diff in diffs):
         return None
-    return max((float(diff.max_abs or 0) for diff in apart), default=0.0)
+    return max((float(diff.max_abs or 0) for diff in diffs), default=0.0)

@@ -1,4 +1,4 @@
-"""Is a rank where the others were at an earlier step? Its bytes against theirs of then."""
+"""Detect stale ranks: their tensors equal the other ranks' tensors at an earlier step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import CheckpointError
-from syncheck.kernel import clusters
 from syncheck.kernel.blocks import Files
+from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.groups import group_by_step
 from syncheck.names import normalize_keys
 from syncheck.records import Unreadable
@@ -19,88 +19,91 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, TensorDiff
     from syncheck.snapshots import Tensor
 
-# What a step moves on all ranks alike. Running statistics differ between ranks by themselves.
+# Kinds that a step updates equally on all ranks. Running statistics differ between ranks without a fault.
 _KINDS = ("parameter", "optimizer", "optimizer_step")
-# Earlier steps that are looked at, the latest first.
+# Maximum number of earlier steps, from the latest.
 MOST_STEPS = 50
 
 
-def with_stale(
+def add_stale_ranks(
     compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
 ) -> list[Comparison]:
-    """Add to each group which of its ranks are where the others were at an earlier step of the same run.
+    """Add the stale ranks of each group to its evidence.
 
-    compared: groups with their files. quick: by stored checksums only. A file that breaks while it is read is added to
-    `unreadable`.
+    compared: groups with their files. quick: compare stored checksums only. Files that cannot be read any more are
+    added to `unreadable`.
     """
     runs = group_by_step(replicas for _, replicas in compared)
-    found = []
+    groups = []
     for group, now in compared:
         step = now.step
         earlier = [] if step is None else [(s, r) for s, r in runs[now.run].items() if s < step]
         try:
-            stale = _stale_ranks(group, now, earlier, jobs, quick=quick)
-        except CheckpointError as error:  # of this step or of an earlier one
+            stale = _find_stale_ranks(group, now, earlier, jobs, quick=quick)
+        except CheckpointError as error:  # from this step or from an earlier step
             unreadable.append(Unreadable(error.path, error.reason))
             stale = {}
-        found.append(replace(group, evidence=replace(group.evidence, stale=stale)) if stale else group)
-    return found
+        groups.append(replace(group, evidence=replace(group.evidence, stale=stale)) if stale else group)
+    return groups
 
 
-def _stale_ranks(
+def _find_stale_ranks(
     group: Comparison, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]], jobs: int | None, *, quick: bool
 ) -> dict[int, int]:
-    """Return the ranks whose differing parameters and optimizer state are, to the byte, another rank's of before.
+    """Return stale ranks with the latest step whose parameters and optimizer state they hold.
 
-    now: the group's files; earlier: those of the same run's earlier steps, in order. Returns that step by rank, the
-    latest of them. Raises CheckpointError when a file can no longer be read.
+    A rank is stale if all of its tensors that differ are bitwise equal to another rank's tensors at that step. now: the
+    files of the group. earlier: the files of earlier steps of the run, in order. Raises CheckpointError if a file can
+    no longer be read.
     """
-    apart = [diff for diff in group.tensors if diff.kind in _KINDS and diff.status == "different"]
-    if not earlier or not any(diff.kind == "parameter" for diff in apart):
+    differing = [diff for diff in group.tensors if diff.kind in _KINDS and diff.status == "different"]
+    if not earlier or not any(diff.kind == "parameter" for diff in differing):
         return {}
-    odd = {rank for diff in apart for rank in diff.minority} or set(group.ranks)
-    today = _named(now)
-    found: dict[int, int] = {}
+    odd = {rank for diff in differing for rank in diff.minority} or set(group.ranks)
+    current = _tensors_by_rank(now)
+    stale: dict[int, int] = {}
     with Files(jobs=jobs) as files:
         for step, replicas in reversed(earlier[-MOST_STEPS:]):
-            if not odd - found.keys():
+            if not odd - stale.keys():
                 break
-            before = _named(replicas)
-            for rank in sorted(odd - found.keys()):
-                # One rank of those that are not odd now stands for all of them, and where all are odd any other one.
-                other = next((r for r in before if r != rank and (r not in odd or len(odd) == len(today))), None)
-                if other is not None and _is_at(rank, today[rank], before[other], apart, None if quick else files):
-                    found[rank] = step
-    # Where every rank is at an earlier step, there are no others that they are behind of.
-    return found if len(found) < len(today) else {}
+            before = _tensors_by_rank(replicas)
+            for rank in sorted(odd - stale.keys()):
+                # One rank of the majority represents it. Without a majority, take any other rank.
+                other = next((r for r in before if r != rank and (r not in odd or len(odd) == len(current))), None)
+                if other is not None and _equals_earlier(
+                    rank, current[rank], before[other], differing, None if quick else files
+                ):
+                    stale[rank] = step
+    # If all ranks match earlier steps, no rank is behind other ranks.
+    return stale if len(stale) < len(current) else {}
 
 
-def _named(replicas: ReplicaGroup) -> dict[int, dict[str, Tensor]]:
+def _tensors_by_rank(replicas: ReplicaGroup) -> dict[int, dict[str, Tensor]]:
     return {rank: normalize_keys(snapshot.tensors) for rank, snapshot in replicas.ranks}
 
 
-def _is_at(
+def _equals_earlier(
     rank: int,
-    today: Mapping[str, Tensor],
+    current: Mapping[str, Tensor],
     before: Mapping[str, Tensor],
-    apart: Sequence[TensorDiff],
+    differing: Sequence[TensorDiff],
     files: Files | None,
 ) -> bool:
-    """Whether all of a rank's tensors that differ from the others' are those of `before`: usually the first tells."""
-    mine = [diff.name for diff in apart if any(rank in ranks for ranks in diff.clusters)]
-    return bool(mine) and all(
-        name in today and name in before and _alike(today[name], before[name], files) for name in mine
+    """Whether all differing tensors of a rank equal those of `before`. Usually the first tensor decides."""
+    names = [diff.name for diff in differing if any(rank in ranks for ranks in diff.clusters)]
+    return bool(names) and all(
+        name in current and name in before and _are_equal(current[name], before[name], files) for name in names
     )
 
 
-def _alike(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
-    """Whether two tensors are equal to the byte. files: None to go by stored checksums and digests only."""
+def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
+    """Whether two tensors are bitwise equal. files: None to compare stored checksums and digests only."""
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape) or mine.refused or theirs.refused:
         return False
     if mine.digest is not None and theirs.digest is not None:
         return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
     if files is None:
-        from syncheck.kernel.quick import by_checksum  # what nobody asked for is not imported
+        from syncheck.kernel.checksums import compare_checksums
 
-        return mine.digest is theirs.digest and by_checksum((mine, theirs)).clusters == ((0, 1),)
-    return mine.digest is theirs.digest and len(clusters((mine, theirs), files)) == 1
+        return mine.digest is theirs.digest and compare_checksums((mine, theirs)).clusters == ((0, 1),)
+    return mine.digest is theirs.digest and len(cluster_replicas((mine, theirs), files)) == 1

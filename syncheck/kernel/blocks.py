@@ -1,7 +1,7 @@
-"""Tensors' bytes, block by block: what is read at a time stays small whatever a tensor's size.
+"""Read the bytes of tensors in blocks, so that memory does not grow with the size of tensors.
 
-A block is a range of elements in C order. Contiguous tensors are read into a buffer that is used again; tensors with
-other strides, another byte order or a pending conjugation are gathered, a block at a time.
+A block is a range of elements in C order. Contiguous tensors are read into reused buffers. Tensors with other strides,
+another byte order or a pending conjugation are read by `strided`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, UnreadableFile
 from syncheck.kernel import pieces
-from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, shrunk
+from syncheck.kernel.open_files import OPEN_FILES, OpenFiles, truncated_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from syncheck.snapshots import Tensor
 
-# Bytes. Two blocks of 256 KiB stay in a core's cache between reading and comparing: of 64 KiB to 2 MiB the fastest.
+# Bytes of a block. The fastest size between 64 KiB and 2 MiB: two blocks of 256 KiB fit into the cache of a core.
 BLOCK = 1 << 18
-# All replicas' blocks of one tensor together, for each thread: 1,024 replicas that all differ must not take 1 GiB.
+# Bytes of the blocks of all replicas of a tensor, per thread: 1,024 different replicas must not take 1 GiB.
 ALL_BLOCKS = 16 << 20
-# Threads unless told: more than these wait for the same memory.
+# Default number of threads. Memory bandwidth limits more threads.
 JOBS = 4
 
 
 class Files(OpenFiles):
-    """Open files, and what is read of them block by block.
+    """Open files that are read in blocks.
 
-    limit: files open at a time. jobs: threads that read a large tensor at a time; None for as many as this process may
-    run on, up to `JOBS`.
+    limit: maximum number of open files. jobs: number of threads that read a large tensor; by default the number of
+    processors of this process, at most `JOBS`.
     """
 
     def __init__(self, limit: int = OPEN_FILES, jobs: int | None = None) -> None:
@@ -43,8 +43,8 @@ class Files(OpenFiles):
     def read(self, tensor: Tensor, start: int, count: int, slot: int) -> bytes | bytearray:
         """Return `count` elements from element `start` on, in C order, as little-endian bytes.
 
-        The result is valid until the next call with the same slot; threads use slots of their own. Raises
-        MalformedFile when the file has become shorter since it was opened.
+        The result is valid until the next call with the same slot, so each thread needs its own slots. Raises
+        MalformedFile if the file has been truncated since it was opened.
         """
         if tensor.shards:
             return pieces.assemble(tensor, start, count, lambda part, at, length: self.read(part, at, length, slot))
@@ -55,31 +55,31 @@ class Files(OpenFiles):
             return self._pread(tensor, tensor.offset + start * size, count * size, slot)
         if not count:
             return b""
-        from syncheck.kernel import strided  # it needs numpy
+        from syncheck.kernel import strided  # needs numpy
 
-        return strided.copied(self, tensor, start, count)
+        return strided.read_strided(self, tensor, start, count)
 
     def _pread(self, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
         descriptor = self.descriptor(tensor)
         try:
-            data, got = self._filled(descriptor, offset, length, slot)
+            data, got = self._read_bytes(descriptor, offset, length, slot)
         except OSError as error:
             raise UnreadableFile.because(tensor.path, error) from None
         if got != length:
-            raise shrunk(tensor, f"byte {offset + length}")
+            raise truncated_file(tensor, f"byte {offset + length}")
         return data
 
-    def _filled(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:
-        """Return the bytes, and how many of them are valid."""
+    def _read_bytes(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:
+        """Return a buffer and the number of valid bytes in it."""
         if length < BLOCK // 4:
             short = os.pread(descriptor, length, offset)
             return short, len(short)
-        # A buffer of exactly this length, so that two of them compare by memcmp.
+        # The buffer has exactly this length, so that `==` of two buffers is a memcmp.
         if len(self._buffers.get(slot, b"")) != length:
             self._buffers[slot] = bytearray(length)
         data = self._buffers[slot]
         got = os.preadv(descriptor, [data], offset)
-        while 0 < got < length:  # a signal or a network file system may give less than asked for
+        while 0 < got < length:  # signals and network file systems cause short reads
             more = os.preadv(descriptor, [memoryview(data)[got:]], offset + got)
             got = got + more if more else -1
         return data, got
@@ -90,7 +90,7 @@ def _processors() -> int:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes lie in the file as they are to be compared."""
+    """Whether the bytes in the file are contiguous, in native byte order and without pending operations."""
     return (
         not tensor.lazy
         and not tensor.shards
@@ -100,7 +100,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie in C order without gaps. Strides of dimensions of size 1, or of no size, mean nothing."""
+    """Whether elements are contiguous in C order. Strides of dimensions of size 0 or 1 are ignored."""
     if 0 in shape:
         return True
     expected = 1
@@ -112,7 +112,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def ranges(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Cut tensors of one shape and dtype into (start, count) of elements that can be read at a time from each."""
+    """Split tensors with the same shape and dtype into blocks: (start, count) in elements."""
     first = tensors[0]
     size = DTYPES[first.dtype].size
     block = max(4096, min(BLOCK, ALL_BLOCKS // len(tensors)))
@@ -122,14 +122,14 @@ def ranges(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def broken_files(replicas: Sequence[Iterable[Tensor]], first: CheckpointError) -> list[CheckpointError]:
-    """Return an error for each replica that broke like the first, but for the last replica if all of them did.
+    """Return the errors of all replicas that cannot be read any more, except the last replica if all of them fail.
 
-    Files that were removed, cut or overwritten are found by their first elements. Where `first` is of an unchanged
-    file, its disk fails, and all bytes of all replicas are read.
+    Reading the first elements detects files that were removed, truncated or overwritten. If that does not reproduce
+    the error `first`, the disk fails elsewhere, so all bytes of all replicas are read.
     """
-    found = {first.path: first}
+    errors = {first.path: first}
     for whole in (False, True):
-        again = False
+        reproduced = False
         for tensors in replicas:
             try:
                 with Files(jobs=1) as files:
@@ -138,8 +138,8 @@ def broken_files(replicas: Sequence[Iterable[Tensor]], first: CheckpointError) -
                             for start, count in ranges([tensor]) if whole else [(0, min(1, tensor.numel))]:
                                 files.read(tensor, start, count, 0)
             except CheckpointError as error:
-                again |= error.path == first.path
-                found.setdefault(error.path, error)
-        if again:
+                reproduced |= error.path == first.path
+                errors.setdefault(error.path, error)
+        if reproduced:
             break
-    return list(found.values())[: max(1, len(replicas) - 1)]
+    return list(errors.values())[: max(1, len(replicas) - 1)]

@@ -1,7 +1,7 @@
-"""Compare replicas by what stands for their bytes: the digests of fingerprints, the checksums that torch.save stored.
+"""Compare replicas by digest, for tensors of fingerprints.
 
-Either tells who holds equal bytes. Neither tells which elements differ; of a tensor of several elements its moments
-tell at least how far some element is off.
+Digests show which replicas hold equal bytes, but not which elements differ. The stored moments give a lower bound of
+the difference.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.kernel import sort_equal
 from syncheck.kernel.blocks import ranges
+from syncheck.kernel.clustering import cluster_by_key
 from syncheck.messages import Detail
 from syncheck.records import Reason
 from syncheck.snapshots import Digest
@@ -23,99 +23,97 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
     from syncheck.snapshots import Tensor
 
-# Of a tensor's bytes, in C order and little-endian: neither its shape nor its dtype is in it.
+# The digest covers the little-endian bytes in C order, without shape and dtype.
 ALGORITHM = "blake2b-128"
-HEX = 32  # digits of a value of this algorithm
+HEX = 32  # digits of a digest
 _MOMENTS = ("min", "max", "mean", "std", "nonfinite")
-_MOST_SETS = 4  # named in a detail
-_EXACT = 2**53  # integers beyond are rounded in float64
+_MOST_CLUSTERS = 4  # in a message
+_EXACT = 2**53  # float64 rounds larger integers
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Who holds equal bytes, without the bytes.
+class DigestResult:
+    """The result of comparing digests or checksums instead of bytes.
 
-    clusters: positions among the replicas, largest set first, as `kernel.clusters` gives them; empty where it cannot
-    be told, and then `reason` and `detail` say why. nonfinite: by cluster, None where not known.
-    gaps: fields of `TensorDiff` that are known all the same.
+    clusters: as returned by `cluster_replicas`; empty if unknown, with `reason` and `detail`. nonfinite: by cluster,
+    None if unknown. numbers: other fields of `TensorDiff` that are known without the bytes.
     """
 
     clusters: tuple[tuple[int, ...], ...] = ()
     reason: Reason = Reason.DIGEST
     detail: Message | None = None
     nonfinite: tuple[int | None, ...] = ()
-    gaps: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def hasher() -> Any:
-    """Return a new digest by ALGORITHM; feed it with `update`, read it with `hexdigest`."""
-    import hashlib  # for fingerprints only: it loads OpenSSL
+def new_hasher() -> Any:
+    """Return a new hashlib object of ALGORITHM."""
+    import hashlib  # loads OpenSSL, which only fingerprints need
 
     return hashlib.blake2b(digest_size=HEX // 2)
 
 
-def by_digest(tensors: Sequence[Tensor], files: Files) -> Told:
-    """Compare replicas of one tensor, at least one of them from a fingerprint; the others' digests are computed.
+def compare_digests(tensors: Sequence[Tensor], files: Files) -> DigestResult:
+    """Compare replicas of one tensor by digest. Compute the digests of replicas that are not fingerprints.
 
-    tensors: of one dtype and shape. Digests of different algorithms are never compared: nothing is told then.
-    Raises CheckpointError when a file can no longer be read.
+    All tensors must have the same dtype and shape. Digests of different algorithms are not comparable; the result is
+    unknown. Raises CheckpointError if a file can no longer be read.
     """
-    used = {tensor.digest.algorithm if tensor.digest else ALGORITHM for tensor in tensors}
-    if len(used) > 1:
-        whose = ", ".join(sorted(used))
-        return Told(detail=Detail.OTHER_ALGORITHMS(algorithms=whose))
-    clusters = sort_equal([tensor.digest.value if tensor.digest else _value(tensor, files) for tensor in tensors])
+    algorithms = {tensor.digest.algorithm if tensor.digest else ALGORITHM for tensor in tensors}
+    if len(algorithms) > 1:
+        return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=", ".join(sorted(algorithms))))
+    clusters = cluster_by_key(
+        [tensor.digest.value if tensor.digest else _compute_digest(tensor, files) for tensor in tensors]
+    )
     if len(clusters) == 1:
-        return Told(clusters)
-    firsts = [_described(tensors, positions, files) for positions in clusters]
-    gaps = _single_element(firsts, tensors[0], bool(len(clusters[0]) > len(clusters[1])))
-    return Told(
+        return DigestResult(clusters)
+    representatives = [_describe_cluster(tensors, positions, files) for positions in clusters]
+    return DigestResult(
         clusters,
-        detail=_moments_text(firsts),
-        nonfinite=tuple(first.nonfinite for first in firsts),
-        gaps=gaps,
+        detail=_describe_moments(representatives),
+        nonfinite=tuple(digest.nonfinite for digest in representatives),
+        numbers=_measure_single_element(representatives, tensors[0], len(clusters[0]) > len(clusters[1])),
     )
 
 
-def _value(tensor: Tensor, files: Files) -> str:
-    digest = hasher()
+def _compute_digest(tensor: Tensor, files: Files) -> str:
+    digest = new_hasher()
     for start, count in ranges([tensor]):
         digest.update(files.read(tensor, start, count, slot=0))
     value: str = digest.hexdigest()
     return value
 
 
-def _described(tensors: Sequence[Tensor], positions: Sequence[int], files: Files) -> Digest:
-    """Return the moments of replicas that are equal: from a fingerprint where one of them is, else computed."""
+def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files: Files) -> Digest:
+    """Return the moments of equal replicas, from a fingerprint if one of them has it."""
     known = next((tensors[i].digest for i in positions if tensors[i].digest is not None), None)
     if known is not None:
         return known
-    from syncheck.kernel.moments import moments_of  # numpy is imported here, where there is a difference to describe
+    from syncheck.kernel.moments import compute_moments  # needs numpy
 
-    seen = moments_of(tensors[positions[0]], files)
-    return Digest(ALGORITHM, "", seen.nonfinite, **seen.found())
+    moments = compute_moments(tensors[positions[0]], files)
+    return Digest(ALGORITHM, "", moments.nonfinite, **moments.values())
 
 
-def _moments_text(firsts: Sequence[Digest]) -> Message:
-    """Return the moments that differ between the sets, in the order of the clusters: 'mean 0.1 | 0.2'."""
-    told = []
+def _describe_moments(digests: Sequence[Digest]) -> Message:
+    """Return the moments that differ between clusters, in the order of the clusters: 'mean 0.1 | 0.2'."""
+    differing = []
     for name in _MOMENTS:
-        numbers = [getattr(first, name) for first in firsts]
+        numbers = [getattr(digest, name) for digest in digests]
         if len(set(numbers)) > 1:
-            told.append(f"{name} {' | '.join(_apart(numbers)[:_MOST_SETS])}")
-    if all(first.min is None and first.nonfinite is None for first in firsts):
+            differing.append(f"{name} {' | '.join(_format_distinct(numbers)[:_MOST_CLUSTERS])}")
+    if all(digest.min is None and digest.nonfinite is None for digest in digests):
         return Detail.DIGESTS_ONLY()
-    if not told:
+    if not differing:
         return Detail.MOMENTS_AGREE()
-    least = max(_spread(firsts, "min"), _spread(firsts, "max"))
-    differing = ", ".join(told)
-    if least and not any(first.nonfinite for first in firsts):
-        return Detail.MOMENTS_APART(least=least, differing=differing)
-    return Detail.MOMENTS(differing=differing)
+    least = max(_spread(digests, "min"), _spread(digests, "max"))
+    if least and not any(digest.nonfinite for digest in digests):
+        return Detail.MOMENTS_APART(least=least, differing=", ".join(differing))
+    return Detail.MOMENTS(differing=", ".join(differing))
 
 
-def _apart(numbers: Sequence[float | None]) -> list[str]:
-    """Write numbers with as many digits as it takes to see that they are not all equal."""
+def _format_distinct(numbers: Sequence[float | None]) -> list[str]:
+    """Format numbers with enough digits to show that they are not all equal."""
     for digits in (4, 9, 17):
         texts = ["-" if number is None else f"{number:.{digits}g}" for number in numbers]
         if len(set(texts)) > 1:
@@ -123,24 +121,24 @@ def _apart(numbers: Sequence[float | None]) -> list[str]:
     return texts
 
 
-def _spread(firsts: Sequence[Digest], name: str) -> float:
-    numbers = [getattr(first, name) for first in firsts]
+def _spread(digests: Sequence[Digest], name: str) -> float:
+    numbers = [getattr(digest, name) for digest in digests]
     return 0.0 if None in numbers else float(max(numbers)) - float(min(numbers))
 
 
-def _single_element(firsts: Sequence[Digest], like: Tensor, majority: bool) -> dict[str, Any]:
-    """Return the gap of tensors of one element, whose minimum is that element: of a count or an optimizer's step."""
-    values = [first.min for first in firsts if first.min is not None and not first.nonfinite]
+def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: bool) -> dict[str, Any]:
+    """Return the exact difference of tensors with one element, such as step counters: the minimum is the element."""
+    values = [digest.min for digest in digests if digest.min is not None and not digest.nonfinite]
     family = DTYPES[like.dtype].family
-    if like.numel != 1 or len(values) < len(firsts) or len(set(values)) == 1:
+    if like.numel != 1 or len(values) < len(digests) or len(set(values)) == 1:
         return {}
     if family != "float" and max(map(abs, values)) >= _EXACT:
         return {}
     pairs = [(values[0], other) for other in values[1:]] if majority else [(min(values), max(values))]
-    gap = max(abs(a - b) for a, b in pairs)
+    difference = max(abs(a - b) for a, b in pairs)
     return {
         "mismatched": 1,
-        "max_abs": gap if family == "float" else int(gap),
+        "max_abs": difference if family == "float" else int(difference),
         "max_rel": max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs),
         "index": (0,) * len(like.shape),
         "extent": "all",

@@ -1,4 +1,4 @@
-"""Count, least, greatest, mean and standard deviation of a tensor's finite elements, taken in block by block."""
+"""Compute minimum, maximum, mean and standard deviation of the finite elements of a tensor, block by block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
     from syncheck.snapshots import Tensor
 
-# What `Moments.found` names, in this order.
+# The keys of `Moments.values`.
 NAMES = ("min", "max", "mean", "std")
 
 
 class Moments:
-    """What has been seen so far of one tensor. dtype: its name; complex tensors have no moments."""
+    """Running moments of one tensor. Complex tensors have none."""
 
     def __init__(self, dtype: str) -> None:
         self._row = DTYPES[dtype]
@@ -27,7 +27,7 @@ class Moments:
         self._low, self._high = math.inf, -math.inf
 
     def add(self, data: bytes | bytearray) -> None:
-        """Take in the next elements, as little-endian bytes."""
+        """Add elements, as little-endian bytes."""
         if self._row.family == "complex":
             return
         with np.errstate(all="ignore"):
@@ -37,13 +37,13 @@ class Moments:
             if not finite.size:
                 return
             self._low, self._high = min(self._low, float(finite.min())), max(self._high, float(finite.max()))
-            # Chan, Golub, LeVeque 1979: merge the block's mean and sum of squared deviations into the total's.
+            # Chan, Golub, LeVeque 1979: merge the mean and the sum of squared deviations of the block into the total.
             delta, total = float(finite.mean()) - self._mean, self._count + finite.size
             self._square += float(finite.var()) * finite.size + delta * delta * self._count * finite.size / total
             self._mean, self._count = self._mean + delta * finite.size / total, total
 
-    def found(self) -> dict[str, float | None]:
-        """Return min, max, mean and std in float64; None where there is none, or where it overflows."""
+    def values(self) -> dict[str, float | None]:
+        """Return min, max, mean and std in float64; None if no element is finite, or on overflow."""
         if not self._count:
             return dict.fromkeys(NAMES)
         numbers = (self._low, self._high, self._mean, math.sqrt(self._square / self._count))
@@ -55,9 +55,9 @@ class Moments:
         return None if self._row.family == "complex" else self._nonfinite
 
 
-def moments_of(tensor: Tensor, files: Files) -> Moments:
-    """Read a tensor's bytes and return its moments. Raises CheckpointError when the file can no longer be read."""
-    seen = Moments(tensor.dtype)
+def compute_moments(tensor: Tensor, files: Files) -> Moments:
+    """Read a tensor and return its moments. Raises CheckpointError if the file can no longer be read."""
+    moments = Moments(tensor.dtype)
     for start, count in ranges([tensor]):
-        seen.add(files.read(tensor, start, count, slot=0))
-    return seen
+        moments.add(files.read(tensor, start, count, slot=0))
+    return moments

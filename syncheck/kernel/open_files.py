@@ -1,4 +1,4 @@
-"""The files that tensors lie in: few are open at a time, and one that was changed meanwhile is an error."""
+"""Keep a limited number of files open, and detect files that change during the comparison."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Tensor
 
-# Files held open at a time, and never more than half of what `ulimit -n` allows.
+# Maximum number of open files, and never more than half of `ulimit -n`.
 OPEN_FILES = 400
 
 
 class OpenFiles:
-    """Open files by path, the least recently used closed first. A context manager.
+    """A least-recently-used cache of open files by path. A context manager.
 
-    Raises MalformedFile when a file that it closes was changed since it was opened. limit: files open at a time.
+    Closing raises MalformedFile if the file has changed since it was opened. limit: maximum number of open files.
     """
 
     def __init__(self, limit: int = OPEN_FILES) -> None:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.limit = limit if allowed == resource.RLIM_INFINITY else max(1, min(limit, allowed // 2))
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._found: dict[str, os.stat_result] = {}
+        self._stats: dict[str, os.stat_result] = {}
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
 
     def __enter__(self) -> Self:
@@ -41,15 +41,15 @@ class OpenFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._maps.clear()
-        changed = [path for path in [*self._open] if not self._closed(path)]
+        changed = [path for path in [*self._open] if not self._close(path)]
         if changed and error is None:
-            raise _changed(changed[0])
+            raise _changed_file(changed[0])
 
     def descriptor(self, tensor: Tensor) -> int:
-        """Return an open descriptor of a tensor's file, valid until `limit` others were asked for.
+        """Return a descriptor of a tensor's file, valid until `limit` other files have been opened.
 
-        Raises UnreadableFile, and MalformedFile where the file is not the one whose header was read: what lies at the
-        tensor's place in another file says nothing.
+        Raises UnreadableFile, or MalformedFile if the file is not the file whose header was read: the tensor's offset
+        has no meaning in another file.
         """
         path = tensor.path
         if path in self._open:
@@ -57,26 +57,26 @@ class OpenFiles:
             return self._open[path]
         if len(self._open) >= self.limit:
             oldest = next(iter(self._open))
-            if not self._closed(oldest):
-                raise _changed(oldest)
+            if not self._close(oldest):
+                raise _changed_file(oldest)
         try:
-            # What has become a pipe would block.
+            # O_NONBLOCK: the path may be a pipe by now, and opening a pipe blocks.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise UnreadableFile.because(path, error) from None
-        found = os.fstat(descriptor)
-        regular = stat.S_ISREG(found.st_mode)
-        if not regular or not (tensor.opened is None or _is_same(tensor.opened, found)):
+        status = os.fstat(descriptor)
+        regular = stat.S_ISREG(status.st_mode)
+        if not regular or not (tensor.opened is None or _is_same(tensor.opened, status)):
             os.close(descriptor)
-            raise _changed(path, "it was changed since it was opened" if regular else "it is no file any more")
+            raise _changed_file(path, "it was changed since it was opened" if regular else "it is no longer a file")
         _read_ahead(descriptor)
-        self._open[path], self._found[path] = descriptor, found
+        self._open[path], self._stats[path] = descriptor, status
         return descriptor
 
-    def _closed(self, path: str) -> bool:
-        """Close a file, and return whether it is what it was: else what was read is of two states, or of none."""
+    def _close(self, path: str) -> bool:
+        """Close a file. Return False if the file has changed: the bytes read may mix two states."""
         descriptor = self._open.pop(path)
-        same = _is_same(self._found.pop(path), os.fstat(descriptor))
+        same = _is_same(self._stats.pop(path), os.fstat(descriptor))
         os.close(descriptor)
         return same
 
@@ -84,23 +84,22 @@ class OpenFiles:
         """Return a mapping of a tensor's file. Raises as `descriptor` does."""
         path = tensor.path
         if path not in self._maps:
-            # A mapping holds a descriptor of its own: half as many again as the files, within what the system allows.
+            # Each mapping holds another descriptor, so the number of mappings is limited, too.
             if len(self._maps) >= max(1, self.limit // 2):
                 self._maps.popitem(last=False)
             descriptor = self.descriptor(tensor)
             try:
-                # A mapping costs address space only; few tensors need one.
                 self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:  # ValueError: it is empty by now
+            except (OSError, ValueError) as error:  # ValueError: the file is empty by now
                 if isinstance(error, OSError):
                     raise UnreadableFile.because(path, error) from None
-                raise shrunk(tensor) from None
+                raise truncated_file(tensor) from None
         self._maps.move_to_end(path)
         return self._maps[path]
 
 
 def _read_ahead(descriptor: int) -> None:
-    """Let the system read further ahead than it does by itself: of files that are not in memory yet."""
+    """Double the read-ahead window of the kernel for a file."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -109,15 +108,15 @@ def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
     return os.path.samestat(before, now) and (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
 
 
-def _changed(path: str, found: str = "it was changed while it was read") -> MalformedFile:
-    return MalformedFile(path, found=found, next_step="run again when no process writes to it")
+def _changed_file(path: str, problem: str = "it was changed while it was read") -> MalformedFile:
+    return MalformedFile(path, found=problem, next_step="run again when no process writes to it")
 
 
-def shrunk(tensor: Tensor, where: str = "the tensor's last element") -> MalformedFile:
-    """Return the error for a file that ends before bytes that were there when it was opened."""
+def truncated_file(tensor: Tensor, end: str = "the tensor's last element") -> MalformedFile:
+    """Return the error for a file that has been truncated since it was opened."""
     return MalformedFile(
         tensor.path,
         place=f"tensor '{tensor.name}'",
-        found=f"the file ends before {where}",
+        found=f"the file ends before {end}",
         next_step="it was changed while it was read: run again when no process writes to it",
     )

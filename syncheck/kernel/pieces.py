@@ -1,8 +1,8 @@
-"""Tensors that are stored in pieces, as sharded checkpoints hold them: any range of elements, put together.
+"""Read ranges of tensors that are stored in pieces, as in sharded checkpoints.
 
-A range of elements in C order is a few boxes: single indices in the leading dimensions, a run in one, all of the rest.
-Of a piece, such a box cuts out elements that are adjacent in the piece's own C order, so that each piece is read with
-one call, and nothing larger than the range is ever held, whatever the pieces' shapes.
+A range of elements in C order is the union of a few boxes: single indices in the leading dimensions, a slice of one
+dimension, and all of the remaining dimensions. The intersection of a box and a piece is contiguous in the piece. Each
+piece is therefore read with one call, and memory is bounded by the size of the range.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 
 
-def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
-    """Cut `count` elements from element `start` on, in C order, into boxes; at most two for each dimension."""
+def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
+    """Yield the boxes of `count` elements from element `start` on, in C order; at most two per dimension."""
     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while count:
-        # The outermost dimension of which whole slices can be taken; in the last one, slices are single elements.
+        # The outermost dimension with whole slices in the range. In the last dimension, slices are single elements.
         axis = next((i for i, size in enumerate(inner) if start % size == 0 and count >= size), None)
         if axis is None:
             yield ()
@@ -42,31 +42,31 @@ def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
 def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | bytearray:
     """Return `count` elements from element `start` on, in C order, of a tensor that is stored in parts.
 
-    fetch: reads so many elements from an element on of one of the parts; its result need not outlive the next call.
+    fetch: reads elements of one part, given start and count. Its result may become invalid with the next call.
     """
     size = DTYPES[tensor.dtype].size
-    found = bytearray(count * size)
+    result = bytearray(count * size)
     at = 0
-    for box in boxes(tensor.shape, start, count):
+    for box in split_into_boxes(tensor.shape, start, count):
         volume = _volume(box)
         for part in tensor.shards:
-            cut = _cut(box, part)
+            cut = _intersect(box, part)
             if cut is None:
                 continue
-            data = fetch(part.tensor, _first(cut, part), _volume(cut))
-            if len(data) == len(found):  # all of it lies in one part
+            data = fetch(part.tensor, _flat_start(cut, part), _volume(cut))
+            if len(data) == len(result):  # one part contains the whole range
                 return data
-            _put(memoryview(found)[at * size : (at + volume) * size], box, cut, data, size)
+            _copy_into(memoryview(result)[at * size : (at + volume) * size], box, cut, data, size)
         at += volume
-    return found
+    return result
 
 
 def _volume(box: Box) -> int:
     return math.prod(span.stop - span.start for span in box)
 
 
-def _cut(box: Box, part: Shard) -> Box | None:
-    """Return what a box and a part have in common, None if nothing."""
+def _intersect(box: Box, part: Shard) -> Box | None:
+    """Return the intersection of a box and a part, None if it is empty."""
     cut = []
     for span, start, length in zip(box, part.start, part.tensor.shape, strict=True):
         low, high = max(span.start, start), min(span.stop, start + length)
@@ -76,29 +76,29 @@ def _cut(box: Box, part: Shard) -> Box | None:
     return tuple(cut)
 
 
-def _first(cut: Box, part: Shard) -> int:
-    """Return the place of a cut's first element in the C order of the part."""
+def _flat_start(cut: Box, part: Shard) -> int:
+    """Return the flat index of the first element of a cut in its part."""
     flat = 0
     for span, start, length in zip(cut, part.start, part.tensor.shape, strict=True):
         flat = flat * length + span.start - start
     return flat
 
 
-def _put(to: memoryview, box: Box, cut: Box, data: bytes | bytearray, size: int) -> None:
-    """Copy a cut's bytes to where they belong among those of its box."""
+def _copy_into(to: memoryview, box: Box, cut: Box, data: bytes | bytearray, size: int) -> None:
+    """Copy the bytes of a cut to their positions in the buffer of its box. size: bytes per element."""
     axis = next((i for i, span in enumerate(box) if span.stop - span.start > 1), 0)
     if all(part == whole for part, whole in zip(cut[axis + 1 :], box[axis + 1 :], strict=True)):
         begin = (cut[axis].start - box[axis].start) * _volume(box[axis + 1 :]) * size
         to[begin : begin + len(data)] = data
         return
-    import numpy as np  # rows of the box are put together from several parts
+    import numpy as np  # only needed if rows of the box consist of several parts
 
     shape, spans = [], []
-    # Without dimensions of length 1: numpy before version 2 has 32 at most.
+    # Drop dimensions of length 1: numpy before version 2 supports 32 dimensions.
     for whole, part in [both for both in zip(box, cut, strict=True) if both[0].stop - both[0].start != 1]:
         shape.append(whole.stop - whole.start)
         spans.append(slice(part.start - whole.start, part.stop - whole.start))
-    # As bytes: numpy copies runs of them at once, whatever the dtype.
+    # Copy bytes, not elements: numpy then copies contiguous runs at once for every dtype.
     shape[-1] *= size
     spans[-1] = slice(spans[-1].start * size, spans[-1].stop * size)
     target = np.ndarray(shape, np.uint8, to)[tuple(spans)]

@@ -1,7 +1,7 @@
-"""Cut the work on one tensor over threads, where it is large enough to pay.
+"""Split the work on one large tensor between threads.
 
-Reading a file, comparing and numpy's arithmetic on a block all let other threads run, so threads share the blocks of a
-tensor: the first takes blocks 0, 2, 4, ... of two, and the files are still read from front to end.
+Reading files and numpy arithmetic release the GIL. Blocks are assigned to threads in turn (with two threads, the first
+gets blocks 0, 2, 4, ...), so files are still read from front to end.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
     from syncheck.snapshots import Tensor
 
-# Bytes of all replicas: these take twenty times as long to read as a thread takes to start.
+# Minimum size of all replicas together, in bytes. Reading them takes 20 times as long as starting a thread.
 LARGE = 16 << 20
 
-# Threads, whatever was asked for: each has blocks of its own, and more than these only wait for one another.
+# Maximum number of threads, even if `jobs` is higher: each thread has its own buffers.
 MOST = 64
 
 Result = TypeVar("Result")
 
 
-def in_shares(
+def run_in_shares(
     tensors: Sequence[Tensor], files: Files, work: Callable[[Iterator[tuple[int, int]], int], Result]
 ) -> list[Result]:
-    """Call `work` with each share of the ranges of these tensors and its number; return what it returned, in order.
+    """Call `work` with the blocks and the number of each share, in parallel. Return the results in order.
 
-    The shares run at the same time. Raises what the first of them raised that failed.
+    If calls fail, raises the exception of the first share that failed.
     """
     jobs = _jobs(tensors, files)
     if jobs == 1:
         return [work(ranges(tensors), 0)]
     for tensor in tensors:
-        files.descriptor(tensor)  # opened here, so that the threads only look them up
+        files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def share(job: int) -> Iterator[tuple[int, int]]:
-        for found in islice(ranges(tensors), job, None, jobs):
-            if errors:  # also that of Ctrl-C
+        for block in islice(ranges(tensors), job, None, jobs):
+            if errors:  # including KeyboardInterrupt
                 return
-            yield found
+            yield block
 
     def run(job: int) -> None:
         try:
             results[job] = work(share(job), job)
-        except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that called
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             errors[job] = error
 
     threads, own = [], [0]
@@ -61,7 +61,7 @@ def in_shares(
         try:
             thread.start()
             threads.append(thread)
-        except RuntimeError:  # no more threads for this user, or no room for the stack of one
+        except RuntimeError:  # too many threads for this user, or no memory for a stack
             own.append(job)
     for job in own:
         run(job)
@@ -73,7 +73,7 @@ def in_shares(
 
 
 def _jobs(tensors: Sequence[Tensor], files: Files) -> int:
-    """Return how many threads pay: one for what is small, in memory, or not stored as it is compared."""
+    """Return the number of threads; 1 if the tensor is small, in memory, or needs conversion."""
     first = tensors[0]
     if (
         files.jobs == 1

@@ -1,7 +1,7 @@
-"""Tensors whose bytes do not lie as they are compared: other strides or byte order, a conjugation or negation to do.
+"""Read tensors that need conversion: strides other than C order, byte order, pending conjugation or negation.
 
-A block of such a tensor is gathered: read piece by piece, or copied from a mapping where that would be many reads.
-Imported when there is such a tensor: it needs numpy.
+A block is read in pieces, or copied from a memory map if it has too many pieces. This module needs numpy and is
+imported only for such tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from syncheck.dtypes import DTYPES
 from syncheck.errors import UnreadableFile
 from syncheck.kernel import pieces
-from syncheck.kernel.open_files import shrunk
+from syncheck.kernel.open_files import truncated_file
 from syncheck.snapshots import contiguous_strides
 
 if TYPE_CHECKING:
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from syncheck.kernel.open_files import OpenFiles
     from syncheck.snapshots import Tensor
 
-# Of a tensor that does not lie in C order, a gap of up to so many bytes is read along with what lies around it, unless
-# that makes it so many times the bytes that are wanted. What needs more reads than that, as of a matrix that lies
-# transposed, is copied from a mapping of the file: twice as fast.
-_MOST_GAP, _MOST_TIMES, _MOST_READS = 4096, 8, 1024
+# Maximum gap in bytes between the elements of one read, and maximum size of a read relative to its elements.
+_MOST_GAP, _MOST_TIMES = 4096, 8
+# A block that needs more reads, for example of a transposed matrix, is copied from a memory map: twice as fast.
+_MOST_READS = 1024
 
 
-def copied(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
-    """Return `count` elements from element `start` on, in C order, as little-endian bytes, without what is lazy.
+def read_strided(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
+    """Return `count` elements from element `start` on, in C order, as little-endian bytes.
 
-    Raises MalformedFile when the file has become shorter since it was opened.
+    Applies pending operations. Raises MalformedFile if the file has been truncated since it was opened.
     """
     row = DTYPES[tensor.dtype]
-    if 1 in tensor.shape:  # their strides mean nothing, and numpy has fewer dimensions than torch
+    if 1 in tensor.shape:  # numpy supports fewer dimensions than torch
         kept = [both for both in zip(tensor.shape, tensor.strides, strict=True) if both[0] != 1]
         tensor = replace(tensor, shape=tuple(n for n, _ in kept), strides=tuple(s for _, s in kept))
-    boxes = list(pieces.boxes(tensor.shape, start, count))
+    boxes = list(pieces.split_into_boxes(tensor.shape, start, count))
     if tensor.data is None:
-        rows = [_gathered(files, tensor, box, row.size) for box in boxes]
+        rows = [_read_box(files, tensor, box, row.size) for box in boxes]
     else:
         data, steps = cast("Any", tensor.data), [s * row.size for s in tensor.strides]
         view: Any = np.ndarray(tensor.shape, f"V{row.size}", data, tensor.offset, steps)
@@ -55,41 +55,42 @@ def copied(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
     return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
 
 
-def _gathered(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> Any:
-    """Return a box of a tensor whose elements do not lie in C order: its elements, in C order.
+def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> Any:
+    """Return the elements of a box of a strided tensor, in C order. size: bytes per element.
 
-    By reads where it can be: a mapping of a file that is cut while it is copied kills the process.
-    size: bytes of an element.
+    Prefers reads to memory maps: if a mapped file is truncated, SIGBUS kills the process.
     """
     at = tensor.offset + size * sum(span.start * step for span, step in zip(box, tensor.strides, strict=True))
-    # Of few elements, few dimensions are longer than 1: no more than any numpy takes.
+    # A block is small, so few of its dimensions are longer than 1, and every version of numpy supports them.
     long = [axis for axis, span in enumerate(box) if span.stop - span.start != 1]
     lengths, strides = [box[i].stop - box[i].start for i in long], [tensor.strides[i] * size for i in long]
-    outer, inner, reach = _apart(lengths, strides, size)
+    outer, inner, reach = _choose_read_dimensions(lengths, strides, size)
     reads = math.prod(lengths[axis] for axis in outer)
     if reads > _MOST_READS:
-        return _from_map(files, tensor, at, lengths, strides, size)
-    places = np.full((), at, np.int64)
+        return _copy_from_map(files, tensor, at, lengths, strides, size)
+    offsets = np.full((), at, np.int64)
     for axis in outer:
-        places = np.add.outer(places, np.arange(lengths[axis], dtype=np.int64) * strides[axis])
+        offsets = np.add.outer(offsets, np.arange(lengths[axis], dtype=np.int64) * strides[axis])
     descriptor = files.descriptor(tensor)
     try:
-        data = b"".join([os.pread(descriptor, reach, place) for place in places.reshape(-1).tolist()])
+        data = b"".join([os.pread(descriptor, reach, offset) for offset in offsets.reshape(-1).tolist()])
     except OSError as error:
         raise UnreadableFile.because(tensor.path, error) from None
     if len(data) != reach * reads:
-        raise shrunk(tensor)
+        raise truncated_file(tensor)
     order = (*outer, *inner)
-    steps = [*(stride * reach for stride in contiguous_strides(places.shape)), *(strides[axis] for axis in inner)]
-    found: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, steps)
+    steps = [*(stride * reach for stride in contiguous_strides(offsets.shape)), *(strides[axis] for axis in inner)]
+    view: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, steps)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return np.ascontiguousarray(found.transpose(back)).reshape(-1)
+    return np.ascontiguousarray(view.transpose(back)).reshape(-1)
 
 
-def _apart(lengths: Sequence[int], strides: Sequence[int], size: int) -> tuple[list[int], list[int], int]:
-    """Choose the dimensions along which a box is read piece by piece, and those that lie within one read.
+def _choose_read_dimensions(
+    lengths: Sequence[int], strides: Sequence[int], size: int
+) -> tuple[list[int], list[int], int]:
+    """Return the dimensions with one read per index, the dimensions within one read, and the bytes of one read.
 
-    lengths: in elements; strides, size of an element: in bytes. Returns both, and how many bytes a read has.
+    lengths: in elements. strides: in bytes. size: bytes per element.
     """
     inner = sorted(range(len(lengths)), key=lambda axis: -(lengths[axis] - 1) * strides[axis])
     outer: list[int] = []
@@ -105,12 +106,12 @@ def _apart(lengths: Sequence[int], strides: Sequence[int], size: int) -> tuple[l
     return outer, inner, reach
 
 
-def _from_map(
+def _copy_from_map(
     files: OpenFiles, tensor: Tensor, at: int, lengths: Sequence[int], strides: Sequence[int], size: int
 ) -> Any:
-    where = files.mapping(tensor)
+    mapping = files.mapping(tensor)
     end = at + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + size
-    if where.size() < end:  # of the file as it is now
-        raise shrunk(tensor)
-    view: Any = np.ndarray(lengths, f"V{size}", where, at, strides)
+    if mapping.size() < end:  # size() returns the current size of the file
+        raise truncated_file(tensor)
+    view: Any = np.ndarray(lengths, f"V{size}", mapping, at, strides)
     return view.flatten()

@@ -50,7 +50,7 @@ def compare_here(things: Sequence[Any], options: Options) -> Report:
         unreadable += there.unreadable
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
     groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()
-    reference.check(options.reference, groups, unreadable)
+    reference.check_reference(options.reference, groups, unreadable)
     return judge(Found(groups, tuple(unreadable)), options)
 
 

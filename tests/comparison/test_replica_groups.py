@@ -214,7 +214,7 @@ def test_a_layout_that_differs_between_ranks_is_told(tmp_path: Path) -> None:
     save_pth(tmp_path / "m_rank0.pth", {"w": dtensor(hsdp(0), ["S(0)"], mesh_of_2_6([0, 1], [0]))})
     save_pth(tmp_path / "m_rank1.pth", {"w": ROWS})
     report = syncheck.compare(tmp_path)
-    assert (report.exit_code, reasons(report.groups[0])) == (2, [(Reason.AMBIGUOUS, Detail.AMBIGUOUS)])
+    assert (report.exit_code, reasons(report.groups[0])) == (2, [(Reason.AMBIGUOUS, Detail.AMBIGUOUS_LAYOUT)])
     assert "rank 1" in str(report.groups[0].tensors[0].detail)
 
 

@@ -130,7 +130,7 @@ def test_histograms_beside_a_tensor_of_unknown_dtype() -> None:
     """A page's histograms pass over a tensor of which the reader could not tell the dtype."""
     lost = TensorDiff("weight", "parameter", "unknown", (4,), "not_compared", reason="missing", numel=4)
     with Files() as files:
-        assert histograms.gather([lost], {"weight": {}}, files, lambda diff: True) == (lost,)
+        assert histograms.add_histograms([lost], {"weight": {}}, files, lambda diff: True) == (lost,)
 
 
 def test_the_momentum_of_rmsprop_is_no_first_moment() -> None:

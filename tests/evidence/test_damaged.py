@@ -10,7 +10,7 @@ import pytest
 from test_evidence import apart, save, told, weights
 
 import syncheck
-from syncheck import evidence
+from syncheck.evidence import tensors as evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable

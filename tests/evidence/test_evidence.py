@@ -11,7 +11,8 @@ from checkpoints import save_safetensors
 from dtensors import save_ranks
 
 import syncheck
-from syncheck import evidence, readers
+from syncheck import readers
+from syncheck.evidence import tensors as evidence
 from syncheck.fingerprint import fingerprint, write
 from syncheck.records import Evidence
 

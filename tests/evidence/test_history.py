@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from groups import make_group
 
-from syncheck.evidence.history import gap_ratios, history_of, trend_of
+from syncheck.evidence.history import difference_ratios, history_of, trend_of
 from syncheck.records import Counts, Group, HistoryPoint, Replica, TensorDiff
 
 
@@ -86,7 +86,7 @@ def test_trend(factors: tuple[float, ...], trend: str) -> None:
     assert trend_of([before, after]) == trend
     assert trend_of([after]) is None
     assert trend_of([[apart("x", 1.0)], after]) is None
-    assert gap_ratios(before, after) == pytest.approx(factors)
+    assert difference_ratios(before, after) == pytest.approx(factors)
 
 
 def test_counters_are_no_gaps_of_weights() -> None:

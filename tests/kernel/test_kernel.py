@@ -10,8 +10,8 @@ import pytest
 from checkpoints import save
 
 import syncheck
-from syncheck.kernel import clusters
 from syncheck.kernel.blocks import BLOCK, Files
+from syncheck.kernel.clustering import cluster_replicas
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def clusters_of(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> tuple[tuple
     """Return the clusters of replicas written from arrays."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(folder, arrays)]
     with Files() as files:
-        return clusters(tensors, files)
+        return cluster_replicas(tensors, files)
 
 
 def compared(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> TensorDiff | None:
@@ -54,12 +54,12 @@ A, B, C, D = (np.full(5, value, np.float32) for value in (1, 2, 3, 4))
     ],
 )
 def test_clusters(tmp_path: Path, arrays: list[Any], expected: Any) -> None:
-    """Replicas are sorted by equal bytes, the largest set first, of equal ones the one with the lowest rank."""
+    """Clusters have equal bytes; the largest cluster comes first, and then the lowest rank."""
     assert clusters_of(tmp_path, arrays) == expected
 
 
 def test_majority_is_the_base_and_ties_have_none(tmp_path: Path) -> None:
-    """The replicas outside the majority are named, rank 0 too; a tie names nobody."""
+    """The minority contains the replicas outside the majority, including rank 0; with a tie it is empty."""
     odd_first = compared(tmp_path / "a", [B, A, A])
     assert odd_first is not None
     assert odd_first.minority == (0,)
@@ -70,7 +70,7 @@ def test_majority_is_the_base_and_ties_have_none(tmp_path: Path) -> None:
 
 
 def test_numbers_are_against_the_majority_or_the_widest_pair(tmp_path: Path) -> None:
-    """With a majority gaps are measured from it; without one, between the two that lie farthest apart."""
+    """Differences are measured against the majority, or between the lowest and highest value."""
     with_majority = compared(tmp_path / "a", [A, A, B, -B])
     assert with_majority is not None
     assert with_majority.max_abs == 3.0
@@ -117,7 +117,7 @@ def test_one_flipped_bit_anywhere_in_a_large_tensor(tmp_path: Path, ending: str,
 
 
 def test_differences_in_different_blocks_split_further(tmp_path: Path) -> None:
-    """Replicas that part only in a later block end in their own clusters."""
+    """Replicas that differ only in a later block are in different clusters."""
     base = np.zeros(BLOCK // 4 * 3, np.float32)
     arrays = [base.copy() for _ in range(4)]
     arrays[1][5] = 1
@@ -150,11 +150,11 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     files.descriptor(tensors[1])
     paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
     with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
-        clusters(tensors, files)
+        cluster_replicas(tensors, files)
 
 
 def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:
-    """Files are closed and opened again where there are more than may be open at a time."""
+    """Files are closed and reopened if there are more than the limit."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(tmp_path, [A, B, A, A, B, C, A])]
     with Files(limit=2) as files:
-        assert clusters(tensors, files) == ((0, 2, 3, 6), (1, 4), (5,))
+        assert cluster_replicas(tensors, files) == ((0, 2, 3, 6), (1, 4), (5,))

@@ -15,8 +15,9 @@ import pytest
 from checkpoints import save_safetensors
 
 import syncheck
-from syncheck.kernel import clusters, shares
+from syncheck.kernel import shares
 from syncheck.kernel.blocks import BLOCK, Files, ranges
+from syncheck.kernel.clustering import cluster_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,24 +57,24 @@ def _all_large(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_threads_find_the_same_clusters(tmp_path: Path, flips: list[list[int]], expected: object, jobs: int) -> None:
-    """Replicas that part in blocks of different threads are sorted as if one had read them all."""
+    """Differences in blocks of different threads give the same clusters as a single thread."""
     with Files(jobs=jobs) as files:
-        assert clusters(written(tmp_path, flips), files) == expected
+        assert cluster_replicas(written(tmp_path, flips), files) == expected
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 9])
 def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
-    """All threads together see each element of a tensor, and none twice."""
+    """Each block is assigned to exactly one thread."""
     tensors = written(tmp_path, [[], []])
     with Files(jobs=jobs) as files:
-        found = shares.in_shares(tensors, files, lambda share, _: list(share))
+        found = shares.run_in_shares(tensors, files, lambda share, _: list(share))
     assert len(found) == jobs
     assert sorted(each for share in found for each in share) == list(ranges(tensors))
     assert sum(count for share in found for _, count in share) == ELEMENTS
 
 
 def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> None:
-    """What fails in one thread is the caller's error, and the other threads do not go on to the end."""
+    """An error in a thread is raised in the caller, and stops the other threads."""
     tensors = written(tmp_path, [[], []])
     seen = []
 
@@ -87,7 +88,7 @@ def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> Non
 
     before = threading.active_count()
     with Files(jobs=2) as files, pytest.raises(ValueError, match="in thread 1"):
-        shares.in_shares(tensors, files, work)
+        shares.run_in_shares(tensors, files, work)
     assert len(seen) <= 1
 
 
@@ -99,11 +100,11 @@ def test_file_that_shrinks_under_threads(tmp_path: Path) -> None:
         files.descriptor(tensor)
     os.truncate(tensors[1].path, ELEMENTS // 2)
     with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
-        clusters(tensors, files)
+        cluster_replicas(tensors, files)
 
 
 def test_jobs_are_what_the_process_may_use() -> None:
-    """Unless told, there are as many threads as processors that this process may run on, at most four."""
+    """By default there is one thread per processor of the process, at most four."""
     with Files() as files:
         assert files.jobs == min(4, len(os.sched_getaffinity(0)))
     with Files(jobs=7) as files:
@@ -135,7 +136,9 @@ def test_more_mapped_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
 def test_no_more_threads_than_pay(tmp_path: Path) -> None:
     """A number of threads that no machine has is taken for the most that can help."""
     with Files(jobs=10**30) as files:
-        assert len(shares.in_shares(written(tmp_path, [[], []]), files, lambda share, _: list(share))) == shares.MOST
+        assert (
+            len(shares.run_in_shares(written(tmp_path, [[], []]), files, lambda share, _: list(share))) == shares.MOST
+        )
 
 
 @pytest.mark.parametrize("shape", [(3, 0, 2), (0, 5), (0,)])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from strategies import EXAMPLES, for_all
 
-from syncheck.kernel import blocks, clusters, pieces
+from syncheck.kernel import blocks, pieces
 from syncheck.kernel.blocks import Files, ranges
-from syncheck.snapshots import Shard, Tensor
+from syncheck.kernel.clustering import cluster_replicas
+from syncheck.snapshots import Part, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,8 +49,8 @@ def stored(array: Any, boxes: list[tuple[slice, ...]], turned: bool = False) -> 
         piece = np.array(array[box], order="F" if turned else "C").reshape(array[box].shape)
         strides = tuple(stride // array.itemsize for stride in piece.strides)
         tensor = Tensor("w", str(array.dtype), piece.shape, strides, "", 0, data=piece.tobytes("A"))
-        parts.append(Shard(tensor, tuple(span.start for span in box)))
-    return Tensor("w", str(array.dtype), array.shape, (), "", 0, shards=tuple(parts))
+        parts.append(Part(tensor, tuple(span.start for span in box)))
+    return Tensor("w", str(array.dtype), array.shape, (), "", 0, parts=tuple(parts))
 
 
 @EXAMPLES
@@ -100,7 +101,7 @@ def test_boxes_are_the_range_in_its_order(examples: int) -> None:
         array = np.arange(math.prod(shape)).reshape(shape)
         start %= array.size
         count = min(count, array.size - start)
-        boxes = list(pieces.boxes(shape, start, count))
+        boxes = list(pieces.split_into_boxes(shape, start, count))
         listed = [element for box in boxes for element in array[box].reshape(-1).tolist()]
         assert listed == list(range(start, start + count))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -123,11 +124,11 @@ def test_pieces_compare_with_a_tensor_in_one_piece(tmp_path: Path, axis: int, fl
         (tmp_path / f"part{i}").write_bytes(b"?" * 5 + piece.tobytes())
         start = (at, 0) if axis == 0 else (0, at)
         tensor = Tensor("w", "float32", piece.shape, (piece.shape[1], 1), str(tmp_path / f"part{i}"), 5)
-        parts.append(Shard(tensor, start))
+        parts.append(Part(tensor, start))
         at += piece.shape[axis]
-    many = Tensor("w", "float32", array.shape, (1501, 1), "", 0, shards=tuple(parts))
+    many = Tensor("w", "float32", array.shape, (1501, 1), "", 0, parts=tuple(parts))
     with Files() as files:
-        assert clusters([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
+        assert cluster_replicas([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
 
 
 def test_memory_is_a_block_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

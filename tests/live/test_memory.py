@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import syncheck
-from syncheck.comparison import Selection
-from syncheck.comparison import compare as compare_group
+from syncheck.comparison.group import Selection, compare_group
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import classify_tensors

@@ -50,7 +50,7 @@ def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -
     change(paths[1], how)
     report = api.judge(found)
     assert report.verdict == "undecided"
-    reason = "it is no file any more" if how in ("folder", "pipe") else "it was changed since it was opened"
+    reason = "it is no longer a file" if how in ("folder", "pipe") else "it was changed since it was opened"
     assert [(file.path, file.reason) for file in report.unreadable] == [
         (str(paths[1]), f"{reason}. Run again when no process writes to it.")
     ]

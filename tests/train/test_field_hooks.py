@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import syncheck
+from syncheck.messages import Detail
 from train.comm_hooks import memory_of, remember
 from train.errors import UserError
 from train.launch import RankContext
@@ -112,7 +113,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(ctx: RankContext, syncheck_rank: Rank,
     (group,) = syncheck.compare(folder).groups
     assert group.verdict == "in_sync"
     apart = [diff for diff in group.tensors if "error_dict" in diff.name]
-    assert [(diff.reason, diff.detail) for diff in apart] == [("rng", "PowerSGD's errors differ by design")]
+    assert [(diff.reason, diff.detail) for diff in apart] == [("rng", Detail.POWERSGD_ERROR())]
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, build_selection, judge
-from syncheck.comparison import hyperparameters, kinds_asked_for, reference
-from syncheck.comparison.replica_groups import divide, positions_of
+from syncheck.comparison import reference
+from syncheck.comparison.group import hyperparameters, selected_kinds
+from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
@@ -171,7 +172,7 @@ def _judged(
     histograms: bool = False,
 ) -> Report:
     replicas = ReplicaGroup(name, holdings.step, tuple(holdings.snapshots(ranks).items()), grouping)
-    reference.check(options.reference, (replicas,))
+    reference.check_reference(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
 
@@ -184,7 +185,7 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
     selection = build_selection(options)
     # Most ask for all, and to sort out what is asked for takes a look at every name of every rank.
     some = selection.only or selection.include or selection.exclude
-    asked = kinds_asked_for(holdings.snapshots(), selection) if some else digests
+    asked = selected_kinds(holdings.snapshots(), selection) if some else digests
     apart = [name for name, several in digests.items() if len(several) > 1 and name in asked]
     found: dict[str, dict[int, Tensor]] = {name: {} for name in apart}
     for rank in holdings.places:
@@ -192,7 +193,7 @@ def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wa
         for name, tensor in held.tensors.items():
             if held.short[name] in found:
                 found[held.short[name]][rank] = tensor
-    places = positions_of(holdings.snapshots())
+    places = find_positions(holdings.snapshots())
     whole = find_replicated(found) if places.plain else frozenset()
     wanted: dict[str, dict[bytes, Wanted]] = {}
     for name, tensors in found.items():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import paths
-from syncheck.comparison.ties import shared
+from syncheck.comparison.ties import find_shared_tensors
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.kernel.blocks import Files, is_plain, ranges
@@ -58,7 +58,7 @@ def opened(path: str, files: Files) -> Snapshot:
         raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.json")
     tensors = {name: _readable(tensor, files) for name, tensor in snapshot.tensors.items()}
     # Ties are told by places in the file, which the others cannot see.
-    return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, shared(snapshot.tensors.values()))))
+    return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, find_shared_tensors(snapshot.tensors.values()))))
 
 
 def _readable(tensor: Tensor, files: Files) -> Tensor:

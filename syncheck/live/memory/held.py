@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import is_whole
 from syncheck.dtypes import DTYPES
-from syncheck.kernel.pieces import boxes
+from syncheck.kernel.pieces import split_into_boxes
 from syncheck.live.digest.parts import (
     as_bytes,
     as_plain_tensors,
@@ -60,7 +60,9 @@ class Held:
         # Whole elements: of a window the ends may lie within one.
         first, last = start // size, -(-stop // size)
         with as_plain_tensors():
-            row = b"".join(_bytes(flat_bytes(source[box])) for box in boxes(source.shape, first, last - first))
+            row = b"".join(
+                _bytes(flat_bytes(source[box])) for box in split_into_boxes(source.shape, first, last - first)
+            )
         return row[start - first * size : stop - first * size]
 
 

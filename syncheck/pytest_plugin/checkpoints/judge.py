@@ -105,7 +105,7 @@ class Judge:
         with folder(self._start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
-                return baseline.accepted(report, baseline.failing(report)) if self._accepting else report
+                return baseline.apply_baseline(report, baseline.find_failing(report)) if self._accepting else report
             except CheckpointError as error:
                 return error
 

@@ -34,28 +34,28 @@ def floats(*values: Any, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
 
 
 def test_zeros_of_both_signs_are_equal(tmp_path: Path) -> None:
-    """0.0 and -0.0 differ in bits and not in value: equal, in sync, and told apart from identical."""
+    """0.0 and -0.0 have different bits and equal values: the status is `equal`, not `identical`."""
     diff = compared(tmp_path, floats(0.0, 1.0), floats(-0.0, 1.0))
     assert (diff.status, diff.mismatched, diff.extent) == ("equal", 0, None)
     assert syncheck.compare(tmp_path).exit_code == 0
 
 
 def test_nan_of_another_payload_is_equal(tmp_path: Path) -> None:
-    """NaNs of two payloads hold the same value: equal."""
+    """NaNs with different payloads are equal."""
     a, b = np.array([0x7FC00000, 0], np.uint32).view(np.float32), np.array([0x7FC00001, 0], np.uint32).view(np.float32)
     diff = compared(tmp_path, a, b)
     assert (diff.status, diff.nonfinite) == ("equal", {0: 1, 1: 1})
 
 
 def test_equal_nans_are_identical(tmp_path: Path) -> None:
-    """A NaN of equal bits on both sides is no difference at all."""
+    """NaNs with equal bits are identical."""
     for i in range(2):
         save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": floats(NAN, INF)})
     assert syncheck.compare(tmp_path).counts.identical == 1
 
 
 def test_nonfinite_on_one_side(tmp_path: Path) -> None:
-    """A NaN or infinity on one side differs, is counted per rank and pointed at; finite gaps are measured beside it."""
+    """A NaN or infinity on one side is a difference, counted by rank; finite differences are measured, too."""
     diff = compared(tmp_path, floats(1, 2, 3, 4), floats(1.5, NAN, 3, -INF))
     assert diff.status == "different"
     assert diff.nonfinite == {0: 0, 1: 2}
@@ -69,7 +69,7 @@ def test_no_tolerance_excuses_a_nonfinite_element(tmp_path: Path) -> None:
 
 
 def test_integers_do_not_overflow_or_round(tmp_path: Path) -> None:
-    """Gaps of integers are exact over the whole range: signed, unsigned, and beyond 2^53."""
+    """Differences of integers are exact over the whole range, also beyond 2^53."""
     low, high = -(2**63), 2**62
     assert compared(tmp_path, floats(low, dtype=np.int64), floats(high, dtype=np.int64)).max_abs == 2**62 + 2**63
     assert compared(tmp_path, floats(0, dtype=np.uint64), floats(2**64 - 1, dtype=np.uint64)).max_abs == 2**64 - 1
@@ -80,14 +80,14 @@ def test_integers_do_not_overflow_or_round(tmp_path: Path) -> None:
 
 
 def test_integers_are_never_close(tmp_path: Path) -> None:
-    """A tolerance is for floats: a counter that is off by one differs."""
+    """Tolerances apply to floats only: a counter that differs by 1 is different."""
     diff = compared(tmp_path, floats(1000, dtype=np.int64), floats(1001, dtype=np.int64), rtol=0.5, atol=10.0, ulp=5)
     assert diff.status == "different"
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_ulp_are_steps_of_the_dtype(tmp_path: Path, name: str) -> None:
-    """Neighbours are one step apart in every float dtype, also around zero, where both zeros are one place."""
+    """Neighbours differ by one ULP in every float dtype, also around zero; both zeros are equal."""
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
     bits = np.dtype(f"uint{dtype.itemsize * 8}")
     sign = 1 << (dtype.itemsize * 8 - 1)
@@ -104,14 +104,14 @@ def test_bf16_value(tmp_path: Path) -> None:
 
 
 def test_gaps_of_finite_numbers_may_not_become_infinite(tmp_path: Path) -> None:
-    """The gap of the two farthest doubles is capped, not infinite, for JSON has no infinity."""
+    """The largest possible difference is capped, because JSON has no infinity."""
     top = np.finfo(np.float64).max
     diff = compared(tmp_path, floats(top, dtype=np.float64), floats(-top, dtype=np.float64))
     assert (diff.max_abs, diff.max_rel) == (top, 2.0)
 
 
 def test_complex_is_measured_by_its_parts(tmp_path: Path) -> None:
-    """An element whose imaginary part differs is one element, and its gap that of the part."""
+    """A different imaginary part counts as one element, with the difference of this part."""
     diff = compared(tmp_path, floats(1 + 2j, 3j, dtype=np.complex64), floats(1 + 2.5j, 3j, dtype=np.complex64))
     assert (diff.mismatched, diff.max_abs, diff.index, diff.numel) == (1, 0.5, (0,), 2)
 
@@ -121,7 +121,7 @@ def test_complex_is_measured_by_its_parts(tmp_path: Path) -> None:
     [([3], "one"), ([3, 4, 5], "contiguous"), ([3, 5], "scattered"), (range(12), "all"), ([0, 11], "scattered")],
 )
 def test_extent(tmp_path: Path, positions: Any, extent: str) -> None:
-    """One, a run of neighbours, all, or scattered elements are told apart."""
+    """The extent is one element, a contiguous range, all elements, or scattered elements."""
     a, b = np.zeros((3, 4), np.float32), np.zeros((3, 4), np.float32)
     b.reshape(-1)[list(positions)] = 1
     diff = compared(tmp_path, a, b)
@@ -129,7 +129,7 @@ def test_extent(tmp_path: Path, positions: Any, extent: str) -> None:
 
 
 def test_contiguous_over_a_block_boundary(tmp_path: Path) -> None:
-    """A run that crosses from one block into the next is one run."""
+    """A contiguous range may cross a block boundary."""
     a, b = np.zeros(600_000, np.float32), np.zeros(600_000, np.float32)
     b[262_140:262_150] = 1
     assert compared(tmp_path, a, b).extent == "contiguous"
@@ -137,8 +137,8 @@ def test_contiguous_over_a_block_boundary(tmp_path: Path) -> None:
     assert compared(tmp_path, a, b).extent == "scattered"
 
 
-def test_tolerance_makes_close_and_is_named(tmp_path: Path) -> None:
-    """Within rtol and atol, or within ulp steps, is close; just beyond is different; the tolerance is named."""
+def test_differences_within_the_tolerance_are_close(tmp_path: Path) -> None:
+    """Within rtol and atol, or ulp, the status is `close`, beyond it `different`; the tolerance is recorded."""
     a, b = floats(100.0, 1.0), floats(100.5, 1.0)
     close = compared(tmp_path, a, b, rtol=0.005, atol=0.0)
     assert (close.status, close.tolerance) == ("close", "rtol=0.005 atol=0")
@@ -150,7 +150,7 @@ def test_tolerance_makes_close_and_is_named(tmp_path: Path) -> None:
 
 
 def test_one_element_beyond_the_tolerance_is_enough(tmp_path: Path) -> None:
-    """A million close elements do not hide one that is not, and it is counted in the mismatches."""
+    """One element beyond the tolerance among a million close elements is a difference."""
     a = np.ones(300_000, np.float32)
     b = a + np.float32(1e-6)
     b[-1] = 2
@@ -163,7 +163,7 @@ def test_one_element_beyond_the_tolerance_is_enough(tmp_path: Path) -> None:
     [{"rtol": 0.1}, {"atol": 0.1}, {"rtol": 2.0, "atol": 0.0}, {"rtol": 0.1, "atol": -1.0}, {"ulp": -1}],
     ids=repr,
 )
-def test_tolerances_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_invalid_tolerances(tmp_path: Path, options: dict[str, Any]) -> None:
     """One of rtol and atol alone, a negative value, or one that passes everything is a usage error."""
     with pytest.raises(syncheck.UsageError):
         compared(tmp_path, floats(1), floats(2), **options)
@@ -172,7 +172,7 @@ def test_tolerances_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.uint8])
 @pytest.mark.parametrize("seed", range(3))
 def test_numbers_equal_a_direct_computation(tmp_path: Path, dtype: Any, seed: int) -> None:
-    """Gap, relative gap, count and index of random replicas are those that Python computes element by element."""
+    """All numbers of random replicas equal a computation in Python, element by element."""
     rng = np.random.default_rng(seed)
     # Only gaps that are not tied: then the place of the worst is one.
     a = (rng.standard_normal((6, 7)) * 50 + 60).astype(dtype)

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import save_header, save_safetensors
 
 import syncheck
-from syncheck.gaps import measure
+from syncheck.differences.measurement import measure_differences
 from syncheck.kernel import blocks, shares
 from syncheck.kernel.blocks import BLOCK, Files
 from syncheck.tolerance import Tolerance
@@ -19,7 +19,7 @@ from syncheck.tolerance import Tolerance
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.gaps.measured import Statistics
+    from syncheck.differences.statistics import Statistics
 
     Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ def measured(folder: Path, arrays: list[Array], *, jobs: int = 1, majority: bool
         path = save_safetensors(folder / f"rank{i}.safetensors", {"w": array})
         tensors.append(syncheck.read(str(path)).tensors["w"])
     with Files(jobs=jobs) as files:
-        return measure(tensors, files, Tolerance(**tolerance), majority=majority)
+        return measure_differences(tensors, files, Tolerance(**tolerance), majority=majority)
 
 
 def steps(array: Array) -> Array:

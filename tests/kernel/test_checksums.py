@@ -19,7 +19,7 @@ from syncheck.api import Options, compare
 from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.errors import COMMAND_LINE, spelling
 from syncheck.kernel.blocks import Files
-from syncheck.kernel.quick import by_checksum
+from syncheck.kernel.checksums import compare_checksums
 from syncheck.messages import Detail, Note, Undecided
 from syncheck.records import Reason
 from syncheck.report import failure, html, json_document, markdown, words
@@ -48,7 +48,7 @@ def quick(folder: Path, *states: dict[str, Any]) -> Report:
 
 
 def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither equal nor different replicas have a byte of a tensor read."""
+    """No tensor is read, whether replicas are equal or different."""
     monkeypatch.setattr(Files, "read", lambda *_, **__: pytest.fail("a tensor was read"))
     assert quick(tmp_path / "a", network(), network()).verdict == "in_sync"
     assert quick(tmp_path / "b", network(), changed(network(), "fc.bias")).verdict == "out_of_sync"
@@ -62,9 +62,9 @@ def test_damage_after_saving_shows_what_is_compared(tmp_path: Path) -> None:
     with open(paths[1], "r+b") as file:
         file.seek(place)
         file.write(b"\xff\xff\x7f\x7f")
-    by_checksum, by_bytes = compare(*paths, options=QUICK), compare(*paths)
-    assert words.verdict_line(by_checksum) == "IN SYNC by stored checksum"
-    assert by_checksum.counts.identical == 14
+    compare_checksums, by_bytes = compare(*paths, options=QUICK), compare(*paths)
+    assert words.verdict_line(compare_checksums) == "IN SYNC by stored checksum"
+    assert compare_checksums.counts.identical == 14
     assert words.verdict_line(by_bytes) == "OUT OF SYNC"
     assert [diff.name for diff in by_bytes.groups[0].tensors] == ["fc.weight"]
 
@@ -186,31 +186,31 @@ class TestLayouts:
         return readers.read(ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
 
     def test_equal_records_of_other_strides_are_not_equal(self, tensor: Tensor) -> None:
-        """One record read as rows and as columns holds two tensors: nothing is told."""
+        """A record read as rows and as columns contains different tensors: the result is unknown."""
         transposed = replace(tensor, strides=(1, 2))
-        assert by_checksum([tensor, replace(tensor, path="b")]).clusters == ((0, 1),)
-        assert by_checksum([transposed, transposed]).clusters == ((0, 1),)
-        assert by_checksum([transposed, replace(transposed, crc32=1)]).clusters == ((0,), (1,))
+        assert compare_checksums([tensor, replace(tensor, path="b")]).clusters == ((0, 1),)
+        assert compare_checksums([transposed, transposed]).clusters == ((0, 1),)
+        assert compare_checksums([transposed, replace(transposed, crc32=1)]).clusters == ((0,), (1,))
         for other in (transposed, replace(tensor, big_endian=True), replace(tensor, lazy="neg")):
-            assert by_checksum([tensor, other]).clusters == ()
+            assert compare_checksums([tensor, other]).clusters == ()
 
     def test_views_agree_only_at_one_place_of_equal_records(self, tensor: Tensor) -> None:
         """Equal records with the view at one place are equal; unequal ones, or another place, prove nothing."""
         assert tensor.record is not None
         crc, start, size = tensor.record
         view = replace(tensor, shape=(3,), strides=(1,), crc32=None)
-        assert by_checksum([view, view]).clusters == ((0, 1),)
+        assert compare_checksums([view, view]).clusters == ((0, 1),)
         moved = replace(view, offset=view.offset + 100, record=(crc, start + 100, size))
-        assert by_checksum([view, moved]).clusters == ((0, 1),)
+        assert compare_checksums([view, moved]).clusters == ((0, 1),)
         for other in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start, size))):
-            told = by_checksum([view, other])
+            told = compare_checksums([view, other])
             assert (told.clusters, told.reason, told.detail) == ((), Reason.CHECKSUM, Detail.VIEW())
-        assert by_checksum([view, replace(view, record=None)]).clusters == ()
+        assert compare_checksums([view, replace(view, record=None)]).clusters == ()
 
     def test_overlapping_elements_prove_no_difference(self, tensor: Tensor) -> None:
         """A tensor that shows some elements twice and others never may be equal where the records differ."""
         overlapping = replace(tensor, shape=(2, 2), strides=(5, 0))
-        assert by_checksum([overlapping, replace(overlapping, crc32=1, record=(1, 0, 48))]).clusters == ()
+        assert compare_checksums([overlapping, replace(overlapping, crc32=1, record=(1, 0, 48))]).clusters == ()
 
 
 def test_what_torch_saves(tmp_path: Path) -> None:

@@ -1,0 +1,328 @@
+"""Compare the replicas of one group: align names, compare each tensor, and count the results."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
+from syncheck.comparison.reference import describe_from_reference
+from syncheck.comparison.replica_groups import assemble_shards, divide, find_positions, is_mixed, mesh_of
+from syncheck.comparison.tensors import compare_tensor, mark_ambiguous, skip_by_design
+from syncheck.comparison.ties import broken_ties
+from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
+from syncheck.evidence.tensors import add_evidence
+from syncheck.kernel.blocks import Files
+from syncheck.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
+from syncheck.messages import Detail, Note
+from syncheck.names import normalize
+from syncheck.records import Comparison, Counts, GroupEvidence, Replica, Shards, TensorDiff
+from syncheck.tensor_parallel import find_replicated
+from syncheck.tolerance import Tolerances
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncheck.comparison.replica_groups import Division
+    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.messages import Message
+    from syncheck.snapshots import Snapshot, Tensor
+
+_PARTITIONED = "partitioned over the ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The tensors to compare, and how.
+
+    only: kinds; empty for all kinds except RNG states. include, exclude: globs of whole tensor names. buffers: globs of
+    names that are buffers. tolerance: for floats. reference: the rank to measure differences against, instead of the
+    majority. jobs: number of threads, None for the default. quick: compare stored checksums only. histograms: add them
+    to the tensors that differ most. rng: also compare RNG states.
+    """
+
+    only: frozenset[str] = frozenset()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    tolerance: Tolerances = field(default_factory=Tolerances)
+    reference: int | None = None
+    jobs: int | None = None
+    quick: bool = False
+    histograms: bool = False
+    rng: bool = False
+
+
+def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
+    """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
+    snapshots, parts = detect_partitioning(dict(replicas.ranks))
+    names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
+    tensors = _align_names(snapshots, names)
+    kinds, guessed, unsure = _find_kinds(tensors, snapshots, selection)
+    wanted = make_selector(selection.only, selection.include, selection.exclude, unsure)
+    tally = _Tally()
+    if len(snapshots) > 1:
+        _compare_tensors(tensors, kinds, snapshots, wanted, selection, tally, parts)
+    alone = tuple(rank for rank in snapshots if rank not in tally.compared)
+    counts = {
+        kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
+        for kind in KINDS
+        if kind in tally.by_kind
+    }
+    metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
+    kept = make_selector(frozenset(), (), selection.exclude)
+    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
+    return Comparison(
+        name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
+        run=replicas.run,
+        label=replicas.label,
+        uncompared=alone if tally.compared else (),
+        step=replicas.step,
+        replicas=tuple(_make_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
+        counts=sum(counts.values(), Counts()),
+        tensors=tuple(tally.diffs),
+        ties=broken_ties(snapshots, names),
+        shards=tally.shards(),
+        values=tuple(values),
+        kinds=counts,
+        left_out=tally.left_out,
+        grouping=replicas.grouping,
+        notes=(
+            *_make_notes(snapshots, tally, selection, guessed=guessed and bool(tally.by_kind)),
+            *note_absent_values(snapshots, values),
+        ),
+        evidence=GroupEvidence(
+            metadata=metadata,
+            names=tally.names,
+            hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
+            normalized=_count_prefixes(names, snapshots),
+            stores_progress=any(map(stores_progress, snapshots.values())),
+        ),
+    )
+
+
+def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
+    """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts."""
+    sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+
+    def is_partial(name: str) -> bool:
+        if parts.labels and parts.holds(name, of_optimizer=False):
+            return True
+        return (sharded or parts != Parts()) and is_membership(name)
+
+    return is_partial
+
+
+def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return `lr`, `weight_decay` and `momentum` of the first parameter group from the values of a snapshot."""
+    settings = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
+    return {name: float(value) for name, value in settings.items() if isinstance(value, (int, float))}
+
+
+@dataclass
+class _Tally:
+    """Running results of the comparison of a group."""
+
+    by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    diffs: list[TensorDiff] = field(default_factory=list)
+    left_out: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    compared: set[int] = field(default_factory=set)
+    """Ranks with a compared tensor other than step counters."""
+    laid_out: dict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """By kind and layout of the shards: the sets of compared ranks of each tensor."""
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        diff: TensorDiff | None,
+        division: Division | None = None,
+        *,
+        partitioned: bool = False,
+    ) -> None:
+        """Count a tensor. partitioned: whether it belongs to partitioned optimizer state."""
+        self.by_kind[kind][diff.status if diff else "identical"] += 1
+        self.names[name] = kind
+        compared = diff is None or diff.status != "not_compared" or diff.reason == "missing"
+        if compared and division is not None and kind != "optimizer_step":
+            self.compared.update(*division.comparable)
+        if diff is not None:
+            self.diffs.append(diff)
+        sharded = diff is not None and diff.reason == "sharded"
+        if division is not None and division.kind:
+            self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
+        elif sharded and diff is not None:
+            key = ("optimizer", _PARTITIONED) if partitioned else ("DTensor", str(diff.detail or ""))
+            self.laid_out[key].append(())
+
+    def shards(self) -> tuple[Shards, ...]:
+        """Return a summary of the sharded tensors by kind and layout."""
+        return tuple(
+            Shards(kind, layout, len(sets), sum(map(bool, sets)), next(filter(None, sets), ()))
+            for (kind, layout), sets in self.laid_out.items()
+        )
+
+
+def _compare_tensors(
+    aligned: dict[str, dict[int, Tensor]],
+    kinds: Mapping[str, str],
+    snapshots: Mapping[int, Snapshot],
+    wanted: Callable[[str, str], bool],
+    selection: Selection,
+    tally: _Tally,
+    parts: Parts,
+) -> None:
+    """Compare every selected tensor and add the results to `tally`."""
+    ranks, positions = tuple(snapshots), find_positions(snapshots)
+    whole = find_replicated(aligned) if positions.plain else frozenset()
+    with Files(jobs=selection.jobs) as files:
+        for name, tensors in list(aligned.items()):
+            kind = kinds[name]
+            if not wanted(name, kind):
+                tally.left_out += 1
+                continue
+            if kind == "rng" and not (selection.only or selection.rng):
+                tally.add(name, kind, skip_by_design(name, kind, tensors))
+                continue
+            if positions.stages and is_mixed(tensors):
+                if not (complete := assemble_shards(tensors)):
+                    layout = divide(tensors, ranks, positions).layout
+                    tally.add(name, kind, mark_ambiguous(name, kind, tensors, Detail.AMBIGUOUS_LAYOUT(layout=layout)))
+                    continue
+                aligned[name] = tensors = complete
+            # The owner of a parameter must hold its state; if it does not, the state is lost.
+            parameter = name.rpartition(".")[0]
+            lost = any(parameter in own for rank, own in parts.own.items() if rank not in tensors)
+            partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
+            partitioned = partial and not lost and not parts.unclear
+            tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
+            division = divide(tensors, ranks, positions, replicated=name in whole)
+            diff = compare_tensor(
+                name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick
+            )
+            if diff is not None and diff.out_of_sync and parts.unclear and partial:
+                diff = mark_ambiguous(name, kind, tensors, parts.unclear)
+            if diff is not None and selection.reference is not None:
+                facts = tuple(describe_from_reference(fact, selection.reference, tensors, files) for fact in diff.facts)
+                diff = replace(describe_from_reference(diff, selection.reference, tensors, files), facts=facts)
+            tally.add(name, kind, diff, division, partitioned=partitioned)
+        tally.diffs = _inspect(tally.diffs, lambda diffs: add_evidence(diffs, aligned, files))
+        if selection.histograms:
+            from syncheck.evidence import histograms
+
+            def exact(diff: TensorDiff) -> bool:  # differences from a reference do not depend on the tolerance
+                tolerance = selection.tolerance.of(diff.name, diff.kind, diff.dtype)
+                return tolerance.exact or selection.reference is not None
+
+            tally.diffs = _inspect(tally.diffs, lambda diffs: histograms.add_histograms(diffs, aligned, files, exact))
+    for diff in find_lost_state(parts.own, aligned):
+        if wanted(diff.name, diff.kind):
+            tally.add(diff.name, diff.kind, diff)
+
+
+def _inspect(diffs: list[TensorDiff], inspect: Callable[[list[TensorDiff]], Sequence[TensorDiff]]) -> list[TensorDiff]:
+    """Add evidence or histograms to the diffs. If a tensor has several facts, the last one is about its values."""
+    inspected = inspect([diff.facts[-1] if diff.facts else diff for diff in diffs])
+    return [
+        replace(diff, facts=(*diff.facts[:-1], new), evidence=new.evidence, histogram=new.histogram)
+        if diff.facts
+        else new
+        for diff, new in zip(diffs, inspected, strict=True)
+    ]
+
+
+def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
+    """Return the kinds of tensors to compare, without reading tensors."""
+    present = set(selected_kinds(dict(replicas.ranks), selection).values())
+    return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
+
+
+def selected_kinds(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
+    """Return the kind of each selected tensor by its name without prefixes of wrappers."""
+    tensors = _align_names(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
+    kinds, _, unsure = _find_kinds(tensors, snapshots, selection)
+    wanted = make_selector(selection.only, selection.include, selection.exclude, unsure)
+    return {name: kind for name, kind in kinds.items() if wanted(name, kind)}
+
+
+def _align_names(
+    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
+) -> dict[str, dict[int, Tensor]]:
+    """Return the tensors by normalized name and rank, in the order of the first checkpoint."""
+    aligned: dict[str, dict[int, Tensor]] = {}
+    for rank, snapshot in snapshots.items():
+        for name, tensor in snapshot.tensors.items():
+            aligned.setdefault(names[rank][name], {})[rank] = tensor
+    return aligned
+
+
+def _find_kinds(
+    aligned: Mapping[str, Mapping[int, Tensor]], snapshots: Mapping[int, Snapshot], selection: Selection
+) -> Kinds:
+    firsts = {name: next(iter(tensors.values())) for name, tensors in aligned.items()}
+    shapes = {name: tensor.shape for name, tensor in firsts.items()}
+    dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
+    parameters = [name for name, tensors in aligned.items() if any(t.parameter for t in tensors.values())]
+    metadata = next(
+        (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
+        None,
+    )
+    kinds = classify_tensors(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    # The kind depends on the shape and dtype on the first rank, so it is unsure if shape or dtype differ between ranks.
+    selected = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]
+    mixed = {name for name in selected if len({(t.shape, t.dtype) for t in aligned[name].values()}) > 1}
+    by_name = {name: "buffer" if name in mixed and kind == "rng" else kind for name, kind in kinds.by_name.items()}
+    return kinds._replace(by_name=by_name, unsure=kinds.unsure | mixed) if mixed else kinds
+
+
+def _make_replica(rank: int, snapshot: Snapshot) -> Replica:
+    host = None if snapshot.metadata is None else snapshot.metadata.host
+    host, mesh = host or snapshot.host, mesh_of(snapshot)
+    return Replica(snapshot.path, rank, snapshot.format, len(snapshot.tensors), snapshot.bytes, host, mesh)
+
+
+def _count_prefixes(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
+    """Count the names with a wrapper's prefix by rank.
+
+    Empty if all ranks compare wrapped models in memory, because prefixes only matter when files are loaded.
+    """
+    counts = {rank: sum(a != b for a, b in renamed.items()) for rank, renamed in names.items()}
+    if in_memory(snapshots) and all(counts.values()):
+        return {}
+    return {rank: count for rank, count in counts.items() if count}
+
+
+def _make_notes(
+    snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selection, *, guessed: bool
+) -> list[Message]:
+    """Return notes about files, uncompared ranks, and options."""
+    notes = []
+    if tally.laid_out and all(
+        counts.total() == counts["not_compared"] for kind, counts in tally.by_kind.items() if kind != "optimizer_step"
+    ):
+        notes.append(Note.ONLY_SHARDS())
+    alone = tuple(rank for rank in snapshots if rank not in tally.compared)
+    if alone and tally.compared:
+        notes.append(Note.RANKS_NOT_COMPARED(ranks=alone))
+    worlds = {s.metadata.world_size for s in snapshots.values() if s.metadata is not None and s.metadata.world_size}
+    if len(worlds) == 1:
+        (world,) = worlds
+        if absent := tuple(rank for rank in range(world) if rank not in snapshots):
+            notes.append(Note.RANKS_ABSENT(ranks=absent, world_size=world))
+    if guessed:
+        notes.append(Note.KINDS_GUESSED())
+    stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
+    if any(stub.endswith(".DTensor") for stub in stubs):  # a DTensor contains objects of other torch classes
+        stubs = [stub for stub in stubs if not stub.startswith("torch.")]
+    if stubs:
+        notes.append(Note.UNKNOWN_CLASSES(classes=tuple(stubs)))
+    notes += dict.fromkeys(note for snapshot in snapshots.values() for note in snapshot.notes)
+    if len(snapshots) > 1 and selection.quick:
+        notes.append(Note.QUICK())
+    if len(snapshots) > 1 and selection.reference is not None:
+        notes.append(Note.REFERENCE(rank=selection.reference))
+    return notes

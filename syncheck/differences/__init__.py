@@ -1,0 +1,1 @@
+"""Measure how far replicas of a tensor differ, and in how many elements."""

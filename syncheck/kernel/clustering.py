@@ -1,0 +1,85 @@
+"""Group the replicas of one tensor into clusters with equal bytes.
+
+A replica is read until it differs from all other replicas. The result does not depend on the order of the replicas:
+swapping two files changes only their labels. `differences` measures how far the clusters differ. This module does not
+need numpy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from threading import Event
+from typing import TYPE_CHECKING
+
+from syncheck.kernel.shares import run_in_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+    from syncheck.kernel.blocks import Files
+    from syncheck.snapshots import Tensor
+
+    Groups = list[list[int]]
+
+
+def cluster_replicas(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], ...]:
+    """Return clusters of replicas with equal bytes, as positions in `tensors`.
+
+    The largest cluster comes first; ties are broken by the first position. All tensors must have the same dtype and
+    shape. Raises MalformedFile if a file has been truncated.
+    """
+    if all(tensor.same for tensor in tensors):
+        return cluster_by_key([tensor.same for tensor in tensors])
+    all_differ = Event()
+
+    def sort(share: Iterator[tuple[int, int]], job: int) -> Groups:
+        """Group replicas by the blocks of one share. Stop as soon as any share has found all replicas to differ."""
+        groups = [list(range(len(tensors)))]
+        for start, count in share:
+            if all_differ.is_set():
+                break
+            split: Groups = []
+            for members in groups:
+                split += [members] if len(members) == 1 else _split(members, tensors, files, start, count, 2 * job)
+            groups = split
+            if len(groups) == len(tensors):
+                all_differ.set()
+        return groups
+
+    return _largest_first(_intersect(run_in_shares(tensors, files, sort), len(tensors)))
+
+
+def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Return clusters of positions with equal keys, in the order of `cluster_replicas`."""
+    by_key: dict[Hashable, list[int]] = defaultdict(list)
+    for position, key in enumerate(keys):
+        by_key[key].append(position)
+    return _largest_first(by_key.values())
+
+
+def _largest_first(groups: Iterable[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
+
+
+def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int, slot: int) -> Groups:
+    """Split replicas that were equal so far by the bytes of one block. Uses the buffers `slot` and `slot + 1`."""
+    first = files.read(tensors[members[0]], start, count, slot)
+    same, others = [members[0]], dict[bytes, list[int]]()
+    for member in members[1:]:
+        block = files.read(tensors[member], start, count, slot + 1)
+        if block == first:
+            same.append(member)
+        else:
+            others.setdefault(bytes(block), []).append(member)
+    return [same, *others.values()]
+
+
+def _intersect(shares: Sequence[Groups], size: int) -> Groups:
+    """Return groups of replicas that are equal in every share of the blocks."""
+    if len(shares) == 1:
+        return shares[0]
+    group_of = [{member: i for i, members in enumerate(groups) for member in members} for groups in shares]
+    common = dict[tuple[int, ...], list[int]]()
+    for member in range(size):
+        common.setdefault(tuple(groups[member] for groups in group_of), []).append(member)
+    return list(common.values())
