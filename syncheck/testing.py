@@ -175,7 +175,7 @@ def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, opt
 
         def checked() -> Options:
             if across_ranks is None and group is None:
-                from syncheck.live.memory.roles import check_unambiguous
+                from syncheck.live.local_compare import check_unambiguous
 
                 check_unambiguous(things)
             return options()
@@ -183,9 +183,9 @@ def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, opt
         return compare_across_ranks(things, group, checked)
     if group is not None:
         raise UsageError("across_ranks=False compares within this process; leave out group=")
-    from syncheck.live.here import compare_here
+    from syncheck.live.local_compare import compare_objects
 
-    return compare_here(things, options())
+    return compare_objects(things, options())
 
 
 def _is_path(thing: Any) -> bool:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the torch optimizer inside Accelerate's; each one's of a list or tuple; anything else as it is."""
     if isinstance(optimizer, (list, tuple)):
-        return tuple(unwrapped(each) for each in optimizer)
+        return tuple(unwrap_optimizer(each) for each in optimizer)
     if any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__):
         return optimizer.optimizer
     return optimizer
@@ -42,4 +42,4 @@ def monitor(accelerator: Any, model: Any, optimizer: Any = None, **options: Any)
     from syncheck.live import SyncMonitor
 
     options.setdefault("scaler", getattr(accelerator, "scaler", None))
-    return SyncMonitor(model, unwrapped(optimizer), **options)
+    return SyncMonitor(model, unwrap_optimizer(optimizer), **options)

@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from syncheck.integrations.watching import Watching
+from syncheck.integrations.session import MonitorSession
 
 if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
@@ -52,13 +52,13 @@ class SyncCheckCallback(*_bases()):  # type: ignore[misc]
 
     def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
         super().__init__()
-        self._watching = Watching(every, on_desync, monitor_options)
+        self._session = MonitorSession(every, on_desync, monitor_options)
         self._steps = 0  # as the trainer counts them: by each optimizer
 
     @property
     def monitor(self) -> SyncMonitor | None:
         """The monitor of the fit that runs, or that ran last."""
-        return self._watching.monitor
+        return self._session.monitor
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch, when the model is wrapped and a checkpoint to resume from is loaded."""
@@ -66,21 +66,21 @@ class SyncCheckCallback(*_bases()):  # type: ignore[misc]
         # A prepared model: its class says what DDP does with buffers. The names are those of the module in it.
         model = trainer.model if trainer.model is not None else pl_module
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._watching.begin(model, tuple(trainer.optimizers), scaler, start=self._steps, writer=_writer(trainer))
+        self._session.begin(model, tuple(trainer.optimizers), scaler, start=self._steps, writer=_writer(trainer))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
         """Count the batch if the optimizer made a step, and check if it is time to, or if no batch will follow."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self._watching.step(last=_is_last(trainer))
+            self._session.step(last=_is_last(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Check what has been trained since the last check, if anything has."""
-        self._watching.end()
+        self._session.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Check nothing: the other ranks may be gone."""
-        self._watching.fail(exception)
+        self._session.fail(exception)
 
 
 def _is_last(trainer: Any) -> bool:

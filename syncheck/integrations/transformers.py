@@ -12,8 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from syncheck.integrations.accelerate import unwrapped
-from syncheck.integrations.watching import Watching
+from syncheck.integrations.accelerate import unwrap_optimizer
+from syncheck.integrations.session import MonitorSession
 
 if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
@@ -42,23 +42,23 @@ class SyncCheckCallback(_base()):  # type: ignore[misc]
     """
 
     def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
-        self._watching = Watching(every, on_desync, monitor_options)
+        self._session = MonitorSession(every, on_desync, monitor_options)
 
     @property
     def monitor(self) -> SyncMonitor | None:
         """The monitor of the training that runs, or that ran last."""
-        return self._watching.monitor
+        return self._session.monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin to watch, when a checkpoint to resume from is loaded."""
         optimizer = kwargs.get("optimizer")
         scaler = getattr(optimizer, "scaler", None)
-        self._watching.begin(kwargs["model"], unwrapped(optimizer), scaler, start=state.global_step)
+        self._session.begin(kwargs["model"], unwrap_optimizer(optimizer), scaler, start=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count the optimizer step, and check if it is time to, or if no step will follow."""
-        self._watching.step(last=state.global_step >= state.max_steps)
+        self._session.step(last=state.global_step >= state.max_steps)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Check what has been trained since the last check, if anything has."""
-        self._watching.end()
+        self._session.end()

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def eager(function: Callable[P, R]) -> Callable[P, R]:
+def exclude_from_compile(function: Callable[P, R]) -> Callable[P, R]:
     """Keep torch.compile out of a function that is called in compiled code: collectives and hashes are no graph.
 
     torch.compiler.disable does that too, but loads the compiler, more than a second, also where nobody compiles.
@@ -40,7 +40,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-@eager
+@exclude_from_compile
 def check(
     model: Any,
     optimizer: Any = None,
@@ -84,13 +84,17 @@ def check(
         if type(budget) is not int or budget < 0:
             raise UsageError(f"budget={budget!r:.80}: needs a whole number of bytes, 0 or more")
         return Options(
-            only=_texts(only), include=_texts(include), exclude=_texts(exclude), allow=_texts(allow), rng=rng
+            only=_as_tuple(only),
+            include=_as_tuple(include),
+            exclude=_as_tuple(exclude),
+            allow=_as_tuple(allow),
+            rng=rng,
         )
 
     chosen = group_of(mesh) if group is None and mesh is not None else group
-    states = (RandomStates(rng=_States()),) if rng else ()
+    states = (RandomStates(rng=_GlobalStates()),) if rng else ()
     return compare_across_ranks(
-        (*parts, *states), chosen, options, mesh=lambda: _place(mesh, chosen), alone=True, budget=budget
+        (*parts, *states), chosen, options, mesh=lambda: _get_mesh_coordinates(mesh, chosen), alone=True, budget=budget
     )
 
 
@@ -110,14 +114,14 @@ def _is_mesh(thing: Any) -> bool:
     return all(hasattr(thing, name) for name in ("get_coordinate", "get_group", "mesh_dim_names", "ndim"))
 
 
-def _texts(given: Any) -> Any:
+def _as_tuple(given: Any) -> Any:
     """Return a tuple: of one for a single text, of none for None. Of anything else the options complain."""
     if given is None or isinstance(given, str):
         return () if given is None else (given,)
     return tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else given
 
 
-def _place(mesh: Any, group: Any) -> dict[str, int]:
+def _get_mesh_coordinates(mesh: Any, group: Any) -> dict[str, int]:
     """Return where this rank stands in a mesh, by the names of its dimensions. group: None for all ranks."""
     if mesh is None:
         return {}
@@ -140,11 +144,11 @@ def _place(mesh: Any, group: Any) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate(), strict=False))
 
 
-class RandomStates(dict[str, "_States"]):
+class RandomStates(dict[str, "_GlobalStates"]):
     """The states of the random number generators, under the name that checkpoints give them; reports name the class."""
 
 
-class _States:
+class _GlobalStates:
     """The states of this process's random number generators."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,25 +159,25 @@ class _States:
         found: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": torch.tensor(words, dtype=torch.int64, device="cpu"),
-            "python_gauss": torch.tensor([version, *_kept(gauss)], dtype=torch.int64, device="cpu"),
+            "python_gauss": torch.tensor([version, *_encode_gauss(gauss)], dtype=torch.int64, device="cpu"),
         }
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
-            found |= _of_numpy(numpy)
+            found |= _get_numpy_state(numpy)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state()
         return found
 
 
-def _of_numpy(numpy: Any) -> dict[str, Any]:
+def _get_numpy_state(numpy: Any) -> dict[str, Any]:
     """Return the state of numpy's global generator, as arrays."""
     state = numpy.random.get_state(legacy=False)
     if "key" not in state["state"]:  # not the usual generator; numbers of any size, in a dict
         return {"numpy": numpy.frombuffer(hashlib.sha256(repr(state).encode()).digest(), numpy.uint8)}
-    at = [state["state"]["pos"], *_kept(state["gauss"] if state["has_gauss"] else None)]
+    at = [state["state"]["pos"], *_encode_gauss(state["gauss"] if state["has_gauss"] else None)]
     return {"numpy": state["state"]["key"], "numpy_at": numpy.array(at, numpy.int64)}
 
 
-def _kept(gauss: float | None) -> tuple[int, int]:
+def _encode_gauss(gauss: float | None) -> tuple[int, int]:
     """Return whether a generator keeps a normal number for its next call, and the bits of that."""
     return (0, 0) if gauss is None else (1, *struct.unpack("<q", struct.pack("<d", gauss)))

@@ -199,7 +199,7 @@ def test_a_file_that_breaks_while_it_is_read(across: Across, monkeypatch: pytest
     file = across.save(by=1.0)
     real = Channel.led
 
-    def led(channel: Channel, *arguments: Any) -> Any:
+    def run_on_leader(channel: Channel, *arguments: Any) -> Any:
         if across.rank == 0:
             file.write_bytes(b"")
         return real(channel, *arguments)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from syncheck.errors import SyncheckError
-from syncheck.live import check, exchange
+from syncheck.live import check
+from syncheck.live.exchange import comparison
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ def at_gather(number: int, end: Callable[[], None]) -> None:
 
 def at_bytes(end: Callable[[], None]) -> None:
     """Fall silent where the check asks for bytes."""
-    real, calls = exchange.answer, []
+    real, calls = comparison.read_pieces, []
 
     def answer(*args: Any) -> Any:
         calls.append(1)
@@ -72,18 +73,18 @@ def at_bytes(end: Callable[[], None]) -> None:
             end()
         return real(*args)
 
-    exchange.answer = answer
+    comparison.read_pieces = answer
 
 
 def at_judging(end: Callable[[], None]) -> None:
     """Fall silent on the rank that compares, with all bytes there."""
-    real = exchange.judge
+    real = comparison.judge
 
     def judge(*args: Any, **options: Any) -> Any:
         real(*args, **options)
         end()
 
-    exchange.judge = judge
+    comparison.judge = judge
 
 
 # By place: the rank, what it does, and the timeout of the group.

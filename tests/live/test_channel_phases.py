@@ -10,8 +10,10 @@ import torch
 from agreement import on_all
 from torch import nn
 
-from syncheck.live import channel, check, exchange, repair, resync
+from syncheck.live import channel, check, resync
 from syncheck.live.channel import Channel
+from syncheck.live.exchange import comparison
+from syncheck.live.repair import resynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,14 +83,14 @@ class Failing(Channel):
     def share(self, make: Any, senders: Any, kind: str) -> Any:
         return self._phase(lambda: super(Failing, self).share(self._own(make), senders, kind))
 
-    def carry(self, rows: Any) -> None:
+    def broadcast_rows(self, rows: Any) -> None:
         owned = [(row, source, self._own(arrived)) for row, source, arrived in rows]
         self._phase(lambda: super(Failing, self).carry(owned))
 
-    def led(self, work: Any, answer: Any) -> Any:
+    def run_on_leader(self, work: Any, answer: Any) -> Any:
         return self._phase(lambda: super(Failing, self).led(self._own(work), self._own(answer)))
 
-    def ask(self, rank: int, what: Any) -> Any:
+    def request(self, rank: int, what: Any) -> Any:
         return self._phase(lambda: super(Failing, self).ask(rank, what))
 
 
@@ -127,7 +129,7 @@ def test_a_rank_that_fails_at_any_point_makes_all_raise(
 ) -> None:
     """Each rank fails in turn at each point of the call; all raise its error, and the next call works."""
     monkeypatch.setattr(channel, "_FEW", few)
-    for module in (exchange, repair):
+    for module in (comparison, resynchronization):
         monkeypatch.setattr(module, "Channel", Failing)
     for rank in range(RANKS):
         for at in range(1, 100):

@@ -105,7 +105,7 @@ def test_random_states_have_values_wherever_tensors_are_made() -> None:
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.slow
 def test_a_check_within_compiled_code(fault: bool) -> None:
-    """Called by a compiled function, on a compiled model, the check runs as itself and names tensors unwrapped."""
+    """Called by a compiled function, on a compiled model, the check runs as itself and names tensors unwrap_optimizer."""
     model, optimizer = trained()
     if fault and dist.get_rank() == 1:
         flip(model.module.fc.weight)

@@ -9,11 +9,11 @@ import torch
 from agreement import Net, all_pass, all_raise, each_rank, flip, trained
 
 import syncheck
-from syncheck.live import check, exchange
+from syncheck.live import check
 from syncheck.live.channel import Channel
 from syncheck.live.digest import host as digest_host
-from syncheck.live.exchange import holdings
-from syncheck.live.memory import held
+from syncheck.live.exchange import comparison, manifest
+from syncheck.live.memory import tensor_bytes
 from syncheck.testing import message
 
 if TYPE_CHECKING:
@@ -138,16 +138,16 @@ def stubborn(*_: Any, **__: Any) -> Any:
 
 # Where something is planted: on which rank, what is raised by what, and what all ranks are told.
 FAILING: dict[str, tuple[int, Any, str, Callable[..., Any], str]] = {
-    "judging": (0, exchange, "judge", fails, "rank 0: MemoryError: no room"),
-    "an error that cannot be sent": (0, exchange, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
-    "a report that cannot be sent": (0, exchange, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
-    "reading the leader's bytes": (0, held.Held, "__getitem__", fails, "rank 0: MemoryError: no room"),
-    "reading another's bytes": (1, held.Held, "__getitem__", fails, "rank 1: MemoryError: no room"),
-    "an answer that cannot be sent": (1, exchange, "answer", lambda *_: [lambda: 1], "rank 1: "),
-    "an answer with too little": (1, exchange, "answer", lambda *_: [], "rank 0: ValueError: zip()"),
-    "hashing": (2, holdings, "digest_all", fails, "rank 2: MemoryError: no room"),
-    "the digests of its tensors": (1, holdings, "_joined", fails, "rank 1: MemoryError: no room"),
-    "its list of tensors": (1, holdings, "catalogue_of", fails, "rank 1: MemoryError: no room"),
+    "judging": (0, comparison, "judge", fails, "rank 0: MemoryError: no room"),
+    "an error that cannot be sent": (0, comparison, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
+    "a report that cannot be sent": (0, comparison, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
+    "reading the leader's bytes": (0, tensor_bytes.TensorBytes, "__getitem__", fails, "rank 0: MemoryError: no room"),
+    "reading another's bytes": (1, tensor_bytes.TensorBytes, "__getitem__", fails, "rank 1: MemoryError: no room"),
+    "an answer that cannot be sent": (1, comparison, "read_pieces", lambda *_: [lambda: 1], "rank 1: "),
+    "an answer with too little": (1, comparison, "read_pieces", lambda *_: [], "rank 0: ValueError: zip()"),
+    "hashing": (2, manifest, "digest_all", fails, "rank 2: MemoryError: no room"),
+    "the digests of its tensors": (1, manifest, "_join_digests", fails, "rank 1: MemoryError: no room"),
+    "its list of tensors": (1, manifest, "make_manifest", fails, "rank 1: MemoryError: no room"),
 }
 
 
@@ -174,14 +174,14 @@ def test_a_rank_that_fails_anywhere_tells_all(syncheck_rank: Rank, monkeypatch: 
 
 def after_digests(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     """Change something once all digests have been exchanged."""
-    real = holdings.exchange
+    real = manifest.exchange_manifests
 
     def exchanged(*args: Any) -> Any:
         found = real(*args)
         change()
         return found
 
-    monkeypatch.setattr(exchange, "exchange", exchanged)
+    monkeypatch.setattr(comparison, "exchange_manifests", exchanged)
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from syncheck.errors import UsageError
-from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all, root
+from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all, hash_digests
 
 ALGORITHMS = [XXH3, COMMON, LANES]
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
@@ -231,14 +231,14 @@ def test_names_and_places() -> None:
 
 
 def test_one_digest_over_all() -> None:
-    """The root differs when a digest, an algorithm, the order or the number of digests does."""
+    """The hash_digests differs when a digest, an algorithm, the order or the number of digests does."""
     first, second = digest_all([torch.ones(3), torch.ones(4)])
     other = (COMMON, first[1])
     lists = [[first, second], [second, first], [first], [first, second, second], [other, second], []]
-    roots = [root(digests) for digests in lists]
+    roots = [hash_digests(digests) for digests in lists]
     assert len(set(roots)) == len(lists)
     assert {len(found) for found in roots} == {16}
-    assert root([first, second]) == roots[0]
+    assert hash_digests([first, second]) == roots[0]
 
 
 @pytest.mark.parametrize("algorithm", [None, XXH3, COMMON])

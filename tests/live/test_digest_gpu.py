@@ -30,7 +30,7 @@ def test_the_kernel_gives_the_digest_of_the_cpu() -> None:
     expected = digest_all(here, LANES)
     assert digest_all(there) == expected
     assert not digest_lanes.KERNEL.broken
-    assert digest_lanes.start(there, digest_lanes.add_eagerly).read() == [value for _, value in expected]
+    assert digest_lanes.start_digests(there, digest_lanes.add_eagerly).read() == [value for _, value in expected]
     for algorithm in (XXH3, COMMON):
         assert digest_all(there, algorithm) == digest_all(here, algorithm)
 

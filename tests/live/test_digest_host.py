@@ -30,9 +30,9 @@ def some_tensors() -> list[torch.Tensor]:
 @pytest.fixture
 def without_xxhash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    digest_host.xxhash.cache_clear()
+    digest_host.load_xxhash.cache_clear()
     yield
-    digest_host.xxhash.cache_clear()
+    digest_host.load_xxhash.cache_clear()
 
 
 def test_the_digest_is_that_of_the_package_xxhash() -> None:
@@ -73,9 +73,9 @@ def test_a_rank_takes_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     for told, threads in (("3", 4), ("12", 1), ("100", 1), ("", 12), ("many", 12), ("0", 12)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-        assert digest_host.usual_threads() == threads
+        assert digest_host.default_threads() == threads
     monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(500)), raising=False)
-    assert digest_host.usual_threads() == digest_host.MOST_THREADS
+    assert digest_host.default_threads() == digest_host.MAX_THREADS
 
 
 def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
             raise MemoryError("no room")
         return xxhash.xxh3_128_digest(data)
 
-    monkeypatch.setattr(digest_host, "_one_shot", lambda _: failing)
+    monkeypatch.setattr(digest_host, "_get_hash_function", lambda _: failing)
     with pytest.raises(MemoryError, match="no room"):
         digest_all(some_tensors()[:1], threads=3)
     assert threading.active_count() == before

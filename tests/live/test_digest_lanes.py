@@ -71,7 +71,7 @@ def test_splitmix_is_splitmix() -> None:
     """The first lane over zeros sums the numbers that the published generator gives for the seed 0."""
     published = [16294208416658607535, 7960286522194355700, 487617019471545679]
     assert [splitmix(i * 0x9E3779B97F4A7C15 % WORDS) for i in (1, 2, 3)] == published
-    sums = digest_lanes.start([torch.zeros(3, dtype=torch.int64)]).sums
+    sums = digest_lanes.start_digests([torch.zeros(3, dtype=torch.int64)]).sums
     assert int(sums[0, 0]) % WORDS == sum(published) % WORDS
 
 
@@ -115,8 +115,8 @@ def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         digest_lanes.add_eagerly(rows, sums)
 
     monkeypatch.setattr(digest_lanes.parts, "MOST_COPIED", 256)
-    monkeypatch.setattr(digest_lanes.parts.in_parts, "__defaults__", (128,))
-    assert digest_lanes.start(views, add).read() == expected
+    monkeypatch.setattr(digest_lanes.parts.iterate_parts, "__defaults__", (128,))
+    assert digest_lanes.start_digests(views, add).read() == expected
     assert len(calls) > 20
 
 
@@ -133,21 +133,21 @@ base = torch.randint(0, 256, (200_001,), dtype=torch.uint8, generator=draw)
 tensors = [base[:count] for count in (*range(20), 65535, 65536, 65537, 131072, 200_001)]
 tensors += [base[3:5000], base[8:80_000].view(torch.int64), base[:6000].view(60, 100).t(), base[7], base[:0]]
 tensors += [torch.zeros(1000), torch.ones(64), -torch.ones(64), torch.randn(9, dtype=torch.complex64).conj()]
-digest_parts.in_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
-digests = digest_lanes.start(tensors, digest_kernel.add).read()
-assert digests == digest_lanes.start(tensors, digest_lanes.add_eagerly).read()
-assert digest_lanes.start(tensors[:9], digest_lanes.KERNEL.add).read() == digests[:9]
+digest_parts.iterate_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
+digests = digest_lanes.start_digests(tensors, digest_kernel.add_rows).read()
+assert digests == digest_lanes.start_digests(tensors, digest_lanes.add_eagerly).read()
+assert digest_lanes.start_digests(tensors[:9], digest_lanes.KERNEL.add).read() == digests[:9]
 assert not digest_lanes.KERNEL.broken, digest_lanes.KERNEL.broken
 flipped = [base.clone() for _ in range(3)]
 for tensor, place in zip(flipped, (0, 100_000, 200_000)):
     tensor[place] ^= 1
-assert len(set(digest_lanes.start([base, *flipped], digest_kernel.add).read())) == 4
+assert len(set(digest_lanes.start_digests([base, *flipped], digest_kernel.add_rows).read())) == 4
 class OnGpu:
     is_cuda = True
 
 
 try:
-    digest_kernel.add([], OnGpu())
+    digest_kernel.add_rows([], OnGpu())
 except RuntimeError as error:  # it would read addresses of the GPU
     print("AGREE", len(digests), error)
 """
@@ -208,8 +208,8 @@ def test_without_a_kernel_the_eager_form_does_it(monkeypatch: pytest.MonkeyPatch
             raise error
 
         kernel = type(digest_lanes.KERNEL)()
-        monkeypatch.setattr(digest_kernel, "add", fails)
-        assert [digest_lanes.start(some, kernel.add).read() for _ in range(3)] == [expected] * 3
+        monkeypatch.setattr(digest_kernel, "add_rows", fails)
+        assert [digest_lanes.start_digests(some, kernel.add).read() for _ in range(3)] == [expected] * 3
         assert len(tried) == 1
         assert str(error) in kernel.broken
         assert kernel.fallback == kernel.broken
@@ -231,11 +231,11 @@ def test_memory_that_is_short_once_does_not_end_the_kernel(error: Exception, mon
             raise error
         digest_lanes.add_eagerly(rows, sums)
 
-    monkeypatch.setattr(digest_kernel, "add", add)
-    assert digest_lanes.start(some, kernel.add).read() == expected
+    monkeypatch.setattr(digest_kernel, "add_rows", add)
+    assert digest_lanes.start_digests(some, kernel.add).read() == expected
     assert type(error).__name__ in kernel.fallback
     kernel.fallback = ""
-    assert digest_lanes.start(some, kernel.add).read() == expected
+    assert digest_lanes.start_digests(some, kernel.add).read() == expected
     assert (kernel.fallback, kernel.broken, len(tried)) == ("", "", 2)
 
 
@@ -246,7 +246,7 @@ def test_without_triton(tmp_path: Path) -> None:
         "sys.modules['triton'] = None\n"
         "import torch\n"
         "from syncheck.live.digest import lanes as digest_lanes\n"
-        "digest_lanes.start([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
+        "digest_lanes.start_digests([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
         "print(digest_lanes.KERNEL.broken)\n"
     )
     assert "Triton is not installed" in run(program, tmp_path)

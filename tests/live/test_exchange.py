@@ -176,7 +176,7 @@ def test_large_tensors_are_fetched_a_window_at_a_time(
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_wrapper_on_one_rank_only_is_no_difference(syncheck_rank: Any, fault: bool) -> None:
-    """Names are compared unwrapped: DDP on rank 0 and the bare module on rank 1 agree, and a fault is still found."""
+    """Names are compared unwrap_optimizer: DDP on rank 0 and the bare module on rank 1 agree, and a fault is still found."""
     model, _ = trained()
     if fault and syncheck_rank.rank == 1:
         flip(model.module.head.bias)

@@ -11,11 +11,11 @@ from agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed
-from syncheck.live import check, exchange
+from syncheck.live import check
 from syncheck.live.channel import Channel
 from syncheck.live.digest import digest_all, lanes
-from syncheck.live.exchange import holdings
-from syncheck.live.memory import held
+from syncheck.live.exchange import comparison, manifest
+from syncheck.live.memory import tensor_bytes
 from syncheck.testing import assert_in_sync
 
 
@@ -51,9 +51,9 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others(
 ) -> None:
     """A rank that fails while the others wait for its bytes, or while it compares, makes all raise its error."""
     if syncheck_rank.rank == 1 and in_judge:
-        monkeypatch.setattr(exchange, "judge", without_room)
+        monkeypatch.setattr(comparison, "judge", without_room)
     elif syncheck_rank.rank == 1:
-        monkeypatch.setattr(held.Held, "__getitem__", unreadable)
+        monkeypatch.setattr(tensor_bytes.TensorBytes, "__getitem__", unreadable)
     # In the second case nothing differs, so that no message is due after the first one.
     value = 0.0 if in_judge else float(syncheck_rank.rank)
     outcomes = each_rank(assert_in_sync, {"a": torch.full((3,), value), "b": torch.full((3,), value)})
@@ -149,7 +149,7 @@ def test_an_error_in_a_rank_s_own_code_is_told_as_what_it_is(error: type[Excepti
     ]
     for way in ways:
         talk = Channel()
-        outcomes = each_rank(lambda talk=talk, way=way: talk.together(lambda: way(talk)))
+        outcomes = each_rank(lambda talk=talk, way=way: talk.run_together(lambda: way(talk)))
         assert all_raise(outcomes, "RankFailed").text == wanted
 
 
@@ -164,7 +164,7 @@ def test_digests_without_the_fused_kernel_are_told_in_the_report(
             lanes.KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
         return digest_all(sources, algorithm)
 
-    monkeypatch.setattr(holdings, "digest_all", short)
+    monkeypatch.setattr(manifest, "digest_all", short)
     for value in (0.0, float(syncheck_rank.rank)):
         report = each_rank(check, {"w": torch.full((2,), value)})[0].report
         [note] = [note for note in report.groups[0].notes if "fused kernel" in note]

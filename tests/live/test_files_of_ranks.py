@@ -62,7 +62,7 @@ def collective(path: Path | str, pattern: str = "x", **options: Any) -> syncheck
     """Compare this rank's file with those of the others."""
     channel = Channel()
     chosen = syncheck.Options(**options)
-    return channel.together(lambda: compare_files(channel, str(path), pattern, chosen))
+    return channel.run_together(lambda: compare_files(channel, str(path), pattern, chosen))
 
 
 def told(report: syncheck.Report) -> Any:
@@ -145,7 +145,7 @@ def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
 def test_ranks_of_which_one_lacks_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, by: float) -> None:
     """Where ranks have unlike digest algorithms they agree on one: equal files are in sync, and others are not."""
     if syncheck_rank.rank == 1:
-        monkeypatch.setattr(stored, "default", lambda: COMMON)
+        monkeypatch.setattr(stored, "default_algorithm", lambda: COMMON)
     mine = written(syncheck_rank, "rank_{}.pth", by=by * syncheck_rank.rank)
     report = all_pass(each_rank(collective, mine))
     assert (report.verdict, report.groups[0].counts.different) == (("in_sync", 0), ("out_of_sync", 5))[by > 0]
@@ -155,13 +155,13 @@ def test_ranks_of_which_one_lacks_xxhash(syncheck_rank: Any, monkeypatch: pytest
 def test_what_is_left_out_is_not_read(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that --include leaves out are counted by their names, and no byte of them is read."""
     read: list[int] = []
-    real = stored.Stored.digest
+    real = stored.FileBytes.digest
 
-    def digest(self: stored.Stored, algorithm: str | None) -> tuple[str, bytes]:
+    def digest(self: stored.FileBytes, algorithm: str | None) -> tuple[str, bytes]:
         read.append(1)
         return real(self, algorithm)
 
-    monkeypatch.setattr(stored.Stored, "digest", digest)
+    monkeypatch.setattr(stored.FileBytes, "digest", digest)
     mine = written(syncheck_rank, "rank_{}.pth", by=float(syncheck_rank.rank))
     report = all_pass(each_rank(collective, mine, include=("*.bias", "fc.weight")))
     assert len(read) == 4

@@ -21,7 +21,7 @@ from syncheck.kinds import kinds_of
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.digest import digest_all
 from syncheck.live.memory import snapshot
-from syncheck.live.memory.held import Held
+from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def test_a_snapshot_copies_nothing_and_changes_nothing() -> None:
     before = copy.deepcopy((model, optimizer))
     rng = torch.get_rng_state()
     held = snapshot(model, optimizer).tensors["fc.weight"].data
-    assert isinstance(held, Held)
+    assert isinstance(held, TensorBytes)
     first = held[0:4]
     with torch.no_grad():
         model.fc.weight[0, 0] += 1
@@ -404,9 +404,9 @@ def test_digests_follow_the_values() -> None:
 def test_bytes_of_odd_views_are_read_as_they_are() -> None:
     """One element with a step has its bytes, and damaged booleans of a strided tensor keep their damage."""
     one = torch.arange(4.0)[::2][:1]
-    assert Held(one)[0:4] == bytes(4)
+    assert TensorBytes(one)[0:4] == bytes(4)
     damaged = torch.tensor([[1, 0], [77, 1]], dtype=torch.uint8).view(torch.bool).t()
-    assert Held(damaged)[0:4] == bytes([1, 77, 0, 1])
+    assert TensorBytes(damaged)[0:4] == bytes([1, 77, 0, 1])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,7 +14,7 @@ from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
 from syncheck.live.repair import state
-from syncheck.live.repair.plan import planned
+from syncheck.live.repair.plan import plan_repair
 from syncheck.records import Counts, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
@@ -39,7 +39,7 @@ def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: t
         values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
         shards=shards,
     )  # fmt: skip
-    plan = planned(Report("out_of_sync", (group,)), source)
+    plan = plan_repair(Report("out_of_sync", (group,)), source)
     return [(job.name, job.source, job.targets, job.copies, job.loads) for job in plan]
 
 
@@ -167,11 +167,11 @@ def test_pieces_reach_their_group_alone(
     So they are where the backend does not send from their device, and the bytes go through another one.
     """
     monkeypatch.setattr(state, "BATCH", batch)
-    monkeypatch.setattr(state, "device_of", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(state, "get_device", lambda kind: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
     rank = syncheck_rank.rank
     pair, whole = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
-    sizes = [state.size_of(tensor, None) for tensor in (pair, whole)]
+    sizes = [state.get_size(tensor, None) for tensor in (pair, whole)]
     assert sizes == [(20, device), (24, device)]
     state.broadcast(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
     assert on_all(pair.tolist()) == [[2.0] * 5, [1.0] * 5, [2.0] * 5]

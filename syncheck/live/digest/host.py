@@ -34,7 +34,7 @@ SMALL = 64 << 10
 # ten could be started.
 LARGE = 4 << 20
 # More threads than these do not read faster: memory is the limit.
-MOST_THREADS = 16
+MAX_THREADS = 16
 
 _READ_ONLY = 0x100  # PyBUF_READ of CPython's object.h
 # Not `ctypes.pythonapi.PyMemoryView_FromMemory`: to give that its types would change it for everybody.
@@ -44,7 +44,7 @@ _view_of: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 
 
 @functools.cache
-def xxhash() -> Any:
+def load_xxhash() -> Any:
     """Return the module xxhash, or None where it is not installed."""
     try:
         import xxhash
@@ -53,12 +53,12 @@ def xxhash() -> Any:
     return xxhash
 
 
-def default() -> str:
+def default_algorithm() -> str:
     """Return the name of the algorithm for what is on the CPU."""
-    return COMMON if xxhash() is None else XXH3
+    return COMMON if load_xxhash() is None else XXH3
 
 
-def usual_threads() -> int:
+def default_threads() -> int:
     """Return how many threads a rank may use: its share of the CPUs that this machine gives it.
 
     torchrun sets OMP_NUM_THREADS to 1 unless told, and LOCAL_WORLD_SIZE to the number of ranks on this machine.
@@ -66,7 +66,7 @@ def usual_threads() -> int:
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(told), 1) if told.isdecimal() else 1
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(given // ranks, 1), MOST_THREADS)
+    return min(max(given // ranks, 1), MAX_THREADS)
 
 
 class Stream:
@@ -76,10 +76,10 @@ class Stream:
     """
 
     def __init__(self, algorithm: str | None = None) -> None:
-        self._tree = _new(algorithm or default())
+        self._tree = _get_hash_factory(algorithm or default_algorithm())
         self._chunk = self._tree()
         # COMMON is one piece, however long.
-        self._size = CHUNK if (algorithm or default()) == XXH3 else sys.maxsize
+        self._size = CHUNK if (algorithm or default_algorithm()) == XXH3 else sys.maxsize
         self._room = self._size
         self._done: list[bytes] = []
 
@@ -100,24 +100,24 @@ class Stream:
     def digest(self) -> bytes:
         """Return the digest, 16 bytes, of all that was added so far."""
         last: bytes = self._chunk.digest()
-        return _joined([*self._done, last], self._tree)
+        return _combine([*self._done, last], self._tree)
 
 
-def digests(sources: Sequence[Any], algorithm: str, threads: int | None = None) -> list[bytes]:
+def hash_on_cpu(sources: Sequence[Any], algorithm: str, threads: int | None = None) -> list[bytes]:
     """Return the digest, 16 bytes, of each source. Raises UsageError where `algorithm` is not to be had.
 
     sources: strided tensors on any device, or arrays. Those in C order on the CPU are read where they lie. Of others
     parts are copied, and nothing is kept of them. threads: at most so many, None for a rank's share of the CPUs.
     """
-    new = _new(algorithm)
-    one = _one_shot(algorithm)
+    new = _get_hash_factory(algorithm)
+    one = _get_hash_function(algorithm)
     found = [b""] * len(sources)
     pieces: dict[int, list[bytes]] = {}
     todo: deque[tuple[int, int, Any]] = deque()
     large = 0
     with parts.as_plain_tensors():
         for i, source in enumerate(sources):
-            view = _memory(source, i)
+            view = _get_buffer(source, i)
             if view is None:  # hashed in the thread that copies it
                 large += source.nbytes
                 todo.append((i, 0, source))
@@ -137,35 +137,35 @@ def digests(sources: Sequence[Any], algorithm: str, threads: int | None = None) 
                     i, part, data = todo.popleft()
                 except IndexError:  # another thread took the last one
                     return
-                pieces[i][part] = one(data) if isinstance(data, memoryview) else _copied(data, algorithm)
+                pieces[i][part] = one(data) if isinstance(data, memoryview) else _hash_copies(data, algorithm)
 
-    _in_threads(work, todo, 1 if large < LARGE else usual_threads() if threads is None else threads)
+    _run_in_threads(work, todo, 1 if large < LARGE else default_threads() if threads is None else threads)
     for i, told in pieces.items():
-        found[i] = _joined(told, new)
+        found[i] = _combine(told, new)
     return found
 
 
-def _new(algorithm: str) -> Callable[[], Any]:
+def _get_hash_factory(algorithm: str) -> Callable[[], Any]:
     """Return what makes a new hash by an algorithm."""
     if algorithm == COMMON:
         return functools.partial(hashlib.blake2b, digest_size=WIDTH)
     if algorithm != XXH3:
         raise UsageError(f"digest algorithm {algorithm!r} is not known for bytes on the CPU; take {XXH3} or {COMMON}")
-    if xxhash() is None:
+    if load_xxhash() is None:
         raise UsageError(f"digest algorithm {XXH3} needs the package xxhash: pip install xxhash, or take {COMMON}")
-    made: Callable[[], Any] = xxhash().xxh3_128
+    made: Callable[[], Any] = load_xxhash().xxh3_128
     return made
 
 
-def _one_shot(algorithm: str) -> Callable[[Any], bytes]:
+def _get_hash_function(algorithm: str) -> Callable[[Any], bytes]:
     """Return the function from bytes of at most a chunk to their digest."""
     if algorithm == XXH3:
-        found: Callable[[Any], bytes] = xxhash().xxh3_128_digest
+        found: Callable[[Any], bytes] = load_xxhash().xxh3_128_digest
         return found
     return lambda data: hashlib.blake2b(data, digest_size=WIDTH).digest()
 
 
-def _joined(told: Sequence[bytes], new: Callable[[], Any]) -> bytes:
+def _combine(told: Sequence[bytes], new: Callable[[], Any]) -> bytes:
     if len(told) == 1:
         return told[0]
     root = new()
@@ -174,13 +174,13 @@ def _joined(told: Sequence[bytes], new: Callable[[], Any]) -> bytes:
     return found
 
 
-def _memory(source: Any, number: int) -> memoryview | None:
+def _get_buffer(source: Any, number: int) -> memoryview | None:
     """Return the bytes of a source on the CPU as a buffer, valid as long as the source, or None where it takes copies.
 
     Reads the address: a tensor's own way to numpy takes five times as long, and there are thousands of small ones.
     """
     if not parts.is_torch(source):
-        return memoryview(parts.row_of(source))
+        return memoryview(parts.array_bytes(source))
     if source.is_cpu and source.is_contiguous() and not source.is_neg() and not source.is_conj():
         size = source.nbytes
         if source.untyped_storage().nbytes() >= size + source.storage_offset() * source.element_size():
@@ -189,17 +189,17 @@ def _memory(source: Any, number: int) -> memoryview | None:
     return None
 
 
-def _copied(tensor: Any, algorithm: str) -> bytes:
+def _hash_copies(tensor: Any, algorithm: str) -> bytes:
     """Return the digest of a tensor that is on a device, or not in C order, copied a part at a time."""
     stream = Stream(algorithm)
-    for _, part in parts.in_parts(tensor):
+    for _, part in parts.iterate_parts(tensor):
         row = parts.as_bytes(part)
         for start in range(0, len(row), parts.MOST_COPIED):
             stream.update(row[start : start + parts.MOST_COPIED].cpu().numpy())
     return stream.digest()
 
 
-def _in_threads(work: Callable[[], None], todo: deque[Any], threads: int) -> None:
+def _run_in_threads(work: Callable[[], None], todo: deque[Any], threads: int) -> None:
     """Call `work` here and in other threads until nothing is left to do. Raises what one of them raised."""
     errors: list[BaseException] = []
 

@@ -1,6 +1,6 @@
 """The sums of `digest.lanes` in one kernel for any number of tensors, written in Triton.
 
-Importing this module imports Triton where it is installed; `add` raises where it is not.
+Importing this module imports Triton where it is installed; `add_rows` raises where it is not.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.digest.lanes import MIX_A, MIX_B, STEP_A, STEP_B
+from syncheck.live.digest.mixing import MIX_A, MIX_B, STEP_A, STEP_B
 from syncheck.live.digest.parts import WORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.live.digest.lanes import Row
+    from syncheck.live.digest.mixing import Row
 
 try:
     import triton  # type: ignore[import-untyped,unused-ignore]
@@ -30,7 +30,7 @@ STEPS = 8
 COLUMNS = 5  # of the table: address, bytes, first word, slot, first program
 
 
-def add(rows: Sequence[Row], sums: Any) -> None:
+def add_rows(rows: Sequence[Row], sums: Any) -> None:
     """Add the words of rows to the sums: one launch, on the current stream of their device.
 
     rows: on the device of sums; both on the CPU in Triton's interpreter. sums: [slots, 2] of int64.
@@ -63,7 +63,7 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @_jit
-def mixed(
+def mix(
     x: tl.tensor,
     shift_1: tl.constexpr,
     shift_2: tl.constexpr,
@@ -98,7 +98,7 @@ def sum_words(
     block: tl.constexpr,
     steps: tl.constexpr,
 ) -> None:
-    """Add block * steps words of one row, both mixes, to the sums of its slot. `add` says what the table holds."""
+    """Add block * steps words of one row, both mixes, to the sums of its slot. `add_rows` says what the table holds."""
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * columns
     address = tl.load(row)
@@ -120,8 +120,8 @@ def sum_words(
         at = begin + step * block + lane
         there = at < words
         word = tl.load(source + at, mask=there, other=0).to(tl.uint64, bitcast=True)
-        sum_a += tl.where(there, mixed(word + key_a, a1, a2, a3, a4, a5), 0)
-        sum_b += tl.where(there, mixed(word ^ key_b, b1, b2, b3, b4, b5), 0)
+        sum_a += tl.where(there, mix(word + key_a, a1, a2, a3, a4, a5), 0)
+        sum_b += tl.where(there, mix(word ^ key_b, b1, b2, b3, b4, b5), 0)
         key_a += (block * step_a) & 0xFFFFFFFFFFFFFFFF
         key_b += (block * step_b) & 0xFFFFFFFFFFFFFFFF
     # The bytes after the last whole word, padded with zeros, belong to the first program.
@@ -132,8 +132,8 @@ def sum_words(
     last = (first + words + 1).to(tl.uint64, bitcast=True)
     # In one lane of a block: the sum is over blocks.
     there = (lane == 0) & (rest > 0)
-    sum_a += tl.where(there, mixed(tail + last * step_a, a1, a2, a3, a4, a5), 0)
-    sum_b += tl.where(there, mixed(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
+    sum_a += tl.where(there, mix(tail + last * step_a, a1, a2, a3, a4, a5), 0)
+    sum_b += tl.where(there, mix(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
     tl.atomic_add(sums + slot * 2, tl.sum(sum_a.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
     tl.atomic_add(sums + slot * 2 + 1, tl.sum(sum_b.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
 

@@ -34,37 +34,18 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from syncheck.live.digest import parts
+from syncheck.live.digest.mixing import MIX_A, MIX_B, STEP_A, STEP_B, Mix, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LANES = "lanes-128"
-STEP_A, STEP_B = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
-
-
-class Mix(NamedTuple):
-    """x ^= x >> s for each shift, with a multiplication after the first and the second."""
-
-    shifts: tuple[int, int, int]
-    factors: tuple[int, int]
-
-
-MIX_A = Mix((30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-MIX_B = Mix((33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
 
 # Bytes that the eager form works on at a time. It keeps four temporaries of this size.
 EAGER = 8 << 20
-
-
-class Row(NamedTuple):
-    """Bytes to add to the sums of a slot. tensor: lies in order, aligned. first: the number of its first word."""
-
-    tensor: Any
-    first: int
-    slot: int
 
 
 class _Kernel:
@@ -78,7 +59,7 @@ class _Kernel:
             try:
                 from syncheck.live.digest import kernel as digest_kernel
 
-                digest_kernel.add(rows, sums)
+                digest_kernel.add_rows(rows, sums)
             except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, a device that it does not know, ...
                 self.fallback = f"{type(error).__name__}: {error}"
                 # Memory may be free at the next check; the other reasons stay.
@@ -106,13 +87,13 @@ class Pending:
 
         found = self.sums.cpu().numpy().view(np.uint64)
         ends = np.array(self.sizes, np.uint64) + np.uint64(1)
-        a = _mixed(found[:, 0] + ends * np.uint64(STEP_A), MIX_A)
-        b = _mixed(found[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
+        a = _mix_uint64(found[:, 0] + ends * np.uint64(STEP_A), MIX_A)
+        b = _mix_uint64(found[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
         data = np.stack([a, b], axis=1).astype("<u8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
-def start(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | None = None) -> Pending:
+def start_digests(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | None = None) -> Pending:
     """Begin to compute the digests of strided tensors of one device, without waiting for it.
 
     Tensors in C order are read where they lie, others are copied on the device in parts. add: adds rows to the sums;
@@ -129,7 +110,7 @@ def start(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | No
         rows: list[Row] = []
         copied = 0
         for slot, tensor in enumerate(tensors):
-            for first, part in parts.in_parts(tensor):
+            for first, part in parts.iterate_parts(tensor):
                 rows.append(Row(part, first, slot))
                 copied += 0 if part is tensor else part.nbytes
                 if copied >= parts.MOST_COPIED:  # given back before more is copied
@@ -145,11 +126,11 @@ def add_eagerly(rows: Sequence[Row], sums: Any) -> None:
     for tensor, first, slot in rows:
         row = parts.as_bytes(tensor)
         for begin in range(0, len(row), EAGER):
-            words = _words(row[begin : begin + EAGER])
-            sums[slot] += _sums(words, first + begin // parts.WORD)
+            words = _as_words(row[begin : begin + EAGER])
+            sums[slot] += _sum_words(words, first + begin // parts.WORD)
 
 
-def _words(row: Any) -> Any:
+def _as_words(row: Any) -> Any:
     """Return bytes as words, padded with zeros to whole ones."""
     torch = sys.modules["torch"]
     rest = len(row) % parts.WORD
@@ -158,13 +139,13 @@ def _words(row: Any) -> Any:
     return row.view(torch.int64)
 
 
-def _sums(words: Any, first: int) -> Any:
+def _sum_words(words: Any, first: int) -> Any:
     """Return both sums over words. first: the number of the first. torch calculates with int64 modulo 2**64."""
     torch = sys.modules["torch"]
     numbers = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
-    a = numbers * _signed(STEP_A)
+    a = numbers * _to_signed(STEP_A)
     a = _mix_in_place(a.add_(words), MIX_A).sum()
-    b = numbers.mul_(_signed(STEP_B))
+    b = numbers.mul_(_to_signed(STEP_B))
     b = _mix_in_place(b.bitwise_xor_(words), MIX_B).sum()
     return torch.stack([a, b])
 
@@ -174,11 +155,11 @@ def _mix_in_place(x: Any, mix: Mix) -> Any:
         # A shift of int64 brings copies of the sign; the mask takes them away.
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor:
-            x.mul_(_signed(factor))
+            x.mul_(_to_signed(factor))
     return x
 
 
-def _mixed(x: Any, mix: Mix) -> Any:
+def _mix_uint64(x: Any, mix: Mix) -> Any:
     """Mix an array of uint64."""
     import numpy as np
 
@@ -189,6 +170,6 @@ def _mixed(x: Any, mix: Mix) -> Any:
     return x
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     """Return the int64 with the bits of a number of 64 bits."""
     return number - (1 << 64) if number >> 63 else number

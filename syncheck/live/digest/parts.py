@@ -40,7 +40,7 @@ def is_torch(source: Any) -> bool:
     return torch is not None and isinstance(source, torch.Tensor)
 
 
-def lies_in_order(tensor: Any) -> bool:
+def is_c_order(tensor: Any) -> bool:
     """Whether the bytes of a strided tensor lie in memory as they are read: in C order, conjugated and negated."""
     return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
@@ -50,17 +50,17 @@ def is_aligned(tensor: Any) -> bool:
     return not (tensor.data_ptr() % WORD or tensor.storage_offset() * tensor.element_size() % WORD)
 
 
-def storage_holds(tensor: Any) -> bool:
+def has_storage(tensor: Any) -> bool:
     """Whether the storage of a strided tensor has all its bytes; else reading it would end the process.
 
     FSDP1 frees the storage of a parameter between its uses, and the tensor keeps its shape.
     """
     if not tensor.numel() or not (tensor.is_cpu or tensor.is_cuda):  # others give no address to read from
         return True
-    return bool(tensor.untyped_storage().nbytes() >= _end(tensor))
+    return bool(tensor.untyped_storage().nbytes() >= _required_bytes(tensor))
 
 
-def _end(tensor: Any) -> int:
+def _required_bytes(tensor: Any) -> int:
     """Return where in its storage a tensor ends, in bytes."""
     reach = tensor.numel() - 1
     if not tensor.is_contiguous():
@@ -70,8 +70,8 @@ def _end(tensor: Any) -> int:
 
 def require_storage(tensor: Any, number: int) -> None:
     """Raise UsageError for a tensor whose storage was freed. number: of the tensor in its list, for the error."""
-    if not storage_holds(tensor):
-        found, needed = tensor.untyped_storage().nbytes(), _end(tensor)
+    if not has_storage(tensor):
+        found, needed = tensor.untyped_storage().nbytes(), _required_bytes(tensor)
         raise UsageError(
             f"tensor {number}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: its storage holds "
             f"{found} bytes, {needed} needed. FSDP frees parameters between their uses: check inside "
@@ -79,7 +79,7 @@ def require_storage(tensor: Any, number: int) -> None:
         )
 
 
-def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
+def iterate_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
     """Yield the bytes of a strided tensor as tensors that lie in order and are aligned, with the word each begins at.
 
     One that is so already comes as it is. Of another, copies of at most `most` bytes come, or of eight rows where that
@@ -87,14 +87,14 @@ def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
     """
     if not tensor.numel():
         return
-    if not lies_in_order(tensor):
+    if not is_c_order(tensor):
         rows = len(tensor) if tensor.dim() else 1
         size = tensor.numel() * tensor.element_size() // rows
         # Eight rows are whole words, whatever a row is.
         step = max(most // (size * WORD), 1) * WORD
         for start in range(0, rows, step):
             part = tensor[start : start + step] if tensor.dim() else tensor
-            yield start * size // WORD, copied(part)
+            yield start * size // WORD, copy_in_c_order(part)
     elif is_aligned(tensor):
         yield 0, tensor
     else:
@@ -103,7 +103,7 @@ def in_parts(tensor: Any, most: int = MOST_COPIED) -> Iterator[tuple[int, Any]]:
             yield start // WORD, row[start : start + most].clone()
 
 
-def row_of(array: Any) -> Any:
+def array_bytes(array: Any) -> Any:
     """Return the bytes of a numpy array as a row of uint8, little-endian, copied where they do not lie like that."""
     numpy = sys.modules["numpy"]
     return numpy.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(numpy.uint8)
@@ -117,7 +117,7 @@ def as_bytes(tensor: Any) -> Any:
     return row.view(torch.uint8)
 
 
-def copied(tensor: Any) -> Any:
+def copy_in_c_order(tensor: Any) -> Any:
     """Return a copy of a tensor in C order, bit for bit."""
     torch = sys.modules["torch"]
     plain = tensor.detach()

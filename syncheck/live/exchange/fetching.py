@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Wanted(NamedTuple):
+class RemoteTensor(NamedTuple):
     """A tensor of some rank that is to be read. size: in bytes."""
 
     name: str
@@ -49,12 +49,12 @@ def size_of(tensor: Tensor) -> int:
     return tensor.numel * DTYPES[tensor.dtype].size
 
 
-def answer(own: Mapping[Key, Sliced], pieces: Sequence[Piece]) -> list[bytes]:
+def read_pieces(own: Mapping[Key, Sliced], pieces: Sequence[Piece]) -> list[bytes]:
     """Return the bytes of some pieces of this rank's tensors. Raises RankFailed where there are no longer as many."""
-    return [_part(own, (piece.name, piece.digest), piece.start, piece.stop) for piece in pieces]
+    return [_read_part(own, (piece.name, piece.digest), piece.start, piece.stop) for piece in pieces]
 
 
-def _part(own: Mapping[Key, Sliced], key: Key, start: int, stop: int) -> bytes:
+def _read_part(own: Mapping[Key, Sliced], key: Key, start: int, stop: int) -> bytes:
     found = own[key][start:stop]
     if len(found) != stop - start:
         raise RankFailed(
@@ -73,7 +73,7 @@ class Fetcher:
 
     channel: Channel
     own: Mapping[Key, Sliced]
-    wanted: Sequence[Wanted]
+    wanted: Sequence[RemoteTensor]
     _batches: list[tuple[int, list[Piece]]] = field(default_factory=list)
     _where: dict[Key, list[tuple[Piece, int]]] = field(default_factory=dict)
     _kept: OrderedDict[int, dict[Piece, bytes]] = field(default_factory=OrderedDict)
@@ -101,7 +101,7 @@ class Fetcher:
     def read(self, key: Key, start: int, stop: int) -> bytes:
         """Return bytes of one tensor, of this rank or of another."""
         if key in self.own:
-            return _part(self.own, key, start, stop)
+            return _read_part(self.own, key, start, stop)
         parts = []
         for piece, batch in self._where.get(key, ()):
             if piece.start < stop and piece.stop > start:
@@ -116,13 +116,13 @@ class Fetcher:
         while len(self._kept) >= max(2, KEPT // self._window):
             self._kept.popitem(last=False)
         rank, pieces = self._batches[number]
-        sent = self.channel.ask(rank, pieces)
+        sent = self.channel.request(rank, pieces)
         self._kept[number] = dict(zip(pieces, sent, strict=True))
         return self._kept[number]
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteBytes:
     """The bytes that all ranks of one digest hold, fetched when they are read."""
 
     fetcher: Fetcher

@@ -11,14 +11,14 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.kernel.blocks import Files, is_plain, ranges
 from syncheck.live.digest import Stream
-from syncheck.live.digest.host import default
+from syncheck.live.digest.host import default_algorithm
 from syncheck.snapshots import Snapshot, in_c_order
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
 
-class Stored:
+class FileBytes:
     """The bytes of a tensor in a file, in C order and little-endian, read a part at a time."""
 
     __slots__ = ("_files", "_tensor")
@@ -36,14 +36,14 @@ class Stored:
 
     def digest(self, algorithm: str | None) -> tuple[str, bytes]:
         """Return algorithm and digest, as `live.digest.digest_all` does of a tensor in memory."""
-        name = algorithm or default()
+        name = algorithm or default_algorithm()
         found = Stream(name)
         for start, count in ranges([self._tensor]):
             found.update(self._files.read(self._tensor, start, count, 0))
         return name, found.digest()
 
 
-def opened(path: str, files: Files) -> Snapshot:
+def open_checkpoint(path: str, files: Files) -> Snapshot:
     """Open the one checkpoint at a path; its tensors are read through `files`.
 
     Raises CheckpointError for what cannot be read, UsageError for a folder of several checkpoints and a fingerprint.
@@ -56,12 +56,12 @@ def opened(path: str, files: Files) -> Snapshot:
     snapshot = found.snapshots[0]
     if any(tensor.digest is not None for tensor in snapshot.tensors.values()):
         raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.json")
-    tensors = {name: _readable(tensor, files) for name, tensor in snapshot.tensors.items()}
+    tensors = {name: _make_readable(tensor, files) for name, tensor in snapshot.tensors.items()}
     # Ties are told by places in the file, which the others cannot see.
     return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, shared(snapshot.tensors.values()))))
 
 
-def _readable(tensor: Tensor, files: Files) -> Tensor:
+def _make_readable(tensor: Tensor, files: Files) -> Tensor:
     if tensor.refused:
         return tensor
     # Whatever lay about it in the file is undone by reading.
@@ -75,5 +75,5 @@ def _readable(tensor: Tensor, files: Files) -> Tensor:
         crc32=tensor.crc32 if is_plain(tensor) else None,
         record=None,
         opened=None,
-        data=Stored(tensor, files),
+        data=FileBytes(tensor, files),
     )

@@ -6,13 +6,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.channel import world_size
-from syncheck.live.memory.held import holds_shard
+from syncheck.live.memory.tensor_bytes import holds_shard
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
 
-def own_state(modules: Mapping[str, Any], known: Container[str]) -> tuple[dict[str, Any], list[str]]:
+def get_custom_state(modules: Mapping[str, Any], known: Container[str]) -> tuple[dict[str, Any], list[str]]:
     """Return what the modules' own code adds to a state dict, by name, and what of it was not asked for.
 
     modules: by path, none of them sharded. known: names that are there already. A class that overrides
@@ -21,9 +21,9 @@ def own_state(modules: Mapping[str, Any], known: Container[str]) -> tuple[dict[s
     """
     torch: Any = sys.modules.get("torch")
     added: dict[str, Any] = {}
-    unasked: list[str] = []
+    not_called: list[str] = []
     if torch is None:
-        return added, unasked
+        return added, not_called
     base = torch.nn.Module
     for path, module in modules.items():
         kind = type(module)
@@ -33,19 +33,19 @@ def own_state(modules: Mapping[str, Any], known: Container[str]) -> tuple[dict[s
         hooked = any(getattr(module, name, None) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
         if hooked or getattr(kind, "state_dict", base.state_dict) is not base.state_dict:
             if world_size() > 1:
-                unasked.append(f"{kind.__module__}.{kind.__qualname__}.state_dict()"[:120])
+                not_called.append(f"{kind.__module__}.{kind.__qualname__}.state_dict()"[:120])
             else:
                 found |= module.state_dict()
         at = f"{path}." if path else ""
         added |= {f"{at}{key}": value for key, value in found.items() if f"{at}{key}" not in known}
-    return added, unasked
+    return added, not_called
 
 
 # The key under which torch puts what `get_extra_state()` gives into a state dict.
 EXTRA_STATE = "_extra_state"
 
 
-def is_sharding(module: Any) -> bool:
+def is_fsdp1(module: Any) -> bool:
     """Whether a module is FSDP1's wrapper, whose parameters are plain tensors that hold a shard."""
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
     return type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD"
@@ -65,7 +65,7 @@ def has_extra_state(module: Any) -> bool:
     return torch is not None and own is not None and own is not torch.nn.Module.get_extra_state
 
 
-def transient_buffers(modules: Mapping[str, Any]) -> set[str]:
+def get_transient_buffers(modules: Mapping[str, Any]) -> set[str]:
     """Return the names of the buffers that a state dict leaves out. modules: a module and those within, by path."""
     return {
         f"{path}.{name}" if path else name
@@ -74,7 +74,7 @@ def transient_buffers(modules: Mapping[str, Any]) -> set[str]:
     }
 
 
-def buffers_synced(module: Any) -> bool | None:
+def get_buffers_synced(module: Any) -> bool | None:
     """Whether DDP copies rank 0's buffers at each forward; None for other modules, which do not say it."""
     if type(module).__name__ != "DistributedDataParallel":
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
 from syncheck.kinds import BUFFERS, OPTIMIZER
-from syncheck.live.channel import by_answer
+from syncheck.live.channel import group_ranks_by_value
 from syncheck.live.memory.modules import EXTRA_STATE
 from syncheck.messages import names_text, ranks_text
 
@@ -55,17 +55,17 @@ class Job:
         return tuple(rank for rank in self.ranks if rank not in same)
 
     @property
-    def copies(self) -> bool:
+    def sends_bytes(self) -> bool:
         """Whether the bytes of a tensor are sent; else the source lacks the tensor, or it is a value."""
         return self.kind != "value" and self.source not in self.absent
 
     @property
-    def loads(self) -> bool:
+    def sets_entry(self) -> bool:
         """Whether an object gets a new entry, and no live tensor is overwritten."""
         return self.kind == "value" or bool(self.absent)
 
 
-def planned(report: Report, source: int | str) -> tuple[Job, ...]:
+def plan_repair(report: Report, source: int | str) -> tuple[Job, ...]:
     """Return the jobs of a repair.
 
     report: out of sync. source: a rank of the report, or "majority": the first rank in the largest set, of more than
@@ -81,18 +81,20 @@ def planned(report: Report, source: int | str) -> tuple[Job, ...]:
     values = [v for v in group.values if v.counts and v.name not in allowed]
     _refuse_structure(diffs, values)
     ranks = tuple(sorted(group.ranks))
-    jobs = [job for diff in diffs for job in _of_tensor(diff, ranks)]
+    jobs = [job for diff in diffs for job in _make_tensor_jobs(diff, ranks)]
     alone = {diff.name for diff in diffs} - {job.name for job in jobs}
-    jobs += [_of_value(value, ranks) for value in values]
+    jobs += [_make_value_job(value, ranks) for value in values]
     sources: dict[Ranks, int] = {}
     for job in jobs:
         if job.ranks not in sources:
-            sources[job.ranks] = _source_of(job, source, jobs)
+            sources[job.ranks] = _choose_source(job, source, jobs)
     jobs = [replace(job, source=sources[job.ranks]) for job in jobs]
     if group.shards:  # a report has no replica groups for a missing tensor
         alone |= {job.name for job in jobs if job.absent and job.kind != "value"}
     if alone:
-        raise UsageError(f"no other rank is known to hold a copy of {_names(sorted(alone))}; load it from a checkpoint")
+        raise UsageError(
+            f"no other rank is known to hold a copy of {_join_names(sorted(alone))}; load it from a checkpoint"
+        )
     return tuple(jobs)
 
 
@@ -107,7 +109,7 @@ def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) 
     unlike += [f"{v.name} (other parameters)" for v in values if v.name.endswith((".params", ".(positions)"))]
     if unlike:
         raise UsageError(
-            f"resync copies values and cannot change a structure; not alike on all ranks: {_names(unlike)}. Build the "
+            f"resync copies values and cannot change a structure; not alike on all ranks: {_join_names(unlike)}. Build the "
             "same model and optimizer on every rank, or load a checkpoint, and call it again"
         )
 
@@ -116,7 +118,7 @@ def _is_extra(name: str) -> bool:
     return EXTRA_STATE in name.split(".")
 
 
-def _of_tensor(diff: TensorDiff, ranks: Ranks) -> list[Job]:
+def _make_tensor_jobs(diff: TensorDiff, ranks: Ranks) -> list[Job]:
     """Return a job for each replica group with a difference. ranks: all."""
     groups = tuple(tuple(sorted(members)) for members in diff.replica_groups) or (ranks,)
     kind = "value" if _is_extra(diff.name) else diff.kind
@@ -130,10 +132,12 @@ def _of_tensor(diff: TensorDiff, ranks: Ranks) -> list[Job]:
     return jobs
 
 
-def _of_value(value: ValueDiff, ranks: Ranks) -> Job:
+def _make_value_job(value: ValueDiff, ranks: Ranks) -> Job:
     """Return the job of a value. None and a missing value look alike in a report."""
     by_rank = {rank: value.by_rank.get(rank) for rank in ranks}
-    sets = by_answer({rank: repr(held) for rank, held in by_rank.items()}).values()  # NaN is equal to itself here
+    sets = group_ranks_by_value(
+        {rank: repr(held) for rank, held in by_rank.items()}
+    ).values()  # NaN is equal to itself here
     absent = tuple(rank for rank, held in by_rank.items() if held is None)
     return Job(value.name, "value", ranks, _largest_first(map(tuple, sets)), absent, (ranks,))
 
@@ -142,7 +146,7 @@ def _largest_first(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
     return tuple(sorted(sets, key=lambda held: (-len(held), held[0])))
 
 
-def _source_of(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
+def _choose_source(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
     """Return the rank to copy from in the replica group of a job. Raises UsageError if there is none."""
     if asked in job.ranks:
         return int(asked)
@@ -153,7 +157,7 @@ def _source_of(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
     voting = [other for other in jobs if set(other.ranks) & set(job.ranks)]
     tied = [other for other in voting if not other.majority]
     if tied:
-        text = f"no majority: {_names(other.name for other in tied)}; source=RANK names the healthy rank"
+        text = f"no majority: {_join_names(other.name for other in tied)}; source=RANK names the healthy rank"
         if all(other.kind in BUFFERS for other in tied):
             text += (
                 ". Under plain DDP each rank has its own BatchNorm statistics: source=0 takes those of rank 0, "
@@ -163,12 +167,12 @@ def _source_of(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
     faults = {rank: other.name for other in voting for rank in other.ranks if rank not in other.majority}
     healthy = [rank for rank in job.ranks if rank not in faults]
     if not healthy:
-        texts = _names(f"rank {rank} differs in {faults[rank]}" for rank in job.ranks)
+        texts = _join_names(f"rank {rank} differs in {faults[rank]}" for rank in job.ranks)
         raise NoMajority(
             f"no rank of {ranks_text(job.ranks)} is in the majority everywhere: {texts}; source=RANK names one"
         )
     return healthy[0]
 
 
-def _names(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return names_text(list(dict.fromkeys(names)), SHOWN)

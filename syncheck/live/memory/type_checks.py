@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.memory.held import is_tensor
+from syncheck.live.memory.tensor_bytes import is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -47,11 +47,11 @@ def has_module(thing: Any) -> bool:
         if id(node) not in seen and not is_tensor(node) and not is_stateful(node):
             seen.add(id(node))
             listed = node if isinstance(node, (list, tuple, deque)) else ()
-            ahead += node.values() if isinstance(node, Mapping) else listed or attributes(node).values()
+            ahead += node.values() if isinstance(node, Mapping) else listed or get_attributes(node).values()
     return False
 
 
-def attributes(thing: Any) -> dict[str, Any]:
+def get_attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes of an object by name: of its `__dict__` and of the `__slots__` of its classes."""
     names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy find them
     found = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
@@ -74,11 +74,11 @@ def has_tensor(inside: Iterable[Any], known: Container[int] = ()) -> bool:
         seen.add(id(at))
         if len(seen) > _MOST_SEARCHED:
             return True
-        ahead += insides(at)
+        ahead += get_referents(at)
     return False
 
 
-def insides(thing: Any) -> list[Any]:
+def get_referents(thing: Any) -> list[Any]:
     """Return the objects that one refers to, as the garbage collector sees it, and what a weak reference points at."""
     if isinstance(thing, FunctionType):
         return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
@@ -94,10 +94,10 @@ def is_readable(thing: Any) -> bool:
     return is_module(thing) or is_stateful(thing) or is_tensor(thing) or isinstance(thing, (Mapping, list, tuple))
 
 
-def title_of(thing: Any) -> str:
+def class_title(thing: Any) -> str:
     """Name a thing by its class: 'ResNet'; a bundle by its parts: 'ResNet, SGD'."""
     if is_bundle(thing):
-        return ", ".join(title_of(part) for part in thing)
+        return ", ".join(class_title(part) for part in thing)
     return type(thing).__name__[:40]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from syncheck.live.memory import held
-from syncheck.live.memory.held import Held
+from syncheck.live.memory import tensor_bytes
+from syncheck.live.memory.tensor_bytes import TensorBytes
 
 BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
 LAID: dict[str, Any] = {
@@ -43,7 +43,7 @@ def whole(source: Any) -> bytes:
 @pytest.mark.parametrize("how", LAID)
 def test_any_part_is_that_of_the_whole(how: str) -> None:
     """Any range of bytes, within elements too, is that of the tensor in C order, whatever mode torch is in."""
-    data, source = whole(LAID[how]), Held(LAID[how])
+    data, source = whole(LAID[how]), TensorBytes(LAID[how])
     chosen = random.Random(1)
     ranges = [sorted((chosen.randrange(len(data) + 9), chosen.randrange(len(data) + 9))) for _ in range(60)]
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -57,9 +57,9 @@ def test_what_lies_otherwise_is_copied_in_part_only(monkeypatch: pytest.MonkeyPa
     """Of a tensor in other strides only what is read is copied, each time anew, so that a change is seen."""
     tensor = torch.zeros(1000, 500).t()
     copied: list[int] = []
-    real = held.flat_bytes
-    monkeypatch.setattr(held, "flat_bytes", lambda source: copied.append(source.numel()) or real(source))
-    source = Held(tensor)
+    real = tensor_bytes.flat_bytes
+    monkeypatch.setattr(tensor_bytes, "flat_bytes", lambda source: copied.append(source.numel()) or real(source))
+    source = TensorBytes(tensor)
     assert source[4000:4040] == bytes(40)
     tensor[1] = 1  # the second row is bytes 4,000 to 8,000
     assert source[4000:4040] == whole(torch.ones(10))

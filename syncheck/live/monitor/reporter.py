@@ -30,7 +30,7 @@ _SENTENCE = 600  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckRecord:
     """One check, as it is told.
 
     step: optimizer steps done. ranks: how many took part. seconds: of the check, waiting for other ranks included.
@@ -55,7 +55,7 @@ class Checked:
         return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in failing)
 
 
-class Teller:
+class Reporter:
     """Tells of checks on the one rank of a group that does, and swallows what goes wrong with it.
 
     console: a rich Console, None for one on stderr, False for none. events: path of a JSONL file to append to.
@@ -66,14 +66,14 @@ class Teller:
         self._console, self._events, self._writer = console, events, writer
         self._broken: set[str] = set()
 
-    def say(self, text: str, style: str = "") -> None:
+    def print_text(self, text: str, style: str = "") -> None:
         """Print a text for people; further lines of it are details."""
         first, *more = text.splitlines() or [""]
         details = [line(one_line(row.strip()), "", 2) for row in more]
-        self._print([_prefixed(Span(one_line(first), style)), *details])
+        self._print([_make_line(Span(one_line(first), style)), *details])
 
     @contextmanager
-    def instead_of_the_log(self) -> Iterator[None]:
+    def hide_log_output(self) -> Iterator[None]:
         """Keep what is logged meanwhile, and told here too, from being printed twice.
 
         Where a program has set up no logging, Python prints warnings to stderr; its own handlers get them all the same.
@@ -87,18 +87,18 @@ class Teller:
         finally:
             own.removeHandler(silent)
 
-    def event(self, event: str, **fields: Any) -> None:
+    def write_event(self, event: str, **fields: Any) -> None:
         """Append one event to the file, as a JSON object on a line of its own."""
         if self._events is not None:
             row = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
             # Opened for each line: closed at once, it is whole on disk when the next rank dies.
             self._try(f"events={str(self._events)!r}", lambda: _append(self._events, json.dumps(row)))
 
-    def check(self, checked: Checked, *, details: bool) -> None:
+    def report_check(self, checked: CheckRecord, *, details: bool) -> None:
         """Tell of a check. details: print new findings with what they saw and how to mend them."""
-        self._print(_parts(checked, details))
+        self._print(_render_check(checked, details))
         report = checked.report
-        self.event(
+        self.write_event(
             "check",
             step=checked.step,
             verdict=report.verdict,
@@ -106,18 +106,18 @@ class Teller:
             compared=report.counts.compared,
             seconds=round(checked.seconds, 6),
             overhead=round(checked.overhead, 6),
-            findings=_rows(finding for group in report.groups for finding in group.findings),
+            findings=_make_rows(finding for group in report.groups for finding in group.findings),
         )
         if checked.new:
-            self.event("desync", step=checked.step, in_sync_at=checked.good, findings=_rows(checked.new))
+            self.write_event("desync", step=checked.step, in_sync_at=checked.good, findings=_make_rows(checked.new))
         if self._writer is not None:
             self._try("writer", lambda: _add_scalars(self._writer, checked))
 
     def _print(self, parts: list[Part]) -> None:
         if self._console is not False:
-            self._try("console", lambda: self._drawn(parts))
+            self._try("console", lambda: self._draw(parts))
 
-    def _drawn(self, parts: list[Part]) -> None:
+    def _draw(self, parts: list[Part]) -> None:
         if self._console is None:
             from rich.console import Console  # where something is printed only
 
@@ -143,7 +143,7 @@ class Teller:
             self._broken.add(what)
             if what != "console":
                 text = f"{what}: {type(error).__name__}: {brief(str(error), 200)}; nothing more is written there"
-                self.say(f"warning: {text}", "yellow")
+                self.print_text(f"warning: {text}", "yellow")
 
 
 def _append(path: Any, text: str) -> None:
@@ -151,7 +151,7 @@ def _append(path: Any, text: str) -> None:
         file.write(text + "\n")
 
 
-def _rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+def _make_rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     return [
         {
             "code": finding.code,
@@ -166,7 +166,7 @@ def _rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     ]
 
 
-def _add_scalars(writer: Any, checked: Checked) -> None:
+def _add_scalars(writer: Any, checked: CheckRecord) -> None:
     diffs = [diff for group in checked.report.groups for diff in group.tensors if diff.out_of_sync]
     scalars: dict[str, float] = {"seconds": checked.seconds, "overhead": checked.overhead}
     if checked.report.verdict in ("in_sync", "out_of_sync"):
@@ -178,11 +178,11 @@ def _add_scalars(writer: Any, checked: Checked) -> None:
         writer.add_scalar(f"syncheck/{name}", value, checked.step)
 
 
-def _prefixed(*spans: Span) -> Line:
+def _make_line(*spans: Span) -> Line:
     return Line((Span("syncheck: ", "dim"), *spans))
 
 
-def _parts(checked: Checked, details: bool) -> list[Part]:
+def _render_check(checked: CheckRecord, details: bool) -> list[Part]:
     """Draw a check: a line, and below it the findings that are new."""
     report = checked.report
     counts = report.counts
@@ -190,10 +190,10 @@ def _parts(checked: Checked, details: bool) -> list[Part]:
     verdict, more = words.VERDICTS[report.verdict].lower(), ""
     if report.verdict == "out_of_sync":
         verdict = words.VERDICTS[report.verdict]
-        more = f" ({_when(checked)}): {checked.codes}"
+        more = f" ({_format_time(checked)}): {checked.codes}"
     elif report.verdict == "in_sync":
         verdict = words.verdict_line(report).replace(words.VERDICTS["in_sync"], verdict)
-    first = _prefixed(
+    first = _make_line(
         Span(f"step {checked.step}: "),
         Span(verdict, _STYLES[report.verdict]),
         Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {checked.ranks} ranks")),
@@ -202,19 +202,19 @@ def _parts(checked: Checked, details: bool) -> list[Part]:
     parts: list[Part] = [first]
     if details and checked.new:
         for finding in checked.new[:_MOST_FINDINGS]:
-            parts += _finding(finding)
+            parts += _render_finding(finding)
         if len(checked.new) > _MOST_FINDINGS:
             parts.append(line(f"... and {len(checked.new) - _MOST_FINDINGS} more findings", "dim", 2))
     return parts
 
 
-def _when(checked: Checked) -> str:
+def _format_time(checked: CheckRecord) -> str:
     if checked.since is not None and checked.since != checked.step:
         return f"{'' if checked.new else 'still, '}since step {checked.since}"
     return "at the first check" if checked.good is None else f"in sync at step {checked.good}"
 
 
-def _finding(finding: Finding) -> list[Part]:
+def _render_finding(finding: Finding) -> list[Part]:
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
         ("fix", one_line(str(finding.fix))),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
 
 
-class Watching:
+class MonitorSession:
     """Makes a monitor at the start of each training, and ends it with the training.
 
     every, on_desync, options: of SyncMonitor; UsageError for wrong ones comes here, before anything is trained.

@@ -1,0 +1,236 @@
+"""Repair a job whose ranks are out of sync: copy what differs from a healthy rank, and check again.
+
+resync(model, optimizer, scaler)                # from a rank in the majority
+resync(model, optimizer, scaler, source=0)      # from rank 0
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
+from syncheck.live.channel import Channel
+from syncheck.live.checks import check, exclude_from_compile, group_of
+from syncheck.live.repair.plan import MAJORITY, SHOWN, plan_repair
+from syncheck.live.repair.state import ReplicaState, broadcast_tensors, get_size
+from syncheck.messages import names_text, ranks_text
+from syncheck.report import words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.live.repair.plan import Job
+    from syncheck.records import Report
+
+__all__ = ["Resync", "resync"]
+
+
+class Copied(NamedTuple):
+    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's shard."""
+
+    name: str
+    source: int
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Changed(NamedTuple):
+    """A value set on some ranks, or optimizer state created or removed there."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Resync:
+    """What `resync` did; the same on all ranks.
+
+    before: the report with the differences. after: the report without; the same object if there were none.
+    sources: the healthy rank by replica group. why: how it was chosen. copied: tensors whose bytes were sent, created
+    ones included. values: plain values set to the source's or removed, and parts of a module's extra state.
+    created: optimizer state missing on a rank before. removed: optimizer state missing on the source.
+    """
+
+    before: Report
+    after: Report
+    sources: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    why: str = ""
+    copied: tuple[Copied, ...] = ()
+    values: tuple[Changed, ...] = ()
+    created: tuple[Changed, ...] = ()
+    removed: tuple[Changed, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all copied tensors."""
+        return sum(copied.bytes for copied in self.copied)
+
+    @property
+    def summary(self) -> str:
+        """The changes in a few lines of plain text."""
+        if self.before is self.after:
+            return "resync: nothing to do, the ranks are in sync"
+        changes: dict[str, Sequence[Copied | Changed]] = {
+            "copied": self.copied, "set": self.values, "created": self.created, "removed": self.removed,
+        }  # fmt: skip
+        targets = sorted({rank for done in changes.values() for change in done for rank in change.ranks})
+        size = f"{self.bytes} bytes" if self.bytes < 1000 else words.bytes_text(self.bytes)
+        what = f"{len(self.copied):,} tensor{'s' * (len(self.copied) != 1)}, {size}"
+        if self.values:
+            what += f", {len(self.values):,} value{'s' * (len(self.values) != 1)}"
+        origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
+        lines = [f"resync from {origin}: {what}, on {ranks_text(targets)}; proved in sync"]
+        for verb, done in changes.items():
+            # The first line already has the ranks if all changes share them.
+            names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
+            lines += [f"  {verb}: {names_text(names, SHOWN)}"] if done else []
+        return "\n".join(map(one_line, lines))
+
+
+@exclude_from_compile
+def resync(
+    model: Any,
+    optimizer: Any = None,
+    scaler: Any = None,
+    *,
+    source: int | str = MAJORITY,
+    group: Any = None,
+    mesh: Any = None,
+    only: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    **checking: Any,
+) -> Resync:
+    """Copy the model of a healthy rank to all others in place, check again, and return the changes.
+
+    A collective call: every rank of the group has to make it, between `optimizer.step()` and the next forward.
+    Parameters, buffers and optimizer state are overwritten bit by bit if they differ. Learning rates, the scaler's
+    state and other values are set. Missing optimizer state is created, surplus state is removed. RNG states and
+    gradients stay. No parameter is replaced by another object.
+
+    source: "majority", a rank in the largest set, of more than half, of every differing tensor; or a rank of the whole
+    world. group, mesh, only, include, exclude: as in `check`, which is called before and after. checking: other
+    arguments of `check`, such as allow; rng has no effect.
+
+    Raises, on all ranks and with one text: UsageError, before anything is changed, without a majority, for ranks of
+    unlike structure, and for a source outside the group; RankFailed if a rank fails on the way, or if the ranks still
+    differ afterwards. It can then be called again with the same source.
+    """
+    group = group_of(mesh) if group is None else group
+    channel = Channel(group)
+    parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
+    channel.run_together(lambda: _check_arguments(channel, source, only, checking))
+
+    def compared() -> Report:
+        names: dict[str, Any] = {"only": only, "include": include, "exclude": exclude}
+        return check(model, optimizer, scaler, group=group, mesh=mesh, **names, **{**checking, "rng": False})
+
+    before = compared()
+    if before.verdict == "in_sync":
+        return Resync(before, before)
+    jobs, copied = channel.run_together(lambda: _repair(channel, group, parts, before, source))
+    after = compared()
+    if after.verdict != "in_sync":
+        raise RankFailed(_format_remaining(after))
+    done = Resync(
+        before,
+        after,
+        {job.ranks: job.source for job in jobs},
+        _format_choice(source, jobs),
+        copied,
+        values=tuple(Changed(job.name, job.targets) for job in jobs if job.kind == "value" and job.targets),
+        created=tuple(Changed(job.name, job.absent) for job in jobs if job.sends_bytes and job.absent),
+        removed=tuple(Changed(job.name, job.targets) for job in jobs if job.kind != "value" and not job.sends_bytes),
+    )
+    if channel.is_leader:
+        with suppress(Exception):  # a handler may fail, and this rank would raise alone
+            logging.getLogger("syncheck").warning("%s", done.summary)
+    return done
+
+
+def _check_arguments(channel: Channel, source: int | str, only: Sequence[str], checking: Mapping[str, Any]) -> None:
+    """Raise UsageError, on all ranks, for invalid arguments and for a source that differs between ranks."""
+    unknown = checking.keys() - inspect.signature(check).parameters.keys()
+    if unknown:
+        raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
+    asked = channel.gather(source, "source")
+    if len(set(map(repr, asked.values()))) > 1:
+        texts = [f"{brief(found, 20)} on rank {rank}" for rank, found in asked.items()]
+        raise UsageError(f"source= is not the same on all ranks: {names_text(texts, SHOWN)}")
+    is_rank = isinstance(source, int) and not isinstance(source, bool)
+    if source != MAJORITY and not is_rank:
+        raise UsageError(f'source={brief(source)}: needs "majority" or the number of a rank')
+    if is_rank and source not in channel.ranks:
+        raise UsageError(f"source={source} is no rank of the group; needs one of {ranks_text(sorted(channel.ranks))}")
+    if "rng" in only:
+        raise UsageError("only='rng': random number states are a rank's own, and resync leaves them alone")
+
+
+def _repair(
+    channel: Channel, group: Any, parts: tuple[Any, ...], before: Report, source: int | str
+) -> tuple[tuple[Job, ...], tuple[Copied, ...]]:
+    """Repair this rank together with all others: look up every tensor and object, and only then change them."""
+    if before.verdict != "out_of_sync":
+        raise UsageError("nothing could be compared, so there is no healthy rank to copy from")
+    rank, state, jobs = channel.rank, ReplicaState(parts), plan_repair(before, source)
+    for job in jobs:
+        if job.sets_entry and rank in job.ranks:
+            state.find_holder(job.name)
+        elif rank in (job.source, *job.targets):
+            state.find_tensor(job.name, writable=rank != job.source)
+    mine = [job for job in jobs if job.source == rank]
+    own = (
+        {job.name: get_size(state.find_tensor(job.name), group) for job in mine if job.sends_bytes},
+        {job.name: state.find_entry(job.name) for job in mine if job.sets_entry},
+    )
+    # If a rank fails until here, no rank has changed anything.
+    by_rank = channel.gather(own, "sizes")
+    copies = [(job, by_rank[job.source][0][job.name]) for job in jobs if job.sends_bytes]
+    takers: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for job in jobs:
+        if job.sets_entry:  # without targets, the values are None on some ranks and missing on others
+            takers[job.source, by_rank[job.source][1][job.name]].update(job.targets or job.ranks)
+    try:
+        for (of, entry), ranks in takers.items():
+            sent = channel.share(partial(state.dump_entry, entry), [of], "entries")
+            if rank in ranks and rank != of:
+                state.load_entry(entry, sent[of])
+        tensors = [
+            (state.find_tensor(job.name) if rank in (job.source, *job.targets) else None, job.source, size)
+            for job, size in copies
+            if not job.sets_entry
+        ]
+        broadcast_tensors(channel, tensors)
+    except Exception as error:
+        if channel.ended and not channel.broken:  # all ranks raise the failing rank's error
+            raise
+        kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
+        sources = {job.source for job in jobs}
+        again = f"source={min(sources)}" if len(sources) == 1 else "the same source"
+        raise RankFailed(
+            f"resync failed on the way: {kind}{error}"[:300]
+            + f". Some tensors may be copied and others not; calling it again with {again} is safe"
+        ) from error
+    return jobs, tuple(Copied(job.name, job.source, job.targets, size[0]) for job, size in copies)
+
+
+def _format_choice(source: int | str, jobs: Sequence[Job]) -> str:
+    if isinstance(source, int):
+        return "named by the caller"
+    agreeing, of = min(((len(job.majority), len(job.ranks)) for job in jobs), default=(0, 0))
+    return f"majority of {agreeing} of {of}"
+
+
+def _format_remaining(after: Report) -> str:
+    group = after.groups[0]
+    names = [diff.name for diff in group.tensors if diff.out_of_sync] + [v.name for v in group.values if v.counts]
+    return (
+        f"still out of sync after a resync: {names_text(names, SHOWN)}; a state_dict() gives copies or "
+        "load_state_dict() does not take them, tensors are tied on some ranks only, or the ranks differ anew"
+    )
