@@ -1,4 +1,7 @@
-"""Compare things within one process, each a replica: modules, state dicts, bundles, and files beside them."""
+"""Compare objects within one process: modules, state dicts, tuples of them, and files.
+
+Also decides whether a call in a process group is ambiguous: its objects may be one replica or several.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ if TYPE_CHECKING:
     from syncheck.records import Report, Unreadable
     from syncheck.snapshots import Snapshot
 
-NO_OBJECTS = "nothing given to compare; needs paths of checkpoints, or modules, state dicts and the like"
+NO_OBJECTS = "nothing to compare; pass paths of checkpoints, or modules, state dicts and other objects with tensors"
 
 
 def compare_objects(things: Sequence[Any], options: Options) -> Report:
-    """Compare things of this process. Ranks are their positions.
+    """Compare objects of this process. Their ranks are their positions.
 
-    things: each one replica: what `memory.snapshot` takes, or the path of one file. A file that cannot be read does
-    not raise: it is listed, and the verdict is then never "in sync". Raises UsageError for fewer than two things, for
-    a module beside an optimizer, and for a path of anything but one file.
+    things: replicas, as in `memory.snapshot`, or paths of one file each. An unreadable file does not raise: the report
+    lists it and is never "in sync". Raises UsageError for fewer than two objects, for a module and an optimizer as
+    separate objects, and for a path of several files.
     """
     _check_objects(things)
-    # A state dict or a file cannot hold the buffers that a module does not save.
+    # State dicts and files lack non-persistent buffers.
     persistent = not all(map(has_module, things))
     ranked: dict[int, Snapshot] = {}
     unreadable: list[Unreadable] = []
@@ -44,14 +47,15 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
         if not isinstance(thing, (str, os.PathLike)):
             ranked[i] = snapshot(thing, path=f"things[{i}], {class_title(thing)}", persistent=persistent)
             continue
-        there = find(thing, options=replace(options, reference=None))
-        opened = [snapshot for replicas in there.groups for _, snapshot in replicas.ranks]
-        if len(opened) + len(there.unreadable) != 1:
+        found = find(thing, options=replace(options, reference=None))
+        opened = [snapshot for replicas in found.groups for _, snapshot in replicas.ranks]
+        if len(opened) + len(found.unreadable) != 1:
             raise UsageError(
-                f"{os.fspath(thing)}: {len(opened)} checkpoints; beside things in memory, a path has to be of one file"
+                f"{os.fspath(thing)}: {len(opened)} checkpoints; together with objects in memory, a path must be one "
+                "file"
             )
         ranked.update((i, taken) for taken in opened)
-        unreadable += there.unreadable
+        unreadable += found.unreadable
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
     groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()
     reference.check(options.reference, groups, unreadable)
@@ -62,26 +66,26 @@ def _check_objects(things: Sequence[Any]) -> None:
     if not things:
         raise UsageError(NO_OBJECTS)
     if len(things) < 2:
-        where = "in a process group of one rank" if world_size() == 1 else "outside a process group"
+        context = "in a process group of one rank" if world_size() == 1 else "outside a process group"
         raise UsageError(
-            f"one thing to compare, {where}: needs two or more, each a replica; in a process group of several ranks, "
-            "the things are this rank's replica"
+            f"one object to compare, {context}; pass two or more replicas, or run in a process group of several ranks, "
+            "in which the objects are this rank's replica"
         )
     if any(map(is_module, things)) and any(map(is_optimizer, things)):
         raise UsageError(
-            "a module and an optimizer are no replicas of one another; outside a process group each thing is one "
-            "replica: give tuples, as in assert_in_sync((model, optimizer), (other_model, other_optimizer))"
+            "a module and an optimizer are not replicas of each other; outside a process group each object is one "
+            "replica, so pass tuples: assert_in_sync((model, optimizer), (other_model, other_optimizer))"
         )
 
 
 def check_unambiguous(things: Sequence[Any]) -> None:
-    """Raise UsageError where two things look like one part of two replicas: two models of one architecture.
+    """Raise UsageError if two objects look like the same part of two replicas, for example two models.
 
-    Compared across ranks they would be parts of this rank's replica, and equal to the same parts elsewhere whatever
-    differs between them. A model and its average are such a pair too, so only the caller can tell.
+    Across ranks, both would be parts of this rank's replica, and a difference between them would go unnoticed. A model
+    and its average look the same, so only the caller can decide.
     """
     if any(map(is_module, things)) and any(map(is_optimizer, things)):
-        return  # these cannot each be a replica
+        return  # a model and an optimizer are parts of one replica
     seen: dict[Any, int] = {}
     for i, thing in enumerate(things):
         for part in thing if is_bundle(thing) else (thing,):
@@ -89,20 +93,19 @@ def check_unambiguous(things: Sequence[Any]) -> None:
                 if seen.setdefault(role, i) != i:
                     first = seen[role]
                     raise UsageError(
-                        f"things[{first}], {class_title(things[first])}, and things[{i}], {class_title(thing)}, look like "
-                        "two of one kind, and this is a process group: say across_ranks=True where all things together "
-                        "are this rank's replica, to be compared with the other ranks', or across_ranks=False where "
-                        "each thing is a replica, to be compared within this process"
+                        f"ambiguous call in a process group: things[{first}], {class_title(things[first])}, and "
+                        f"things[{i}], {class_title(thing)}, look like copies; pass across_ranks=True if all objects "
+                        "are parts of this rank's replica, or across_ranks=False if each object is a replica"
                     )
 
 
 def _find_roles(part: Any) -> list[Any]:
-    """Return what two things have in common if one may stand for the other; nothing where that cannot be told."""
+    """Return the roles of a part in a replica. Two objects with a common role may be copies of each other."""
     if is_module(part):
         parameters = [name for name, _ in part.named_parameters(remove_duplicate=False)]
         buffers = [name for name, _ in part.named_buffers(remove_duplicate=False)]
         transient = get_transient_buffers(dict(part.named_modules(remove_duplicate=False)))
-        # With all buffers, without any, and with those that a state dict has: such a one may stand beside its module.
+        # With all buffers, without buffers, and with the persistent buffers: the state dict may accompany its module.
         ways = (
             [*parameters, *buffers],
             parameters,
@@ -114,11 +117,11 @@ def _find_roles(part: Any) -> list[Any]:
     if is_tensor(part):
         return [("tensor", describe_tensor(part).shape)]
     if isinstance(part, Mapping):
-        # Parts of one replica share no key; a state dict may also stand beside its module.
+        # Parts of one replica share no key, and a state dict may accompany its module.
         return [_make_name_role(map(str, part)), *(("key", str(key)) for key in part)] if part else []
     if isinstance(part, (list, tuple)):
         return [("list", len(part))] if part else []
-    # A scheduler belongs to its optimizer; of other helpers, such as gradient scalers, a replica has one.
+    # A scheduler belongs to its optimizer. Every other helper, for example a gradient scaler, occurs once per replica.
     return [
         (type(part), _get_parameter_shapes(part.optimizer) if is_optimizer(getattr(part, "optimizer", None)) else ())
     ]

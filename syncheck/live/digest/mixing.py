@@ -8,7 +8,7 @@ STEP_A, STEP_B = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
 class Mix(NamedTuple):
-    """x ^= x >> s for each shift, with a multiplication after the first and the second."""
+    """The steps x ^= x >> shift, with a multiplication after the first and the second step."""
 
     shifts: tuple[int, int, int]
     factors: tuple[int, int]
@@ -19,7 +19,7 @@ MIX_B = Mix((33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
 
 
 class Row(NamedTuple):
-    """Bytes to add to the sums of a slot. tensor: lies in order, aligned. first: the number of its first word."""
+    """Contiguous, aligned bytes to add to the sums of a slot. first: the index of the first word."""
 
     tensor: Any
     first: int

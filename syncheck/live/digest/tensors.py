@@ -1,15 +1,15 @@
-"""One digest of 128 bits per tensor, computed where the tensor lies: equal tensors need not be sent to be known.
+"""Compute one 128-bit digest per tensor, on the device of the tensor: ranks exchange digests instead of bytes.
 
-A digest goes with the name of its algorithm, and only digests of one algorithm are compared. It is a function of the
-bytes in C order, little-endian; strides, dtype and shape are not in it.
+A digest comes with the name of its algorithm, and only digests of the same algorithm are compared. Digests depend on
+the bytes in C order, little-endian, and not on strides, dtype or shape.
 
-    xxh3-128/4MiB   CPU, where the package xxhash is installed, and devices without an algorithm of their own
-    blake2b-128     CPU without xxhash, and what all ranks can compute
-    lanes-128       CUDA and ROCm: `digest.lanes` says how, and what it withstands
+    xxh3-128/4MiB   CPU with the package xxhash, and devices without an algorithm of their own
+    blake2b-128     CPU without xxhash; every rank can compute it
+    lanes-128       CUDA and ROCm; definition and limits are in `digest.lanes`
 
-xxh3-128 is the 128-bit XXH3 of https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md; of more than 4 MiB,
-of the digests of the parts of 4 MiB. Two tensors that nobody made to collide have one digest with odds of 2**-128. It
-is not cryptographic: who chooses the bytes can make two tensors with one digest. BLAKE2 is: nobody can.
+xxh3-128 is the 128-bit XXH3 of https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md; for more than 4 MiB,
+the XXH3 of the digests of all 4 MiB chunks. Accidental collisions have a probability of 2**-128. XXH3 is not
+cryptographic: whoever chooses the bytes can construct collisions. With BLAKE2 this is infeasible.
 """
 
 from __future__ import annotations
@@ -34,58 +34,58 @@ ALGORITHMS = (XXH3, COMMON, LANES)
 def digest_all(
     sources: Sequence[Any], algorithm: str | None = None, threads: int | None = None
 ) -> list[tuple[str, bytes]]:
-    """Return for each source the name of the algorithm and the digest, 16 bytes, of its bytes in C order.
+    """Return the algorithm and the 16-byte digest of each source's bytes in C order.
 
-    sources: strided tensors of torch with values, on any device, or arrays of numpy. None is changed, no random number
-    is drawn, and what is not in C order is copied in parts. algorithm: one of ALGORITHMS for all of them; None takes
-    that of each source's device. COMMON is the one for ranks whose algorithms differ. threads: of the CPU, at most so
-    many; None is this rank's share of the CPUs. Digests of different algorithms say nothing of one another.
-    Raises UsageError for a tensor whose storage was freed, and for an algorithm that is not to be had.
+    sources: strided torch tensors with values, on any device, or numpy arrays. They do not change, no random number is
+    drawn, and sources in another memory order are copied part by part. algorithm: one of ALGORITHMS for all sources;
+    None selects by device. Use COMMON if the algorithms of the ranks differ. threads: maximum number of CPU threads;
+    None for this rank's share of the CPUs. Raises UsageError for a tensor whose storage was freed and for an
+    unavailable algorithm.
     """
     if algorithm not in (None, *ALGORITHMS):
-        raise UsageError(f"digest algorithm {algorithm!r} is not known; there are {', '.join(ALGORITHMS)}")
-    found: list[tuple[str, bytes]] = [("", b"")] * len(sources)
+        raise UsageError(f"digest algorithm {algorithm!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+    digests: list[tuple[str, bytes]] = [("", b"")] * len(sources)
     with parts.as_plain_tensors():
-        by_device, here = _split_by_device(sources, algorithm)
-        # A device computes while the CPU hashes what lies there; then each answers at once for all of its tensors.
-        pending = [(places, start_digests(tensors)) for places, tensors in by_device.values()]
+        by_device, cpu_indices = _split_by_device(sources, algorithm)
+        # Devices compute while the CPU hashes. Then each device returns all of its digests at once.
+        pending = [(indices, start_digests(tensors)) for indices, tensors in by_device.values()]
         on_cpu = algorithm if algorithm in (XXH3, COMMON) else digest_host.default_algorithm()
-        hashed = digest_host.hash_on_cpu([sources[i] for i in here], on_cpu, threads)
-    for i, value in zip(here, hashed, strict=True):
-        found[i] = on_cpu, value
-    for places, answer in pending:
-        for i, value in zip(places, answer.read(), strict=True):
-            found[i] = LANES, value
-    return found
+        hashed = digest_host.hash_on_cpu([sources[i] for i in cpu_indices], on_cpu, threads)
+    for i, value in zip(cpu_indices, hashed, strict=True):
+        digests[i] = on_cpu, value
+    for indices, result in pending:
+        for i, value in zip(indices, result.read(), strict=True):
+            digests[i] = LANES, value
+    return digests
 
 
 def hash_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return 16 bytes that are equal where all digests are, with their algorithms and their order: BLAKE2 over them."""
-    # A digest has a fixed width, and no name a zero byte: no two lists are written alike.
-    written = b"".join(b"%s\0%s" % (algorithm.encode(), value) for algorithm, value in digests)
-    return hashlib.blake2b(written, digest_size=WIDTH).digest()
+    """Return 16 bytes that are equal if all digests, their algorithms and their order are equal (BLAKE2)."""
+    # Digests have a fixed width and names contain no zero byte, so the encoding is unique.
+    encoded = b"".join(b"%s\0%s" % (algorithm.encode(), value) for algorithm, value in digests)
+    return hashlib.blake2b(encoded, digest_size=WIDTH).digest()
 
 
 def _split_by_device(
     sources: Sequence[Any], algorithm: str | None
 ) -> tuple[dict[Any, tuple[list[int], list[Any]]], list[int]]:
-    """Return places and tensors by the device that computes their digests, and the places of what the CPU hashes."""
+    """Return (indices, tensors) by the device that hashes them, and the indices of sources hashed on the CPU."""
     by_device: dict[Any, tuple[list[int], list[Any]]] = {}
-    here = []
+    cpu_indices = []
     for i, source in enumerate(sources):
         own = algorithm is None and parts.is_torch(source) and source.is_cuda
         if own or algorithm == LANES:
             tensor = source if parts.is_torch(source) else _as_tensor(source)
-            places, tensors = by_device.setdefault(tensor.device, ([], []))
-            places.append(i)
+            indices, tensors = by_device.setdefault(tensor.device, ([], []))
+            indices.append(i)
             tensors.append(tensor)
         else:
-            here.append(i)
-    return by_device, here
+            cpu_indices.append(i)
+    return by_device, cpu_indices
 
 
 def _as_tensor(array: Any) -> Any:
     import torch
 
-    # A copy: torch warns of arrays that must not be written.
+    # Copied, because torch warns about read-only arrays.
     return torch.from_numpy(parts.array_bytes(array).copy())

@@ -1,19 +1,15 @@
-"""Compare what the ranks of a process group hold, so that every rank has the same report.
+"""Compare the ranks of a process group, with the same report on every rank.
 
-Three steps, of which the later ones are taken only where they are needed:
-
-1. Every rank sends 16 bytes for what it holds (names, dtypes, shapes, plain values) and 16 bytes over the digests of
-   all its tensors. Where both are the same everywhere, that was all.
-2. Where they are not, the ranks that stand for each different read_pieces send their list of names, or their digests.
-   What has one digest within each replica group is identical and stays where it is.
-3. Of the rest the first rank fetches bytes, a window at a time, measures and judges, and sends its report to all.
+1. Every rank sends a 16-byte hash of its structure (names, dtypes, shapes, plain values) and a 16-byte hash of the
+   digests of its tensors. If both are equal on all ranks, the comparison is complete.
+2. Otherwise one rank per distinct structure sends its manifest, and one rank per distinct content sends its digests.
+   Tensors with equal digests within each replica group are equal, and their bytes stay on their ranks.
+3. The first rank fetches the bytes of differing tensors window by window, compares them, and sends its report to all.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +36,29 @@ if TYPE_CHECKING:
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
 
-# Most bytes of differing tensors that are fetched and measured, smallest tensors first. Beyond that, a difference is
-# reported with its place but without its size.
+# Maximum bytes of differing tensors to fetch and measure, smallest tensors first. For the remaining tensors a report
+# has the ranks that differ, but not the size of the difference.
 BUDGET = 4 << 30
+
+
+class ReportCache:
+    """The last report about ranks in sync.
+
+    Between the checks of one monitor usually only tensor bytes and plain values change. To reuse the report then halves
+    the time of a check of 2,400 small tensors.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._report: Report | None = None
+
+    def find(self, key: Any) -> Report | None:
+        """Return the stored report if it has this key."""
+        return self._report if key == self._key else None
+
+    def store(self, key: Any, report: Report) -> None:
+        """Replace the stored report."""
+        self._key, self._report = key, report
 
 
 def compare_across_ranks(
@@ -53,111 +69,103 @@ def compare_across_ranks(
     mesh: Callable[[], Mapping[str, int]] = dict,
     alone: bool = False,
     budget: int = BUDGET,
+    cache: ReportCache | None = None,
 ) -> Report:
-    """Compare what each rank of a process group holds, and return the same report on all of them.
+    """Compare the objects of the ranks of a process group, and return the same report on all ranks.
 
-    A collective call: every rank of the group has to make it. things: the parts of this rank's replica, as
-    `memory.snapshot` takes them; ranks may hold different ones. group: a process group of torch.distributed of any
-    backend with `all_gather_object`; by default all ranks. options, mesh: make the options, and where this rank stands
-    in a mesh, by dimension; both may raise, and then all ranks do. alone: whether a group of one rank is undecided, and
-    no error. budget: bytes that are fetched at most. Ranks are those of the whole world. Nothing is changed, and no
-    random number is drawn.
-    Raises, on all ranks and with one text: UsageError for things that cannot be compared and for options that are not
-    the same everywhere, RankFailed where something else went wrong on a rank.
+    A collective call: every rank of the group must make it. It changes nothing and draws no random number.
+
+    things: the parts of this rank's replica, as in `memory.snapshot`; they may differ between ranks. group: a process
+    group of a backend with `all_gather_object`, all ranks by default. options, mesh: functions that return the options
+    and this rank's coordinate by mesh dimension; if one raises, all ranks raise. alone: whether a group of one rank is
+    undecided instead of an error. budget: maximum bytes to fetch. Ranks in the report are global ranks.
+
+    Raises the same error on all ranks: UsageError for objects that cannot be compared and for options that differ
+    between ranks, RankFailed for other errors on a rank.
     """
     channel = Channel(group)
 
     def work() -> Report:
-        chosen, place = options(), mesh()
+        chosen, coordinates = options(), mesh()
         if len(channel.ranks) < 2 and not alone:
-            raise UsageError("the process group has a single rank: there is no other replica to compare with")
+            raise UsageError("the process group has a single rank, so there is no other replica to compare with")
         if any(isinstance(thing, (str, os.PathLike)) for thing in things):
             raise UsageError(
-                "a path is not what a rank holds in memory; give paths alone and without group=, or across_ranks=False "
-                "to compare a file with things of this rank"
+                "across ranks, only objects in memory can be compared, not paths; pass only paths and no group=, or "
+                "across_ranks=False to compare a file with objects of this rank"
             )
         if not things:
             raise UsageError(NO_OBJECTS)
-        taken = snapshot(*things)
-        if place:
-            taken = replace(taken, metadata=replace(taken.metadata or Metadata(), mesh=dict(place)))
-        return compare_snapshots(channel, taken, chosen, budget)
+        local = snapshot(*things)
+        if coordinates:
+            local = replace(local, metadata=replace(local.metadata or Metadata(), mesh=dict(coordinates)))
+        return compare_snapshots(channel, local, chosen, budget, cache=cache)
 
-    # All that is made here is freed by counting; to search it for cycles over and over takes longer than to make it.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return channel.run_together(work)
-    finally:
-        if collecting:
-            gc.enable()
+    return channel.run_together(work)
 
 
 def compare_snapshots(
     channel: Channel,
-    taken: Snapshot,
+    local: Snapshot,
     options: Options,
     budget: int = BUDGET,
     name: str = "model",
     how: Message | None = None,
     *,
     histograms: bool = False,
+    cache: ReportCache | None = None,
 ) -> Report:
-    """Compare the snapshots that the ranks took, each its own; to be run by `channel.run_together` on all of them.
+    """Compare the snapshots of all ranks. To be called within `channel.run_together` on all ranks.
 
-    name: of the group in the report. how: the comparison was made, by default of objects in memory. histograms: as in
-    `api.judge`.
+    local: this rank's snapshot. name: of the group in the report. how: a sentence about the kind of comparison, by
+    default of objects in memory. histograms: as in `api.judge`.
     """
-    contents = exchange_manifests(channel, taken, options)
+    contents = exchange_manifests(channel, local, options)
     grouping: tuple[Message, ...] = (how or Grouping.LIVE(),)
-    slow = {rank: place.fallback for rank, place in contents.rank_infos.items() if place.fallback}
+    slow = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
     if slow:
         grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(slow), reason=next(iter(slow.values()))),)
-    if contents.are_equal and options.reference is None:  # which may be any of them
-        return _report_in_sync(contents, options, name, grouping)
+    if contents.are_equal and options.reference is None:  # with a reference, the report also has its rank
+        return _report_in_sync(contents, options, name, grouping, cache or ReportCache())
     wanted = _find_differing(contents, options)
     if not wanted:
         return _judge_replicas(contents, options, name, grouping)
-    short = contents.of_rank(channel.rank).short
+    normalized = contents.of_rank(channel.rank).normalized_names
     tensors = contents.of_rank(channel.rank).tensors
     own: dict[Key, Sliced] = {
-        (short[name], tensors[name].same): tensor.data
-        for name, tensor in taken.tensors.items()
+        (normalized[name], tensors[name].same): tensor.data
+        for name, tensor in local.tensors.items()
         if tensor.data is not None
     }
 
-    def measured() -> Report:
+    def measure() -> Report:
         readable, beyond = _attach_bytes(contents, channel, own, wanted, budget)
         over = (Grouping.OVER_BUDGET(tensors=beyond, budget=budget),) if beyond else ()
         return _judge_replicas(readable, options, name, grouping + over, histograms=histograms)
 
-    return channel.run_on_leader(measured, lambda pieces: read_pieces(own, pieces))
+    return channel.run_on_leader(measure, lambda pieces: read_pieces(own, pieces))
 
 
-# Reports on ranks that were equal, the last ones: while names, ranks and options stay, only some values change.
-_KNOWN: OrderedDict[Any, Report] = OrderedDict()
-
-
-def _report_in_sync(contents: GroupContents, options: Options, name: str, grouping: tuple[Message, ...]) -> Report:
-    """Return the report on ranks of which none can differ from another. Two stand for all, to be as fast as two."""
+def _report_in_sync(
+    contents: GroupContents, options: Options, name: str, grouping: tuple[Message, ...], cache: ReportCache
+) -> Report:
+    """Return the report about equal ranks. Judges two ranks only, so the time does not grow with their number."""
     ranks = list(contents.rank_infos)
-    content = contents.of_rank(ranks[0])
-    shown = tuple((place.path, rank, place.host, place.size) for rank, place in contents.rank_infos.items())
-    key = content.manifest.layout(), repr(options), shown, contents.whole, name, grouping
-    report = _KNOWN.get(key)
+    manifest = contents.of_rank(ranks[0]).manifest
+    infos = tuple((info.path, rank, info.host, info.size) for rank, info in contents.rank_infos.items())
+    key = manifest.hash_layout(), repr(options), infos, contents.is_world, name, grouping
+    report = cache.find(key)
     if report is None:
         report = _judge_replicas(contents, options, name, grouping, ranks[:2])
         first = report.groups[0].replicas[0]
         replicas = tuple(
-            replace(first, path=path, rank=rank, host=host, bytes=size) for path, rank, host, size in shown
+            replace(first, path=path, rank=rank, host=host, bytes=size) for path, rank, host, size in infos
         )
         report = replace(report, groups=(replace(report.groups[0], replicas=replicas),))
-        _KNOWN[key] = report
-        while len(_KNOWN) > 8:
-            _KNOWN.popitem(last=False)
-    now = hyperparameters(content.manifest.values)
+        cache.store(key, report)
+    current = hyperparameters(manifest.values)
     (group,) = report.groups
-    return replace(report, groups=(replace(group, evidence=replace(group.evidence, hyperparameters=now)),))
+    return replace(report, groups=(replace(group, evidence=replace(group.evidence, hyperparameters=current)),))
 
 
 def _judge_replicas(
@@ -175,37 +183,38 @@ def _judge_replicas(
 
 
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
-    """Return, of each tensor that differs within a replica group, one rank for each digest there."""
+    """Return one rank per digest of each tensor that differs within a replica group, by name and digest."""
     digests: dict[str, set[bytes]] = {}
     for content in contents.by_key.values():
         for name, tensor in content.tensors.items():
             digests.setdefault(content.normalized_names[name], set()).add(tensor.same)
     selection = options.selection()
-    # Most ask for all, and to sort out what is asked for takes a look at every name of every rank.
-    some = selection.only or selection.include or selection.exclude
-    asked = kinds_asked_for(contents.snapshots(), selection) if some else digests
-    apart = [name for name, several in digests.items() if len(several) > 1 and name in asked]
-    found: dict[str, dict[int, Tensor]] = {name: {} for name in apart}
+    # By default all tensors are selected, and classifying every name of every rank would take long.
+    filtered = selection.only or selection.include or selection.exclude
+    selected = kinds_asked_for(contents.snapshots(), selection) if filtered else digests
+    by_name: dict[str, dict[int, Tensor]] = {
+        name: {} for name, distinct in digests.items() if len(distinct) > 1 and name in selected
+    }
     for rank in contents.rank_infos:
         content = contents.of_rank(rank)
         for name, tensor in content.tensors.items():
-            if content.normalized_names[name] in found:
-                found[content.normalized_names[name]][rank] = tensor
-    places = positions_of(contents.snapshots())
-    whole = replicated(found) if places.plain else frozenset()
+            if content.normalized_names[name] in by_name:
+                by_name[content.normalized_names[name]][rank] = tensor
+    positions = positions_of(contents.snapshots())
+    whole = replicated(by_name) if positions.plain else frozenset()
     wanted: dict[str, dict[bytes, RemoteTensor]] = {}
-    for name, tensors in found.items():
-        for members in divide(tensors, tuple(contents.rank_infos), places, replicated=name in whole).comparable:
-            # Ranks with another shape or dtype cannot be compared with these, but those of one form can.
+    for name, tensors in by_name.items():
+        for members in divide(tensors, tuple(contents.rank_infos), positions, replicated=name in whole).comparable:
+            # Only ranks with equal dtype and shape can be compared with each other.
             by_form: dict[Any, dict[bytes, RemoteTensor]] = {}
-            for rank in reversed(members):  # of equal ones the first stays
+            for rank in reversed(members):  # the first of several equal ranks remains
                 tensor = tensors[rank]
                 if tensor.same:
-                    one = RemoteTensor(name, tensor.same, rank, size_of(tensor))
-                    by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = one
-            for several in by_form.values():
-                if len(several) > 1:
-                    wanted.setdefault(name, {}).update(several)
+                    remote = RemoteTensor(name, tensor.same, rank, size_of(tensor))
+                    by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
+            for by_digest in by_form.values():
+                if len(by_digest) > 1:
+                    wanted.setdefault(name, {}).update(by_digest)
     return wanted
 
 
@@ -216,24 +225,24 @@ def _attach_bytes(
     wanted: Mapping[str, Mapping[bytes, RemoteTensor]],
     budget: int,
 ) -> tuple[GroupContents, int]:
-    """Return the contents with bytes to read of what differs, or with nothing but digests where it is too much.
+    """Return the contents with readable bytes for differing tensors within the budget.
 
-    With it, of how many tensors it is too much.
+    The second result is the number of tensors beyond the budget, which have digests only.
     """
-    ahead: list[RemoteTensor] = []
+    to_fetch: list[RemoteTensor] = []
     beyond: set[str] = set()
-    for name in sorted(wanted, key=lambda name: sum(one.size for one in wanted[name].values())):
-        remote = [one for key, one in wanted[name].items() if (name, key) not in own]
-        budget -= sum(one.size for one in remote)
+    for name in sorted(wanted, key=lambda name: sum(tensor.size for tensor in wanted[name].values())):
+        remote = [tensor for digest, tensor in wanted[name].items() if (name, digest) not in own]
+        budget -= sum(tensor.size for tensor in remote)
         if budget < 0:
             beyond.add(name)
         else:
-            ahead += remote
-    # In the order in which they are compared, so that neighbours are fetched together.
+            to_fetch += remote
+    # In the order of the comparison, so that one message fetches neighboring tensors.
     order = {name: i for i, name in enumerate(wanted)}
-    fetcher = Fetcher(channel, own, sorted(ahead, key=lambda one: order[one.name]))
+    fetcher = Fetcher(channel, own, sorted(to_fetch, key=lambda tensor: order[tensor.name]))
 
-    def readable(name: str, tensor: Tensor) -> Tensor:
+    def attach(name: str, tensor: Tensor) -> Tensor:
         if name in beyond:
             return with_digest_only(tensor)
         key = (name, tensor.same)
@@ -241,7 +250,7 @@ def _attach_bytes(
 
     by_key = {
         key: content.with_tensors(
-            {name: readable(content.normalized_names[name], t) for name, t in content.tensors.items()}
+            {name: attach(content.normalized_names[name], t) for name, t in content.tensors.items()}
         )
         for key, content in contents.by_key.items()
     }

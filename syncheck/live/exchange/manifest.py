@@ -1,4 +1,4 @@
-"""What the ranks of a process group hold: exchanged in as few bytes as will do, and known to all of them."""
+"""Manifests of the ranks' tensors and values, without the bytes, and their exchange between ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One tensor. algorithm: of its digest; empty where it has none. sharding: position among the manifest's, or -1.
+    """One tensor. algorithm: of its digest; empty without a digest. sharding: index in the manifest's list, or -1.
 
-    crc32: what torch.save stored for its bytes, of a file.
+    crc32: the checksum that torch.save stored for its bytes, if it is in a file.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of one rank in their order, and its plain values. shardings: those of DTensors, each once.
+    """The tensors of one rank in order, and its plain values. Small, and equal on ranks with the same model.
 
-    ties: names that are one tensor, in a file that tells it.
+    shardings: the distinct shardings of DTensors. ties: groups of names of the same tensor in a file.
     """
 
     format: str
@@ -61,22 +61,22 @@ class Manifest:
     notes: tuple[Message, ...]
     ties: tuple[tuple[str, ...], ...]
 
-    def layout(self) -> bytes:
-        """Return 16 bytes that are the same where all is equal but the values, of which only the names count."""
+    def hash_layout(self) -> bytes:
+        """Return 16 bytes that are equal if everything but the values is equal; only their names count."""
         names = tuple(self.values)
         rest = repr((self.format, names, self.stubs, self.metadata, self.notes, self.ties))
         return _hash(_hash_rows(self.rows, self.shardings), rest)
 
     def digest(self) -> bytes:
-        """Return 16 bytes that are the same for equal manifests."""
-        return _hash(self.layout(), repr(self.values))
+        """Return 16 bytes that are equal for equal manifests."""
+        return _hash(self.hash_layout(), repr(self.values))
 
-    def short(self) -> dict[str, str]:
-        """Return each tensor's name without wrappers' prefixes: the one by which ranks are compared."""
+    def normalized_names(self) -> dict[str, str]:
+        """Return each tensor's name without wrapper prefixes, by name. Ranks are compared by normalized names."""
         return normalize(row.name for row in self.rows)
 
-    def tensors(self, digests: Sequence[bytes]) -> dict[str, Tensor]:
-        """Return the tensors as all ranks see them: of known digests, and without bytes."""
+    def make_tensors(self, digests: Sequence[bytes]) -> dict[str, Tensor]:
+        """Return the tensors as all ranks see them, with digests and without bytes."""
         return {
             row.name: Tensor(
                 row.name,
@@ -103,19 +103,19 @@ def _hash(first: bytes, rest: str) -> bytes:
 
 @lru_cache(maxsize=8)
 def _hash_rows(rows: tuple[Row, ...], shardings: tuple[Sharding, ...]) -> bytes:
-    """Hash the tensors' descriptions, which are the same at each check; to write them out takes long."""
+    """Hash the descriptions of the tensors. Cached, because formatting them takes long and they rarely change."""
     return _hash(b"", repr((rows, shardings)))
 
 
 def make_manifest(taken: Snapshot, algorithms: Sequence[str]) -> Manifest:
-    """Return what is to be known of a rank's snapshot by the others. algorithms: of its tensors' digests."""
-    known: dict[Sharding, int] = {}
+    """Return the manifest of a rank's snapshot. algorithms: of the tensors' digests."""
+    shardings: dict[Sharding, int] = {}
     rows = []
     for tensor, algorithm in zip(taken.tensors.values(), algorithms, strict=True):
-        at = -1
+        index = -1
         if tensor.sharding is not None:
-            # Where a rank stands follows from its number; without that, ranks have the same manifest.
-            at = known.setdefault(replace(tensor.sharding, coordinate=()), len(known))
+            # Without the coordinate, which follows from the rank, ranks have equal manifests.
+            index = shardings.setdefault(replace(tensor.sharding, coordinate=()), len(shardings))
         rows.append(
             Row(
                 tensor.name,
@@ -124,14 +124,14 @@ def make_manifest(taken: Snapshot, algorithms: Sequence[str]) -> Manifest:
                 tensor.refused,
                 tensor.parameter,
                 algorithm,
-                at,
+                index,
                 tensor.crc32,
             )
         )
     return Manifest(
         taken.format,
         tuple(rows),
-        tuple(known),
+        tuple(shardings),
         dict(taken.values),
         taken.stubs,
         taken.metadata,
@@ -141,16 +141,16 @@ def make_manifest(taken: Snapshot, algorithms: Sequence[str]) -> Manifest:
 
 
 def with_digest_only(tensor: Tensor) -> Tensor:
-    """Return a tensor of which only the digest is known, and stays so; the ranks have agreed on its algorithm."""
+    """Return a tensor without bytes and with its digest; the ranks have agreed on the algorithm."""
     return replace(tensor, data=None, digest=Digest("agreed", tensor.same.hex()), same=b"")
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What is known of one rank. key: equal on ranks that hold the same; mesh: where it stands, by dimension.
+    """The first message of a rank. key: equal on ranks with equal contents. mesh: its coordinate by dimension.
 
-    path, size: what reports call its replica, and its bytes. host: where it was trained. fallback: why its digests were
-    computed without the fused kernel of a GPU, else empty.
+    path, size: of its replica in reports. host: of the training. fallback: why its digests were computed without the
+    fused GPU kernel, else empty.
     """
 
     key: Key
@@ -164,122 +164,134 @@ class RankInfo:
 
 @dataclass
 class Content:
-    """What some ranks hold, all the same. blob: the digests of the manifest's tensors, in their order."""
+    """The equal contents of some ranks. blob: the digests of the manifest's tensors, in order."""
 
     manifest: Manifest
     blob: bytes
 
     @cached_property
-    def short(self) -> Mapping[str, str]:
-        """Names without wrappers' prefixes, by name."""
-        return self.manifest.short()
+    def normalized_names(self) -> Mapping[str, str]:
+        """Names without wrapper prefixes, by name."""
+        return self.manifest.normalized_names()
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors without bytes, by name; made when somebody asks for them, for where all is well nobody does."""
-        return self.manifest.tensors(_split_digests(self.manifest, self.blob))
+        """Tensors without bytes, by name. Created on demand, because ranks in sync do not need them."""
+        return self.manifest.make_tensors(_split_digests(self.manifest, self.blob))
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Content:
-        """Return the same with other tensors, such as some that can be read."""
-        made = Content(self.manifest, self.blob)
-        made.tensors = tensors
-        return made
+        """Return the same content with other tensors, for example with readable tensors."""
+        content = Content(self.manifest, self.blob)
+        content.tensors = tensors
+        return content
 
 
 @dataclass(frozen=True)
 class GroupContents:
-    """What all ranks hold. places: by rank, in their order; by_key: each different holding once.
+    """The contents of a group's ranks. rank_infos: by rank, in order. is_world: the group includes all ranks."""
 
-    whole: no rank of the world is missing.
-    """
-
-    places: Mapping[int, RankInfo]
+    rank_infos: Mapping[int, RankInfo]
     by_key: Mapping[Key, Content]
-    whole: bool
+    is_world: bool
 
     def of_rank(self, rank: int) -> Content:
-        """Return what a rank holds."""
+        """Return the content of a rank."""
         return self.by_key[self.rank_infos[rank].key]
 
     @property
     def step(self) -> int | None:
-        """The step at which files were saved, as their metadata says; of several the last one."""
-        known = (content.manifest.metadata for content in self.by_key.values())
-        return max((one.step for one in known if one is not None and one.step is not None), default=None)
+        """The last step in the metadata of the files."""
+        metadata = (content.manifest.metadata for content in self.by_key.values())
+        return max((m.step for m in metadata if m is not None and m.step is not None), default=None)
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks hold the same, were to hold the same, and none is missing."""
+        """Whether all ranks have equal contents, hold full replicas, and none is missing."""
         worlds = {content.manifest.metadata.world_size for content in self.by_key.values() if content.manifest.metadata}
         if not worlds <= {None, len(self.rank_infos)}:
             return False
-        parts = any(content.manifest.shardings for content in self.by_key.values())
-        return len(self.by_key) == 1 and not parts and not any(place.mesh for place in self.rank_infos.values())
+        sharded = any(content.manifest.shardings for content in self.by_key.values())
+        return len(self.by_key) == 1 and not sharded and not any(info.mesh for info in self.rank_infos.values())
 
     def snapshots(self, ranks: Sequence[int] = ()) -> dict[int, Snapshot]:
-        """Return replicas as all ranks see them, by default of all ranks. Those that hold the same share tensors."""
-        made: dict[int, Snapshot] = {}
+        """Return the replicas as all ranks see them, by default of all ranks. Equal contents share tensors."""
+        snapshots: dict[int, Snapshot] = {}
         for rank in ranks or self.rank_infos:
-            place, content = self.rank_infos[rank], self.of_rank(rank)
-            of = content.manifest
-            known = of.metadata or Metadata()
+            info, content = self.rank_infos[rank], self.of_rank(rank)
+            manifest = content.manifest
+            metadata = manifest.metadata or Metadata()
             metadata = replace(
-                known,
+                metadata,
                 rank=rank,
-                # Ranks outside a smaller group are not missing from it; those that saved a file and are not here are.
-                world_size=None if ranks else known.world_size or (len(self.rank_infos) if self.whole else None),
-                host=place.host,
-                mesh=dict(place.mesh),
+                # In a subgroup, ranks outside are not missing; ranks that saved a file and are absent are.
+                world_size=None if ranks else metadata.world_size or (len(self.rank_infos) if self.is_world else None),
+                host=info.host,
+                mesh=dict(info.mesh),
             )
-            made[rank] = Snapshot(
-                place.path, of.format, place.size, content.tensors, of.values, of.stubs, metadata, of.notes, of.ties
+            snapshots[rank] = Snapshot(
+                info.path,
+                manifest.format,
+                info.size,
+                content.tensors,
+                manifest.values,
+                manifest.stubs,
+                metadata,
+                manifest.notes,
+                manifest.ties,
             )
-        return dict(zip(made, agree_on_buffers(made.values()), strict=True))
+        return dict(zip(snapshots, agree_on_buffers(snapshots.values()), strict=True))
 
 
-def exchange_manifests(channel: Channel, taken: Snapshot, options: Options) -> GroupContents:
-    """Tell the other ranks what this one holds, and return what all hold. What is equal is sent once.
+def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> GroupContents:
+    """Exchange manifests and digests, and return the contents of all ranks. Equal contents are sent once.
 
-    To be run by `channel.run_together` on all ranks. Raises UsageError where they were not asked for the same.
+    To be called within `channel.run_together` on all ranks. Raises UsageError if the options differ between ranks.
     """
-    found = compute_digests(list(taken.tensors.values()))
-    mine = make_manifest(taken, [algorithm for algorithm, _ in found])
+    digests = compute_digests(list(local.tensors.values()))
+    own = make_manifest(local, [algorithm for algorithm, _ in digests])
     mesh: tuple[tuple[str, int], ...] = ()
     host = os.uname().nodename
-    path = f"{taken.path} on {host}" if taken.format == FORMAT else taken.path  # a file's path says where it is
-    if mine.metadata is not None:
-        host = mine.metadata.host or host  # the file may have been taken elsewhere since
-        mesh = tuple(mine.metadata.mesh.items())
-        own = replace(mine.metadata, rank=None, host=None, mesh={})  # what of it is of this rank alone goes apart
-        mine = replace(mine, metadata=own)
-    key = mine.digest(), hash_digests(found)
-    asked = hashlib.sha256(repr(options).encode()).digest()[:16]
+    path = f"{local.path} on {host}" if local.format == FORMAT else local.path
+    if own.metadata is not None:
+        host = own.metadata.host or host  # the file may have moved to another host since
+        mesh = tuple(own.metadata.mesh.items())
+        shared = replace(
+            own.metadata, rank=None, host=None, mesh={}
+        )  # fields of this rank only would make manifests differ
+        own = replace(own, metadata=shared)
+    key = own.digest(), hash_digests(digests)
+    options_hash = hashlib.sha256(repr(options).encode()).digest()[:16]
     fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
-    sent = channel.gather(RankInfo(key, asked, path, taken.bytes, host, mesh, fallback), "digests")
-    places: dict[int, RankInfo] = {rank: sent[rank] for rank in sorted(sent)}
-    if len({place.options for place in places.values()}) > 1:
-        raise UsageError("the options are not the same on all ranks")
-    manifests = {key[0]: mine}
-    structures = _find_first_ranks({rank: place.key[0] for rank, place in places.items()})
+    sent = channel.gather(RankInfo(key, options_hash, path, local.bytes, host, mesh, fallback), "digests")
+    rank_infos: dict[int, RankInfo] = {rank: sent[rank] for rank in sorted(sent)}
+    if len({info.options for info in rank_infos.values()}) > 1:
+        raise UsageError("the options differ between ranks; pass the same options on every rank")
+    manifests = {key[0]: own}
+    structures = _find_first_ranks({rank: info.key[0] for rank, info in rank_infos.items()})
     if len(structures) > 1:
-        sent = channel.share(lambda: mine, structures.values(), "manifests")
+        sent = channel.share(lambda: own, structures.values(), "manifests")
         manifests = {structure: sent[rank] for structure, rank in structures.items()}
-    owners, blobs = _find_first_ranks({rank: place.key for rank, place in places.items()}), {key: _join_digests(found)}
+    owners, blobs = (
+        _find_first_ranks({rank: info.key for rank, info in rank_infos.items()}),
+        {key: _join_digests(digests)},
+    )
     if len(owners) > 1:
         sent = channel.share(
-            lambda: _join_digests(_agree_on_algorithms(taken, found, manifests)), owners.values(), "tensors"
+            lambda: _join_digests(_agree_on_algorithms(local, digests, manifests)), owners.values(), "tensors"
         )
         blobs = {key: sent[rank] for key, rank in owners.items()}
-    return GroupContents(places, {of: Content(manifests[of[0]], blob) for of, blob in blobs.items()}, channel.is_world)
+    return GroupContents(
+        rank_infos, {key: Content(manifests[key[0]], blob) for key, blob in blobs.items()}, channel.is_world
+    )
 
 
 def compute_digests(tensors: Sequence[Tensor], algorithm: str | None = None) -> list[tuple[str, bytes]]:
-    """Return algorithm and digest of each tensor; nothing of those whose bytes cannot be had."""
-    found = iter(digest_all([t.data.source for t in tensors if isinstance(t.data, TensorBytes)], algorithm))
+    """Return algorithm and digest of each tensor, empty for tensors whose bytes are unavailable."""
+    digests = iter(digest_all([t.data.source for t in tensors if isinstance(t.data, TensorBytes)], algorithm))
 
     def digest_of(data: Any) -> tuple[str, bytes]:
         if isinstance(data, TensorBytes):
-            return next(found)
+            return next(digests)
         return data.digest(algorithm) if isinstance(data, FileBytes) else ("", b"")
 
     return [digest_of(tensor.data) for tensor in tensors]
@@ -290,36 +302,36 @@ def _join_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def _find_first_ranks(keys: Mapping[int, Any]) -> dict[Any, int]:
-    """Return the first rank of each key. keys: by rank, in their order."""
-    found: dict[Any, int] = {}
+    """Return the first rank of each key. keys: by rank, in order."""
+    ranks: dict[Any, int] = {}
     for rank, key in keys.items():
-        found.setdefault(key, rank)
-    return found
+        ranks.setdefault(key, rank)
+    return ranks
 
 
 def _agree_on_algorithms(
-    taken: Snapshot, found: list[tuple[str, bytes]], manifests: Mapping[bytes, Manifest]
+    local: Snapshot, digests: list[tuple[str, bytes]], manifests: Mapping[bytes, Manifest]
 ) -> list[tuple[str, bytes]]:
-    """Return the digests by algorithms on which all ranks agree, tensor by tensor: others are never compared."""
+    """Return the digests, with COMMON for tensors whose algorithms differ between ranks."""
     used: dict[str, set[str]] = {}
     for manifest in manifests.values():
-        short = manifest.short()
+        normalized = manifest.normalized_names()
         for row in manifest.rows:
             if row.algorithm:
-                used.setdefault(short[row.name], set()).add(row.algorithm)
-    short = normalize(taken.tensors)
-    again = [i for i, name in enumerate(taken.tensors) if len(used.get(short[name], ())) > 1]
-    tensors, agreed = list(taken.tensors.values()), list(found)
-    for i, common in zip(again, compute_digests([tensors[i] for i in again], COMMON), strict=True):
+                used.setdefault(normalized[row.name], set()).add(row.algorithm)
+    normalized = normalize(local.tensors)
+    to_redo = [i for i, name in enumerate(local.tensors) if len(used.get(normalized[name], ())) > 1]
+    tensors, agreed = list(local.tensors.values()), list(digests)
+    for i, common in zip(to_redo, compute_digests([tensors[i] for i in to_redo], COMMON), strict=True):
         agreed[i] = common
     return agreed
 
 
 def _split_digests(manifest: Manifest, blob: bytes) -> list[bytes]:
-    """Return the digests of a manifest's rows, none where a row has no algorithm."""
-    found, at = [], 0
+    """Return the digests of a manifest's rows, empty for rows without an algorithm."""
+    digests, start = [], 0
     for row in manifest.rows:
-        end = at + (WIDTH if row.algorithm else 0)
-        found.append(blob[at:end])
-        at = end
-    return found
+        end = start + (WIDTH if row.algorithm else 0)
+        digests.append(blob[start:end])
+        start = end
+    return digests

@@ -1,4 +1,4 @@
-"""Things in memory as a snapshot: with the names, kinds and values that a checkpoint file of them would have."""
+"""Snapshots of objects in memory, with the names, kinds and values of an equivalent checkpoint file."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ FORMAT = "memory"
 
 
 def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
-    """Return one replica in memory as a snapshot; its tensors are read when they are compared, and never changed.
+    """Return a snapshot of one replica in memory. Its tensors are read during the comparison, and never changed.
 
-    parts: modules, optimizers, whatever has a `state_dict()`, state dicts, nested checkpoints, tensors and arrays that
-    together are the replica. path: what reports call it; by default the names of the classes. persistent: leave out
-    the buffers that no state dict holds, to compare a module with a file. An optimizer's states are named by the
-    parameters of the modules given, and by position where there are none.
-    Raises UsageError for a part that holds no tensors by its class.
+    parts: modules, optimizers, other objects with a `state_dict()`, state dicts, nested checkpoints, tensors and arrays
+    that form the replica. path: its name in reports, by default the class names. persistent: skip non-persistent
+    buffers, to compare a module with a file. Optimizer states are named by the parameters of the given modules, or by
+    position without modules. Raises UsageError for a part whose class holds no tensors.
     """
     for part in parts:
         if not is_readable(part):
             raise UsageError(
-                f"an object of class {type(part).__name__} cannot be compared; needs a module, an optimizer, a state "
-                "dict, a tensor, or an object with a state_dict()"
+                f"an object of class {type(part).__name__} cannot be compared; expected a module, an optimizer, a "
+                "state dict, a tensor, or an object with a state_dict()"
             )
     path = path or ", ".join(class_title(part) for part in parts)
     tree = Tree(parts, persistent=persistent)
@@ -48,7 +47,7 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
         flat.tensors[flat.free(name, flat.tensors)] = place
     tensors = {name: _make_tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
     metadata = _make_metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
-    # With a partitioned optimizer, the groups of each rank are of its own parameters.
+    # With a partitioned optimizer, the groups of each rank contain its own parameters only.
     values = {name: value for name, value in flat.values.items() if not (tree.partitioned and is_membership(name))}
     stubs, unread = tuple(sorted(tree.stubs)), ", ".join(sorted(tree.unread))
     notes = (Note.NOT_READ_IN_FULL(objects=unread),) if unread else ()
@@ -56,10 +55,10 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
 
 
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
-    """Let every snapshot that names its buffers name those of all: a buffer may be on some replicas only."""
+    """Give every snapshot with buffer names the union of the names: a buffer may be on some replicas only."""
     listed = list(snapshots)
-    named = [s.metadata.buffers for s in listed if s.metadata is not None and s.metadata.buffers is not None]
-    union = tuple(dict.fromkeys(name for buffers in named for name in buffers))
+    buffer_lists = [s.metadata.buffers for s in listed if s.metadata is not None and s.metadata.buffers is not None]
+    union = tuple(dict.fromkeys(name for buffers in buffer_lists for name in buffers))
     return [
         replace(s, metadata=replace(s.metadata, buffers=union))
         if s.metadata is not None and s.metadata.buffers is not None
@@ -70,7 +69,7 @@ def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
 
 def _make_tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> Tensor:
     dtype = place.dtype.name if place.dtype else "unknown"
-    held = place.held if isinstance(place, MemoryTensor) else None
+    data = place.data if isinstance(place, MemoryTensor) else None
     return Tensor(
         name,
         dtype,
@@ -79,35 +78,35 @@ def _make_tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> T
         path,
         0,
         refused=place.refused,
-        data=held,
+        data=data,
         parameter=parameter,
         sharding=place.sharding,
     )
 
 
 def _sum_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all tensors whose dtype is known."""
+    """Return the bytes of all tensors with a known dtype."""
     return sum(tensor.numel * DTYPES[tensor.dtype].size for tensor in tensors if tensor.dtype in DTYPES)
 
 
 def _make_metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | None) -> Metadata:
-    """Say what the modules know and a state dict does not. Names are those that the comparison sees, unwrap_optimizer."""
-    # BatchNorm's modules are named by their statistics, for only whole names of tensors are unwrap_optimizer.
-    short = normalize(tensors)
+    """Return metadata that modules have and state dicts lack. Names are normalized, as in the comparison."""
+    # BatchNorm modules are normalized by the names of their statistics, because `normalize` takes tensor names only.
+    normalized = normalize(tensors)
     momentum = {}
     for name, value in tree.bn_momentum.items():
-        statistic = short.get(f"{name}.running_mean" if name else "running_mean")
+        statistic = normalized.get(f"{name}.running_mean" if name else "running_mean")
         if statistic is not None:
             momentum[statistic.removesuffix("running_mean").removesuffix(".")] = value
-    known = block or Metadata()
+    metadata = block or Metadata()
     return replace(
-        known,
-        buffers=tuple(short[name] for name in tree.buffers if name in short),
-        frozen=tuple(short[name] for name in tree.frozen if name in short),
+        metadata,
+        buffers=tuple(normalized[name] for name in tree.buffers if name in normalized),
+        frozen=tuple(normalized[name] for name in tree.frozen if name in normalized),
         bn_momentum=momentum,
-        optimizer_sharded=known.optimizer_sharded or tree.partitioned,
-        # So that a rank that has lost all states of its part is seen: nobody else has them.
-        optimizer_parameters=known.optimizer_parameters
-        or tuple(short[name] for name in tree.local_parameters if name in short),
-        buffers_synced=known.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
+        optimizer_sharded=metadata.optimizer_sharded or tree.partitioned,
+        # To detect a rank that has lost all states of its parameters, which no other rank has.
+        optimizer_parameters=metadata.optimizer_parameters
+        or tuple(normalized[name] for name in tree.local_parameters if name in normalized),
+        buffers_synced=metadata.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )

@@ -1,7 +1,7 @@
-"""One tensor in memory: where its bytes are, or why they cannot be compared.
+"""One tensor in memory: its bytes, or why they cannot be compared.
 
-Neither torch nor numpy is imported here. Who holds a tensor has loaded its library, so both are looked up among the
-loaded modules, and a program without torch never pays for it.
+Imports neither torch nor numpy but looks them up among the loaded modules: if a caller has a tensor, its library is
+loaded, and programs without torch do not pay for its import.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
     Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
-# All parameters of a model share a mesh or two; to list the ranks of one anew for each takes long.
+# Cached, because listing the ranks of a mesh takes long, and all parameters of a model share a mesh or two.
 _MESHES: MutableMapping[Any, Mesh] = WeakKeyDictionary()
 
 
 def get_sharding(tensor: Any) -> Sharding:
-    """Return how a DTensor is laid out. Whatever is no copy and no shard is taken for a part of a sum."""
+    """Return the sharding of a DTensor. A placement that is neither replicated nor a shard counts as a partial sum."""
     sizes, ranks, coordinate, names = _describe_mesh(tensor.device_mesh)
     placements = tuple(map(_format_placement, tensor.placements))
     return Sharding(sizes, ranks, placements, tuple(tensor.shape), names, coordinate)
 
 
 def _describe_mesh(mesh: Any) -> Mesh:
-    """Return sizes, ranks in C order, this rank's coordinate and the names of a mesh's dimensions."""
+    """Return sizes, ranks in C order, this rank's coordinate and the dimension names of a mesh."""
     found = _MESHES.get(mesh)
     if found is None:
-        at = mesh.get_coordinate()  # None on a rank that is not in it
+        at = mesh.get_coordinate()  # None on a rank outside the mesh
         ranks = mesh.mesh
         found = tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(at or ()), tuple(mesh.mesh_dim_names or ())
         _MESHES[mesh] = found
@@ -59,7 +59,7 @@ def _describe_mesh(mesh: Any) -> Mesh:
 
 
 def _format_placement(placement: Any) -> str:
-    """Write a placement as `snapshots.Sharding` has it."""
+    """Format a placement as in `snapshots.Sharding`."""
     if placement.is_replicate():
         return "R"
     name = type(placement).__name__
@@ -69,11 +69,11 @@ def _format_placement(placement: Any) -> str:
 
 
 class TensorBytes:
-    """The bytes of a strided tensor or an array in C order, read a part at a time and copy_in_c_order only when read.
+    """The bytes of a strided tensor or an array in C order, copied part by part when read.
 
-    Nothing is kept of what was copy_in_c_order: a tensor that lies otherwise, as all of a channels-last model do, is gathered
-    anew for each part. Parts of a tensor on a device are copy_in_c_order from it one by one.
-    source: the tensor or array itself; of a DTensor its local tensor.
+    Copies are not cached: a tensor in another memory order, for example channels-last, is gathered again for each part.
+    Tensors on a device are copied from the device part by part. source: the tensor or array; for a DTensor its local
+    tensor.
     """
 
     __slots__ = ("_flat", "source")
@@ -91,7 +91,7 @@ class TensorBytes:
         source = self.source
         size = source.itemsize
         start, stop, _ = part.indices(math.prod(source.shape) * size)
-        # Whole elements: of a window the ends may lie within one.
+        # Whole elements, because a window may start or end inside an element.
         first, last = start // size, -(-stop // size)
         with as_plain_tensors():
             row = b"".join(_to_bytes(flat_bytes(source[box])) for box in boxes(source.shape, first, last - first))
@@ -99,39 +99,39 @@ class TensorBytes:
 
 
 class MemoryTensor(TensorPlace):
-    """A tensor in memory, in the shape in which `readers.pickles.tree` expects one of a file."""
+    """A tensor in memory, with the interface of a tensor in a file that `readers.pickles.tree` expects."""
 
-    held: TensorBytes | None
+    data: TensorBytes | None
 
     def __init__(
         self,
         dtype: DType | None,
         shape: tuple[int, ...],
-        held: TensorBytes | None,
+        data: TensorBytes | None,
         refused: Message | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        # A live check makes some hundred of these every time.
+        # Without the constructor of the base class: a live check creates hundreds of these objects.
         self.__dict__.update(
             storage=None, dtype=dtype, offset=0, shape=shape, strides=in_c_order(shape), refused=refused,
-            sharding=sharding, held=held,
+            sharding=sharding, data=data,
         )  # fmt: skip
 
     def refuse(self, reason: Message) -> MemoryTensor:
-        """Return the same place with a reason not to compare it."""
+        """Return the tensor with a reason not to compare it."""
         return self if self.refused else MemoryTensor(self.dtype, self.shape, None, reason)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of torch or an array of numpy."""
+    """Whether a value is a torch tensor or a numpy array."""
     numpy = sys.modules.get("numpy")
     return is_torch(value) or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
 def describe_tensor(value: Any) -> MemoryTensor:
-    """Say where the bytes of a tensor or array are, or why they cannot be compared. value: one of `is_tensor`.
+    """Return the bytes of a tensor or array, or the reason why they cannot be compared.
 
-    Of a DTensor it is the local tensor, with how it is laid over the mesh.
+    For a DTensor, the bytes of the local tensor and its sharding.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
@@ -139,7 +139,7 @@ def describe_tensor(value: Any) -> MemoryTensor:
         refused = None if dtype else Refusal.NUMPY_DTYPE(name=f"{value.dtype.str[1:]:.20}")
         return MemoryTensor(dtype, tuple(value.shape), None if refused else TensorBytes(value), refused)
     kind = type(value)
-    if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:  # as nearly all
+    if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:  # the common case
         dtype = _get_dtype(value.dtype)
         has_bytes = not (value.is_meta or value.is_quantized or value.is_nested) and has_storage(value)
         if dtype is not None and has_bytes:
@@ -160,18 +160,18 @@ def describe_tensor(value: Any) -> MemoryTensor:
 
 @cache
 def _get_dtype(dtype: Any) -> DType | None:
-    """Return what is known of a dtype of torch."""
+    """Return the record of a torch dtype."""
     return DTYPES.get(str(dtype).removeprefix("torch."))
 
 
 def holds_shard(value: Any) -> bool:
-    """Whether this rank holds a part of a tensor only."""
+    """Whether this rank holds only a shard of a tensor."""
     plain = not hasattr(value, "placements") and type(value).__name__ != "ShardedTensor"
     return not plain and is_shard(describe_tensor(value))
 
 
 def is_shard(place: MemoryTensor) -> bool:
-    """Whether a rank holds a part of the tensor only."""
+    """Whether a rank holds only a shard of the tensor."""
     if place.refused is not None:
         return place.refused.code in SHARD_REFUSALS
     return place.sharding is not None and not is_whole(place.sharding)
@@ -181,11 +181,11 @@ def _find_refusal(value: Any, torch: Any) -> Message | None:
     """Return why the bytes of a tensor are unavailable."""
     if value.is_nested:
         return Refusal.NESTED()
-    if hasattr(value, "cls_to_become"):  # torch.nn.UninitializedParameter and its buffer
+    if hasattr(value, "cls_to_become"):  # torch.nn.UninitializedParameter and UninitializedBuffer
         return Refusal.LAZY()
     if value.is_quantized:
         return Refusal.QUANTIZED()
-    # What has one of its own wraps other tensors, and has no bytes itself.
+    # A subclass with its own __torch_dispatch__ wraps other tensors and has no bytes itself.
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return Refusal.WRAPPER()
     if value.device.type == "meta":
@@ -196,7 +196,7 @@ def _find_refusal(value: Any, torch: Any) -> Message | None:
 
 
 def flat_bytes(source: Any) -> Any:
-    """Return all bytes as one row: an array or tensor of uint8, without a copy where C order allows it."""
+    """Return all bytes as one uint8 array or tensor, without a copy if the memory is in C order."""
     if not is_torch(source):
         return array_bytes(source)
     with as_plain_tensors():
@@ -205,12 +205,12 @@ def flat_bytes(source: Any) -> Any:
 
 
 def _is_c_order(source: Any) -> bool:
-    """Whether all bytes can be seen as one row without a copy."""
+    """Whether all bytes can be viewed as one row without a copy."""
     if is_torch(source):
         return is_c_order(source)
     return bool(source.flags.c_contiguous and source.dtype.isnative)
 
 
 def _to_bytes(row: Any) -> bytes:
-    """Return a row of uint8, which may be on a device, as bytes."""
+    """Return a uint8 row, possibly on a device, as bytes."""
     return bytes(memoryview(row.cpu().numpy() if is_torch(row) else row))

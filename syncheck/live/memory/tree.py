@@ -1,7 +1,7 @@
-"""From modules, optimizers, state dicts and tensors in memory to the tree that a checkpoint file would hold.
+"""Convert modules, optimizers, state dicts and tensors in memory to the tree that a checkpoint file would hold.
 
-`readers.pickles.tree` then gives both the same names. Modules are read by their parameters and buffers and not by
-`state_dict()`: that one leaves out buffers that are not persistent, and for sharded modules it communicates.
+Then `readers.pickles.tree` names the tensors of both alike. Modules are read through their parameters and buffers,
+because `state_dict()` lacks non-persistent buffers and communicates for sharded modules.
 """
 
 from __future__ import annotations
@@ -42,56 +42,56 @@ if TYPE_CHECKING:
 
 
 def get_local_optimizer(optimizer: Any) -> tuple[Any, bool]:
-    """Return the optimizer that keeps this rank's states, and whether the other ranks keep those of other parameters.
+    """Return the optimizer with this rank's states, and whether other ranks hold the states of other parameters.
 
-    ZeroRedundancyOptimizer has another one within. Its own `state_dict()` is that of all ranks, once it was gathered.
+    ZeroRedundancyOptimizer has an inner optimizer. Its own `state_dict()` has the states of all ranks, after gathering
+    them.
     """
     inner = getattr(optimizer, "optim", None)
     partitioned = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
     return (inner, True) if partitioned and hasattr(inner, "state_dict") else (optimizer, False)
 
 
-def add_parameter_names(made: Any, optimizer: Any, names: Mapping[int, str], sharded: Container[int]) -> Any:
-    """Return an optimizer's state dict with the names of its parameters, where the modules given have them all.
+def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str], sharded: Container[int]) -> Any:
+    """Return an optimizer's state dict with parameter names, if the given modules have all parameters.
 
-    made: the converted state dict, which is changed. names: by the id of a parameter; sharded: ids of flat shards.
+    state_dict: converted; it is changed. names: by the id of a parameter. sharded: ids of flat shards.
     """
-    if not isinstance(made, dict) or not (
-        isinstance(made.get("param_groups"), list) and isinstance(made.get("state"), dict)
+    if not isinstance(state_dict, dict) or not (
+        isinstance(state_dict.get("param_groups"), list) and isinstance(state_dict.get("state"), dict)
     ):
-        return made
+        return state_dict
     groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    numbers = [group.get("params") for group in made["param_groups"]]
+    numbers = [group.get("params") for group in state_dict["param_groups"]]
     known = all(key in names for group in groups for key in group)
     if [len(n or ()) for n in numbers] != [len(group) for group in groups]:
-        return made
-    for group, keys, ids in zip(made["param_groups"], groups, numbers, strict=True):
+        return state_dict
+    for group, keys, ids in zip(state_dict["param_groups"], groups, numbers, strict=True):
         if known and "param_names" not in group:
             group["param_names"] = [names[key] for key in keys]
         for key, number in zip(keys, ids, strict=True):
             if key in sharded:
-                # Which states there are differs: a rank whose shard of the parameter is empty has none.
-                made["state"][number] = {"state": MemoryTensor(None, (), None, Refusal.FLAT_PARAMETER())}
-    return made
+                # Ranks differ in the states: a rank with an empty shard of the parameter has no states.
+                state_dict["state"][number] = {"state": MemoryTensor(None, (), None, Refusal.FLAT_PARAMETER())}
+    return state_dict
 
 
-# As deep as `readers.pickles.tree` goes.
+# The limit of `readers.pickles.tree`.
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes, bytearray)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
 class Tree:
-    """Converts what makes up one replica; `root` is then what a checkpoint of it would hold.
+    """Converts the parts of one replica; `root` is the equivalent content of a checkpoint.
 
-    parts: modules, optimizers, other objects with a `state_dict()`, containers of any of these, tensors. persistent:
-    whether to leave out the buffers that a state dict leaves out. buffers, frozen, parameters: names, as
-    `readers.pickles.tree` gives them. bn: BatchNorm's momentum by module name. buffers_synced: as in
-    `snapshots.Metadata`; None where no module says it. stubs: unknown classes, of which all tensors are compared.
-    unread: classes, and attributes of modules, of which they are not. hidden: the same by name, if there are tensors.
-    names: of the modules' parameters, by their `id`. partitioned: an optimizer keeps the state of some parameters only,
-    as ZeRO's does; kept: the names of this rank's.
-    Raises UsageError for what cannot be read.
+    parts: modules, optimizers, other objects with a `state_dict()`, tensors, containers. persistent: skip
+    non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. bn_momentum: by BatchNorm
+    module. buffers_synced: as in `snapshots.Metadata`; None if no module defines it. stubs: unknown classes whose
+    tensors are all compared. unread: classes and module attributes that may have more tensors. hidden: the same with
+    names, if tensors were found. names: of the modules' parameters, by `id`. partitioned: an optimizer holds the states
+    of some parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for objects
+    that cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
@@ -115,7 +115,7 @@ class Tree:
         self._above: set[int] = set()
         self._alive: list[Any] = []
         self.root = self._convert(_merge_parts(parts), "", 0)
-        # Last, when the names of all parameters are known.
+        # After all modules, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
             made = add_parameter_names(
                 self._convert(optimizer.state_dict(), name, 1), optimizer, self.names, self._sharded
@@ -125,7 +125,7 @@ class Tree:
                     self.names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]
                 ]
             if not ("state" in made and "param_groups" in made):
-                into.clear()  # one that wraps another, as those with fp32 masters: a mapping like any other
+                into.clear()  # a wrapper of another optimizer (fp32 masters), treated as a plain mapping
             into.update(made)
         known = {*self._seen, *self.names, *map(id, self._alive)}
         self.hidden = [(name, class_name(n)) for name, n, inside in self._searched if has_tensor(inside, known)]
@@ -135,12 +135,12 @@ class Tree:
 
     @property
     def buffers_synced(self) -> bool | None:
-        """Whether the buffers are synchronized, where all modules say the same."""
+        """Whether the buffers are synchronized; None if the modules disagree."""
         return next(iter(self.synced)) if len(self.synced) == 1 else None
 
     def _convert(self, node: Any, name: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise UsageError(f"{name[:80]}: containers are nested deeper than {MAX_DEPTH} levels")
+            raise UsageError(f"{name[:80]}: containers are nested more than {MAX_DEPTH} levels deep")
         if node is None or type(node) in _EXACT:
             return node
         if type(node).__name__ == "UntypedStorage":
@@ -159,11 +159,11 @@ class Tree:
             return exact.__str__(node) if exact is str else exact(node)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(node, numpy.generic):
-            # As the file reader does it: numbers that `struct` knows, the bytes of all others.
+            # Like the file reader: numbers that `struct` can pack, otherwise bytes.
             return node.item() if node.dtype.kind in "fiub" and node.itemsize <= 8 else node.tobytes()
         if id(node) in self._seen:
             return self._seen[id(node)]
-        if id(node) in self._above:  # an object that refers to its owner: the way back is not followed
+        if id(node) in self._above:  # a reference back to an object that contains this one
             return None
         self._above.add(id(node))
         plain = type(node) in (list, tuple, deque) or (type(node) is dict and all(type(key) in _EXACT for key in node))
@@ -172,7 +172,7 @@ class Tree:
         made = self._container(node, name, depth)
         self._above.discard(id(node))
         self._seen[id(node)] = made
-        self._alive.append(node)  # an id means something only as long as its object lives
+        self._alive.append(node)  # ids are unique only among live objects
         return made
 
     def _container(self, node: Any, name: str, depth: int) -> Any:
@@ -186,17 +186,17 @@ class Tree:
             own, partitioned = get_local_optimizer(node)
             self.partitioned = self.partitioned or partitioned
             self._optimizers.append((into, own, name))
-            # What makes `readers.pickles.tree` see an optimizer; filled when all names are known.
+            # An empty optimizer for `readers.pickles.tree`, filled when all names are known.
             into.update(state={}, param_groups=[])
             return into
         if isinstance(node, Mapping):
-            # 1 and "1" have one name; then the order tells them apart, which must not depend on the mapping's own.
+            # 1 and "1" have the same name. Their order distinguishes them, so it must not depend on the mapping.
             keys = list(node) if len({str(key) for key in node}) == len(node) else sorted(node, key=_sort_key)
             return {key: below(key, node[key]) for key in keys}
         if isinstance(node, (list, tuple, deque)):
             listed = [below(i, value) for i, value in enumerate(node)]
             return tuple(listed) if isinstance(node, tuple) else listed
-        if isinstance(node, (set, frozenset)):  # of tensors, it has no order by which they could be compared
+        if isinstance(node, (set, frozenset)):  # a set of tensors has no order for a comparison
             return None if has_tensor(node) else node
         if is_stateful(node):
             return self._convert(node.state_dict(), name, depth + 1)
@@ -204,8 +204,8 @@ class Tree:
             return None
         fields = get_attributes(node)
         if not hasattr(node, "__dict__") and not has_tensor(fields.values()):
-            fields = {}  # plain values in slots are mostly what a library keeps for itself, as pathlib does
-        # What the garbage collector does not see may hold tensors where Python cannot look.
+            fields = {}  # plain values in slots are usually internals of a library, for example pathlib
+        # Objects unknown to the garbage collector may hold tensors out of reach of Python.
         (self.stubs if fields or gc.is_tracked(node) else self.unread).add(class_name(node))
         return {key: below(key, value) for key, value in fields.items()}
 
@@ -219,7 +219,7 @@ class Tree:
         flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_fsdp1(m))
         transient = get_transient_buffers(modules)
         for path, owner in modules.items():
-            # torch.compile and FSDP1 hide themselves in the names that the methods give; state dicts show them.
+            # As in state dicts, keep the wrapper names of torch.compile and FSDP1, which the methods of modules hide.
             at = f"{path}." if path else ""
             for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 place = describe_tensor(parameter)
@@ -237,13 +237,13 @@ class Tree:
                     self.buffers.append(f"{prefix}{at}{key}")
             self._alive += [owner, *owner.buffers(recurse=False)]
             for held in (owner, *owner.parameters(recurse=False)):
-                own = [(key, value) for key, value in vars(held).items() if hasattr(value, "dtype")]  # few: is fast
+                own = [(key, value) for key, value in vars(held).items() if hasattr(value, "dtype")]
                 self._attributes += [(f"{class_name(held)}.{key}", value) for key, value in own if is_tensor(value)]
             if has_extra_state(owner):
                 made[f"{at}{EXTRA_STATE}"] = self._convert(owner.get_extra_state(), f"{prefix}{at}{EXTRA_STATE}", 1)
             if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
                 self.bn_momentum[f"{prefix}{path}".removesuffix(".")] = owner.momentum
-        # Asking sharded ones for what they save would gather their shards.
+        # Sharded modules would gather their shards.
         whole = {at: m for at, m in modules.items() if not (flat and f"{at}.".startswith(flat)) and not is_sharded(m)}
         added, not_called = get_custom_state(whole, made.keys() | transient)
         self.unread.update(not_called)
@@ -255,14 +255,14 @@ class Tree:
 
 
 def class_name(thing: Any) -> str:
-    """Name the class of an object, with its module."""
+    """Return the name of an object's class, with its module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"[:120]
 
 
 def get_prefix(name: str) -> str:
-    """Return what stands before the names in a module: its own name with a dot, but for a container such as `model`.
+    """Return the prefix of the names in a module: its own name and a dot, but no name for a container like `model`.
 
-    So `readers.pickles.tree` names what such a container holds.
+    `readers.pickles.tree` does the same.
     """
     head, _, last = name.rpartition(".")
     prefix = head if last in MODEL_CONTAINERS else name
@@ -270,9 +270,9 @@ def get_prefix(name: str) -> str:
 
 
 def name_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Return the modules, optimizers and other objects with a state of a replica, with what `Tree` calls each.
+    """Return the modules, optimizers and other stateful objects of a replica with their names in `Tree`.
 
-    'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' where there are two of a kind.
+    'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' for two of a kind.
     """
     merged = _merge_parts(parts)
     found: list[tuple[str, Any]] = []
@@ -283,7 +283,7 @@ def name_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 
 def _merge_parts(parts: tuple[Any, ...]) -> Any:
-    """Put the parts of a replica under the keys under which trainers save them; a single part stands for itself."""
+    """Store the parts of a replica under the keys that trainers use. A single part remains as it is."""
     if len(parts) == 1 and not is_bundle(parts[0]):
         only = parts[0]
         return only if isinstance(only, (Mapping, list, tuple)) or is_tensor(only) else {_default_key(only): only}
@@ -291,7 +291,7 @@ def _merge_parts(parts: tuple[Any, ...]) -> Any:
     plain: list[tuple[str, Any]] = []
     listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
     for i, part in enumerate(listed):
-        if is_optimizer_state(part):  # beside other keys it would make an optimizer of the whole tree
+        if is_optimizer_state(part):  # with other keys beside it, the whole tree would look like an optimizer
             found.setdefault("optimizer", []).append(part)
         elif isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
             plain.append((f"things.{i}", part))
@@ -311,7 +311,7 @@ def _sort_key(key: Any) -> tuple[str, str]:
 
 
 def _default_key(part: Any) -> str:
-    """Return the key under which trainers save such an object."""
+    """Return the key that trainers use for an object of this kind."""
     if is_module(part):
         return "model"
     if is_optimizer(part):

@@ -1,4 +1,4 @@
-"""What a thing in memory is, told by what it offers, and what it holds: modules, optimizers, containers, objects."""
+"""Classify objects in memory by their interface (module, optimizer, container), and find tensors inside them."""
 
 from __future__ import annotations
 
@@ -15,92 +15,92 @@ from syncheck.live.memory.tensor_bytes import is_tensor
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-# Objects that a search for tensors looks at: what holds more, such as a logger with all others, may hold a tensor too.
+# Limit of a search for tensors. An object that refers to more, like a logger, counts as holding a tensor.
 _MOST_SEARCHED = 20_000
 
 
-def is_module(thing: Any) -> bool:
-    """Whether a thing is a torch module, by what it offers."""
-    wanted = ("named_parameters", "named_buffers", "named_modules")
-    return not isinstance(thing, type) and all(callable(getattr(thing, name, None)) for name in wanted)
+def is_module(value: Any) -> bool:
+    """Whether an object has the interface of a torch module."""
+    methods = ("named_parameters", "named_buffers", "named_modules")
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
 
-def is_optimizer(thing: Any) -> bool:
-    """Whether a thing is an optimizer, by what it offers. Its state dict is none."""
+def is_optimizer(value: Any) -> bool:
+    """Whether an object has the interface of an optimizer. An optimizer's state dict does not."""
     return (
-        not isinstance(thing, Mapping) and isinstance(getattr(thing, "param_groups", None), list) and is_stateful(thing)
+        not isinstance(value, Mapping) and isinstance(getattr(value, "param_groups", None), list) and is_stateful(value)
     )
 
 
-def is_bundle(thing: Any) -> bool:
-    """Whether a thing is a list or tuple of parts of one replica, such as (model, optimizer)."""
-    return isinstance(thing, (list, tuple)) and any(is_module(t) or is_stateful(t) for t in thing)
+def is_bundle(value: Any) -> bool:
+    """Whether an object is a list or tuple of parts of one replica, for example (model, optimizer)."""
+    return isinstance(value, (list, tuple)) and any(is_module(t) or is_stateful(t) for t in value)
 
 
-def has_module(thing: Any) -> bool:
-    """Whether a thing is a module, or a container with one at any depth in it."""
-    ahead, seen = [thing], set()
-    while ahead:
-        node = ahead.pop()
+def has_module(value: Any) -> bool:
+    """Whether an object is a module, or a container with a module at any depth."""
+    pending, seen = [value], set()
+    while pending:
+        node = pending.pop()
         if is_module(node):
             return True
         if id(node) not in seen and not is_tensor(node) and not is_stateful(node):
             seen.add(id(node))
             listed = node if isinstance(node, (list, tuple, deque)) else ()
-            ahead += node.values() if isinstance(node, Mapping) else listed or get_attributes(node).values()
+            pending += node.values() if isinstance(node, Mapping) else listed or get_attributes(node).values()
     return False
 
 
-def get_attributes(thing: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name: of its `__dict__` and of the `__slots__` of its classes."""
-    names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy find them
-    found = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
-    own = getattr(thing, "__dict__", None)
-    return found | own if isinstance(own, dict) and not isinstance(thing, (type, ModuleType, FunctionType)) else found
+def get_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, from `__dict__` and the `__slots__` of its classes."""
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy do
+    slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    own = getattr(value, "__dict__", None)
+    return slots | own if isinstance(own, dict) and not isinstance(value, (type, ModuleType, FunctionType)) else slots
 
 
 def has_tensor(inside: Iterable[Any], known: Container[int] = ()) -> bool:
-    """Whether a tensor, or anything that has a state, is in some objects or in whatever these refer to.
+    """Whether some objects are or refer to a tensor, a module, or an object with a state.
 
-    Modules and classes are not looked into, nor the globals of functions. known: ids of objects that are left out.
+    Does not search inside modules, classes or the globals of functions. known: ids of objects to skip.
     """
-    ahead, seen = list(inside), set()
-    while ahead:
-        at = ahead.pop()
-        if id(at) in known or id(at) in seen or isinstance(at, (type, ModuleType)):
+    pending, seen = list(inside), set()
+    while pending:
+        node = pending.pop()
+        if id(node) in known or id(node) in seen or isinstance(node, (type, ModuleType)):
             continue
-        if is_tensor(at) or type(at).__name__ == "UntypedStorage" or is_module(at) or is_stateful(at):
+        if is_tensor(node) or type(node).__name__ == "UntypedStorage" or is_module(node) or is_stateful(node):
             return True
-        seen.add(id(at))
+        seen.add(id(node))
         if len(seen) > _MOST_SEARCHED:
             return True
-        ahead += get_referents(at)
+        pending += get_referents(node)
     return False
 
 
-def get_referents(thing: Any) -> list[Any]:
-    """Return the objects that one refers to, as the garbage collector sees it, and what a weak reference points at."""
-    if isinstance(thing, FunctionType):
-        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
-    if isinstance(thing, weakref.ReferenceType):
-        return [thing()]
-    if isinstance(thing, dict) and "__builtins__" in thing:  # the globals of a module
+def get_referents(value: Any) -> list[Any]:
+    """Return the objects that an object refers to, as the garbage collector sees it, including weak references."""
+    if isinstance(value, FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if isinstance(value, weakref.ReferenceType):
+        return [value()]
+    if isinstance(value, dict) and "__builtins__" in value:  # the globals of a module
         return []
-    return gc.get_referents(thing)
+    return gc.get_referents(value)
 
 
-def is_readable(thing: Any) -> bool:
-    """Whether a thing may hold tensors: a module, whatever has a `state_dict()`, a container or a tensor."""
-    return is_module(thing) or is_stateful(thing) or is_tensor(thing) or isinstance(thing, (Mapping, list, tuple))
+def is_readable(value: Any) -> bool:
+    """Whether an object may hold tensors: a module, an object with a `state_dict()`, a container or a tensor."""
+    return is_module(value) or is_stateful(value) or is_tensor(value) or isinstance(value, (Mapping, list, tuple))
 
 
-def class_title(thing: Any) -> str:
-    """Name a thing by its class: 'ResNet'; a bundle by its parts: 'ResNet, SGD'."""
-    if is_bundle(thing):
-        return ", ".join(class_title(part) for part in thing)
-    return type(thing).__name__[:40]
+def class_title(value: Any) -> str:
+    """Return the class name, 'ResNet', or the class names of a bundle, 'ResNet, SGD'."""
+    if is_bundle(value):
+        return ", ".join(class_title(part) for part in value)
+    return type(value).__name__[:40]
 
 
-def is_stateful(thing: Any) -> bool:
-    """Whether a thing has a `state_dict()`; a class has none."""
-    return not isinstance(thing, type) and callable(getattr(thing, "state_dict", None))
+def is_stateful(value: Any) -> bool:
+    """Whether an object, not a class, has a `state_dict()`."""
+    return not isinstance(value, type) and callable(getattr(value, "state_dict", None))

@@ -1,4 +1,4 @@
-"""Watch a training: check every N steps that all ranks hold the same model, and act where they do not."""
+"""Check the ranks of a training run every N optimizer steps, and act if they are out of sync."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
 from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
-from syncheck.live.channel import MAX_ANSWERS, Channel, group_ranks_by_value, world_size
-from syncheck.live.checks import check, group_of
+from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
+from syncheck.live.checks import check, group_of, run_check
+from syncheck.live.exchange import ReportCache
 from syncheck.live.monitor.reporter import CheckRecord, Reporter
 from syncheck.messages import ranks_text
 from syncheck.records import Report
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from syncheck.records import Finding
 
 
-def check_agreement(channel: Channel, mine: tuple[int, int, str]) -> None:
-    """Raise on all ranks unless all are at the same step of equal monitors. mine: step, every= and on_desync=."""
-    found = channel.gather(mine, "monitor")
-    steps, intervals, actions = ({rank: sent[i] for rank, sent in found.items()} for i in range(3))
+def check_agreement(channel: Channel, own: tuple[int, int, str]) -> None:
+    """Raise on all ranks unless they are at the same step with equal settings. own: step, every= and on_desync=."""
+    settings = channel.gather(own, "monitor")
+    steps, intervals, actions = ({rank: sent[i] for rank, sent in settings.items()} for i in range(3))
     for name, answers in (("every", intervals), ("on_desync", actions)):
         if len(set(answers.values())) > 1:
-            raise UsageError(f"{name}= is not the same on all ranks: {_format_answers(answers)}")
+            raise UsageError(f"{name}= differs between ranks: {_format_answers(answers)}")
     if len(set(steps.values())) > 1:
         raise RankFailed(
             f"the monitors are at different steps: {_format_answers(steps)}; call step() on every rank once after each "
@@ -40,17 +41,17 @@ def check_agreement(channel: Channel, mine: tuple[int, int, str]) -> None:
 
 
 def _format_answers(answers: Mapping[int, object]) -> str:
-    """Write what ranks answered: '5 on rank 0, 10 on ranks 1, 2'."""
+    """Format values by rank: '5 on rank 0, 10 on ranks 1, 2'."""
     ranks = group_ranks_by_value(dict(sorted(answers.items())))
-    return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MAX_ANSWERS])
+    return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MAX_VALUES])
 
 
 def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], report: Report) -> None:
-    """Call a function on every rank. Where it raises on some ranks only, the others raise RankFailed."""
+    """Call a function on every rank. If it raises on some ranks only, the other ranks raise RankFailed."""
     try:
         action(report)
     except (Exception, SystemExit) as error:
-        with suppress(SyncheckError):  # where others are gone, this rank's own error is what matters
+        with suppress(SyncheckError):  # if other ranks have exited, the error of this rank matters more
             channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
         raise
     sent = channel.gather("", "on_desync")
@@ -60,18 +61,18 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
 
 
 class DesyncState:
-    """What is known to be wrong, so that only what is new is told at length.
+    """The known findings, so that only new findings are printed in detail.
 
-    good: the last step that was in sync. since: the step at which ranks were first seen apart, None in sync.
+    last_good: the last step in sync. since: the first step out of sync, None while in sync.
     """
 
-    def __init__(self, good: int | None = None) -> None:
-        self.last_good = good
+    def __init__(self, last_good: int | None = None) -> None:
+        self.last_good = last_good
         self.since: int | None = None
         self._known: dict[tuple[str, tuple[int, ...]], set[str]] = {}
 
     def update(self, step: int, report: Report) -> tuple[Finding, ...]:
-        """Take note of a check; returns the findings that fail and are new in code, ranks or tensors."""
+        """Record a check; return the failing findings with a new code, new ranks or new tensors."""
         if report.verdict == "in_sync":
             self.last_good, self.since = step, None
             self._known.clear()
@@ -80,42 +81,40 @@ class DesyncState:
         self.since = step if self.since is None else self.since
         new = []
         for finding in (finding for group in report.groups for finding in group.findings if finding.fails):
-            named = {*finding.tensors, *finding.values}
+            names = {*finding.tensors, *finding.values}
             known = self._known.get((finding.code, finding.ranks))
-            if known is None or not named <= known:
+            if known is None or not names <= known:
                 new.append(finding)
-            self._known[finding.code, finding.ranks] = named | (known or set())
+            self._known[finding.code, finding.ranks] = names | (known or set())
         return tuple(new)
 
 
 ACTIONS = ("raise", "warn", "resync")
-_ALONE = "there is no other rank in the process group, so there is nothing to compare with"
-_NO_GROUP = (
-    "there is no process group, so there is nothing to compare with; it needs "
-    "torch.distributed.init_process_group() on every rank"
-)
+_ALONE = "the process group has no other rank to compare with"
+_NO_GROUP = "no process group to compare across; call torch.distributed.init_process_group() on every rank"
 
 
 class SyncMonitor:
-    """Checks every `every` optimizer steps that all ranks hold the same model. To be made on every rank, alike.
+    """Checks every `every` optimizer steps that all ranks hold the same model.
 
-    model, optimizer, scaler, group and checking (only=, include=, exclude=, allow=, ...): as `syncheck.live.check`
-    takes them. start: optimizer steps done before, where a run goes on from a checkpoint.
+    Create it on every rank, with equal arguments.
 
-    on_desync: what happens where ranks are out of sync, on all of them alike. "raise": `syncheck.OutOfSync`, whose
-    `report` is the whole answer. "warn": rank 0 prints it. "resync": the ranks that are apart are repaired by
-    `syncheck.live.resync`; UsageError where that refuses. Or a function that is called with the report on every rank
-    at every check that finds them apart; where it raises on some ranks only, the others raise RankFailed, so that none
-    goes on alone.
+    model, optimizer, scaler, group and checking (only=, include=, exclude=, allow=, ...): as in `syncheck.live.check`.
+    start: optimizer steps before this run, if it resumes from a checkpoint.
 
-    The group's first rank tells of each check: a line on `console` (a rich Console; by default one on stderr; False
-    for none), an object in the JSONL file `events`, and scalars to `writer`, anything with TensorBoard's
-    `add_scalar(tag, value, step)`. Where that fails, as on a full disk, the training goes on.
+    on_desync: the action on all ranks if they are out of sync. "raise": raise `syncheck.OutOfSync`, whose `report` has
+    all details. "warn": rank 0 prints the findings. "resync": `syncheck.live.resync` repairs the differing ranks;
+    UsageError if it refuses. Or a function, called with the report on every rank at every check that fails; if it
+    raises on some ranks only, the other ranks raise RankFailed, so that no rank continues alone.
 
-    As a context manager it checks once more at the end, if steps were done since the last check. After an exception
-    it does not: the other ranks may be gone.
+    The group's first rank reports each check: a line on `console` (a rich Console; None for stderr; False for no
+    output), an object in the JSONL file `events`, and scalars to `writer`, which needs TensorBoard's `add_scalar(tag,
+    value, step)`. If a report cannot be written, for example on a full disk, the training continues.
 
-    It draws no random number and changes nothing, "resync" aside. Raises UsageError for arguments that are wrong.
+    As a context manager it checks once more at the end, if steps followed the last check. After an exception it does
+    not, because other ranks may have exited.
+
+    It draws no random number and changes nothing except with "resync". Raises UsageError for invalid arguments.
     """
 
     def __init__(
@@ -133,45 +132,45 @@ class SyncMonitor:
         console: Any = None,
         **checking: Any,
     ) -> None:
-        # A single text stands for a tuple of one.
+        # A string stands for a tuple with one element.
         self._checking: dict[str, Any] = {
             name: (value,) if isinstance(value, str) else value for name, value in checking.items()
         }
         _check_arguments(every, on_desync, start, writer, console, self._checking)
         self.checks = 0
-        """How many checks were made."""
+        """The number of checks so far."""
         self.last: Report | None = None
-        """What the last one found."""
+        """The report of the last check."""
         self._objects = (model, optimizer, scaler)
+        self._cache = ReportCache()
         self._every, self._on_desync, self._group = every, on_desync, group
         self._start = self._step = start
         self._pending = False
         self._checked_at: int | None = None
-        self._begun: float | None = None  # when the first step had ended, by time.perf_counter
+        self._begun: float | None = None  # end of the first step, by time.perf_counter
         self._spent = 0.0  # seconds in checks since then
         self._state = DesyncState()
         self._reporter = Reporter(console, events, writer)
-        self._is_leader: bool | None = None  # whether this rank is the one that tells; None before the first check
-        self._warned: set[str] = set()  # warnings that are given once
-        self._over = False  # whether the end was told
+        self._is_leader: bool | None = None  # whether this rank reports; None before the first check
+        self._warned: set[str] = set()  # warnings already printed
+        self._over = False  # whether the end event was written
 
     @property
     def overhead(self) -> float:
-        """Share of the wall time since the end of the first step that was spent in checks, 0 to 1.
+        """Fraction of the wall time since the end of the first step spent in checks, 0 to 1.
 
-        The clock runs from the beginning of a check to its end: it includes waiting for ranks that arrive later, and on
-        a GPU for the work that is queued there, so it is an upper bound of what checking costs.
+        An upper bound of the cost: the time of a check includes waiting for slower ranks, and on a GPU for queued work.
         """
         elapsed = 0.0 if self._begun is None else time.perf_counter() - self._begun
         return min(1.0, self._spent / elapsed) if elapsed > 0 else 0.0
 
     def step(self, step: int | None = None) -> Report | None:
-        """Count one optimizer step; where a check is due, make it and return its report. Once a step, on every rank.
+        """Count one optimizer step; if a check is due, check and return the report.
 
-        step: the number of the step where the caller counts; a check is due where `every` divides it, once for each
-        number. The same on all ranks. A collective call where a check is due: a rank that never makes it leaves the
-        others waiting until the timeout of the process group. Raises RankFailed, on all ranks that check, where they
-        are at different steps, and what `on_desync` and `syncheck.live.check` raise.
+        Call it once per step on every rank. step: the caller's step number, the same on all ranks. A check is due at
+        multiples of `every`, once per number. With a check due, this is a collective call: if a rank never makes it,
+        the other ranks wait until the timeout of the process group. Raises RankFailed on all checking ranks if they are
+        at different steps, and the errors of `on_desync` and `syncheck.live.check`.
         """
         self._step = self._step + 1 if step is None else _whole(step, "step", least=0)
         self._pending = self._step != self._checked_at
@@ -182,7 +181,7 @@ class SyncMonitor:
                 self._begun, self._spent = time.perf_counter(), 0.0
 
     def check(self) -> Report:
-        """Check now, and return the report. A collective call; raises as `step` does."""
+        """Check now, and return the report. A collective call; raises like `step`."""
         began = time.perf_counter()
         channel = Channel(self._process_group) if world_size() else None
         self._start_events(channel)
@@ -190,8 +189,7 @@ class SyncMonitor:
             report = Report("undecided", ())
         else:
             check_agreement(channel, (self._step, self._every, self._action))
-            model, optimizer, scaler = self._objects
-            report = check(model, optimizer, scaler, group=self._process_group, **self._checking)
+            report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
         seconds = time.perf_counter() - began
         self._spent += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
@@ -204,7 +202,7 @@ class SyncMonitor:
         return report
 
     def close(self) -> None:
-        """Check once more if steps were done since the last check, and end the events. `with` does this at its end."""
+        """Check once more if steps followed the last check, and end the events. `with` calls this at its end."""
         try:
             if self._pending:
                 self.check()
@@ -226,7 +224,7 @@ class SyncMonitor:
 
     @property
     def _process_group(self) -> Any:
-        """The process group that takes part, which `check` takes from a mesh of one dimension; None for all ranks."""
+        """The checked process group. As in `check`, a one-dimensional mesh sets it; None for all ranks."""
         mesh = self._checking.get("mesh")
         return group_of(mesh) if self._group is None and mesh is not None else self._group
 
@@ -235,14 +233,14 @@ class SyncMonitor:
         return self._on_desync if isinstance(self._on_desync, str) else "callable"
 
     def _start_events(self, channel: Channel | None) -> None:
-        """At the first check, find out whether this rank tells, and begin the events if so."""
+        """At the first check, determine whether this rank reports, and start the events."""
         if self._is_leader is not None:
             return
         ranks = () if channel is None else channel.ranks
         self._is_leader = channel is None or channel.is_leader
         if self._is_leader:
-            told = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
-            self._reporter.write_event("start", step=self._start, **told)
+            settings = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
+            self._reporter.write_event("start", step=self._start, **settings)
 
     def _warn_once(self, text: str) -> None:
         if self._is_leader and text not in self._warned:
@@ -258,7 +256,7 @@ class SyncMonitor:
         if self._is_leader:
             good, since = self._state.last_good, self._state.since
             checked = CheckRecord(self._step, report, ranks, seconds, self.overhead, good, since, new)
-            # What is raised has the details in its text.
+            # The text of OutOfSync has the details.
             self._reporter.report_check(checked, details=self._on_desync != "raise")
 
     def _handle_desync(self, report: Report) -> None:
@@ -281,36 +279,38 @@ class SyncMonitor:
         model, optimizer, scaler = self._objects
         try:
             with self._reporter.hide_log_output():
-                done = resync(model, optimizer, scaler, source="majority", group=self._process_group, **self._checking)
+                result = resync(
+                    model, optimizer, scaler, source="majority", group=self._process_group, **self._checking
+                )
         except UsageError as error:
             text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
             if isinstance(error, NoMajority):
-                text += "; a monitor takes a source by on_desync=lambda report: resync(model, optimizer, source=RANK)"
+                text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
             raise UsageError(text) from error
-        self._state = DesyncState(good=self._step)
+        self._state = DesyncState(last_good=self._step)
         if self._is_leader:
-            self._reporter.print_text(f"step {self._step}: {done.summary}", "bold")
-            self._reporter.write_event("resync", step=self._step, summary=done.summary)
+            self._reporter.print_text(f"step {self._step}: {result.summary}", "bold")
+            self._reporter.write_event("resync", step=self._step, summary=result.summary)
 
     def _end(self, exception: str | None) -> None:
         if self._is_leader and not self._over:
             self._over = True
-            told = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
-            self._reporter.write_event("end", step=self._step, verdict=self.last and self.last.verdict, **told)
+            summary = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
+            self._reporter.write_event("end", step=self._step, verdict=self.last and self.last.verdict, **summary)
 
 
 def _check_arguments(
     every: Any, on_desync: Any, start: Any, writer: Any, console: Any, checking: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError for what no step could make right."""
+    """Raise UsageError for invalid arguments."""
     _whole(every, "every", least=1)
     _whole(start, "start", least=0)
     if not callable(on_desync) and on_desync not in ACTIONS:
-        raise UsageError(f"on_desync={brief(on_desync)}: needs one of {', '.join(ACTIONS)}, or a function of a report")
+        raise UsageError(f"on_desync={brief(on_desync)}: must be {', '.join(ACTIONS)}, or a function of a report")
     if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-        raise UsageError(f"writer={brief(writer)}: needs an object with add_scalar(tag, value, step)")
+        raise UsageError(f"writer={brief(writer)}: expected an object with add_scalar(tag, value, step)")
     if console is not None and console is not False and not callable(getattr(console, "print", None)):
-        raise UsageError(f"console={brief(console)}: needs a rich Console, False for none, or None for one on stderr")
+        raise UsageError(f"console={brief(console)}: expected a rich Console, False for no output, or None for stderr")
     known = [name for name, p in inspect.signature(check).parameters.items() if p.kind is p.KEYWORD_ONLY]
     unknown = [name for name in checking if name not in known]
     if unknown:

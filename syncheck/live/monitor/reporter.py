@@ -1,7 +1,7 @@
-"""How a monitor tells of its checks: lines for people, a file of events, scalars. One rank of the group does so.
+"""Output of a monitor on one rank of the group: console lines, an event file, and scalars.
 
-What tells may fail, as a full disk does, and on that rank alone. It is then left out from there on, and never stops
-the training.
+Output may fail on this rank alone, for example on a full disk. A failing output is disabled and never stops the
+training.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _SENTENCE = 600  # characters
 
 @dataclass(frozen=True, slots=True)
 class CheckRecord:
-    """One check, as it is told.
+    """One check to report.
 
-    step: optimizer steps done. ranks: how many took part. seconds: of the check, waiting for other ranks included.
-    overhead: share of the wall time spent in checks so far. good: the last step that was in sync before, None where
-    there was none. since: the step at which the ranks were first seen apart, None where they are in sync. new:
-    findings that were not there at the check before.
+    step: optimizer steps so far. ranks: number of ranks. seconds: duration, including waiting for other ranks.
+    overhead: fraction of the wall time in checks so far. last_good: the last earlier step in sync, or None. since: the
+    first step out of sync, None while in sync. new: findings that the previous check did not have.
     """
 
     step: int
@@ -44,22 +43,22 @@ class CheckRecord:
     ranks: int
     seconds: float
     overhead: float
-    good: int | None
+    last_good: int | None
     since: int | None
     new: tuple[Finding, ...]
 
     @property
     def codes(self) -> str:
-        """Codes of the findings that make the ranks out of sync, with their ranks, in one line."""
+        """The codes and ranks of the failing findings, in one line."""
         failing = [finding for group in self.report.groups for finding in group.findings if finding.fails]
         return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in failing)
 
 
 class Reporter:
-    """Tells of checks on the one rank of a group that does, and swallows what goes wrong with it.
+    """Reports checks on one rank of a group, and ignores output errors.
 
-    console: a rich Console, None for one on stderr, False for none. events: path of a JSONL file to append to.
-    writer: has `add_scalar(tag, value, step)`, as TensorBoard's SummaryWriter.
+    console: a rich Console, None for stderr, False for no output. events: path of a JSONL file to append to. writer:
+    has `add_scalar(tag, value, step)`, like TensorBoard's SummaryWriter.
     """
 
     def __init__(self, console: Any = None, events: Any = None, writer: Any = None) -> None:
@@ -67,51 +66,51 @@ class Reporter:
         self._broken: set[str] = set()
 
     def print_text(self, text: str, style: str = "") -> None:
-        """Print a text for people; further lines of it are details."""
+        """Print a text; its lines after the first are details."""
         first, *more = text.splitlines() or [""]
         details = [line(one_line(row.strip()), "", 2) for row in more]
         self._print([_make_line(Span(one_line(first), style)), *details])
 
     @contextmanager
     def hide_log_output(self) -> Iterator[None]:
-        """Keep what is logged meanwhile, and told here too, from being printed twice.
+        """Suppress log messages that this reporter prints itself.
 
-        Where a program has set up no logging, Python prints warnings to stderr; its own handlers get them all the same.
+        Without logging configuration, Python prints warnings to stderr. Handlers of the program still get the messages.
         """
-        own = logging.getLogger("syncheck")
+        logger = logging.getLogger("syncheck")
         silent = logging.NullHandler()
         if self._console is not False:
-            own.addHandler(silent)
+            logger.addHandler(silent)
         try:
             yield
         finally:
-            own.removeHandler(silent)
+            logger.removeHandler(silent)
 
     def write_event(self, event: str, **fields: Any) -> None:
-        """Append one event to the file, as a JSON object on a line of its own."""
+        """Append one event to the file, as one line of JSON."""
         if self._events is not None:
             row = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
-            # Opened for each line: closed at once, it is whole on disk when the next rank dies.
+            # Reopened for each line, so that the line is on disk if the process dies.
             self._try(f"events={str(self._events)!r}", lambda: _append(self._events, json.dumps(row)))
 
-    def report_check(self, checked: CheckRecord, *, details: bool) -> None:
-        """Tell of a check. details: print new findings with what they saw and how to mend them."""
-        self._print(_render_check(checked, details))
-        report = checked.report
+    def report_check(self, record: CheckRecord, *, details: bool) -> None:
+        """Report a check. details: print the evidence and the fix of new findings."""
+        self._print(_render_check(record, details))
+        report = record.report
         self.write_event(
             "check",
-            step=checked.step,
+            step=record.step,
             verdict=report.verdict,
             tensors=report.counts.tensors,
             compared=report.counts.compared,
-            seconds=round(checked.seconds, 6),
-            overhead=round(checked.overhead, 6),
+            seconds=round(record.seconds, 6),
+            overhead=round(record.overhead, 6),
             findings=_make_rows(finding for group in report.groups for finding in group.findings),
         )
-        if checked.new:
-            self.write_event("desync", step=checked.step, in_sync_at=checked.good, findings=_make_rows(checked.new))
+        if record.new:
+            self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=_make_rows(record.new))
         if self._writer is not None:
-            self._try("writer", lambda: _add_scalars(self._writer, checked))
+            self._try("writer", lambda: _add_scalars(self._writer, record))
 
     def _print(self, parts: list[Part]) -> None:
         if self._console is not False:
@@ -119,7 +118,7 @@ class Reporter:
 
     def _draw(self, parts: list[Part]) -> None:
         if self._console is None:
-            from rich.console import Console  # where something is printed only
+            from rich.console import Console  # imported only to print
 
             self._console = Console(stderr=True)
         if self._console.is_terminal:
@@ -130,19 +129,19 @@ class Reporter:
         else:
             from syncheck.report.plain import render
 
-            # Whole lines, so that `grep` finds names.
+            # Unwrapped lines, so that `grep` finds names.
             self._console.print(render(parts), end="", soft_wrap=True, markup=False, highlight=False)
 
-    def _try(self, what: str, work: Callable[[], None]) -> None:
-        """Do what may fail; once it has, say so and leave it out from then on."""
-        if what in self._broken:
+    def _try(self, output: str, work: Callable[[], None]) -> None:
+        """Run an output that may fail; after a failure, warn and disable it."""
+        if output in self._broken:
             return
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - a rank that raised alone would leave the others waiting
-            self._broken.add(what)
-            if what != "console":
-                text = f"{what}: {type(error).__name__}: {brief(str(error), 200)}; nothing more is written there"
+        except Exception as error:  # noqa: BLE001 - a rank that raises alone leaves the others waiting
+            self._broken.add(output)
+            if output != "console":
+                text = f"{output}: {type(error).__name__}: {brief(str(error), 200)}; this output is disabled"
                 self.print_text(f"warning: {text}", "yellow")
 
 
@@ -166,52 +165,52 @@ def _make_rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     ]
 
 
-def _add_scalars(writer: Any, checked: CheckRecord) -> None:
-    diffs = [diff for group in checked.report.groups for diff in group.tensors if diff.out_of_sync]
-    scalars: dict[str, float] = {"seconds": checked.seconds, "overhead": checked.overhead}
-    if checked.report.verdict in ("in_sync", "out_of_sync"):
-        scalars |= {"out_of_sync": int(checked.report.verdict == "out_of_sync"), "different": len(diffs)}
-        gaps = [abs(diff.max_abs) for diff in diffs if diff.max_abs is not None]
-        if gaps or not diffs:
-            scalars["max_abs"] = max(gaps, default=0)
+def _add_scalars(writer: Any, record: CheckRecord) -> None:
+    diffs = [diff for group in record.report.groups for diff in group.tensors if diff.out_of_sync]
+    scalars: dict[str, float] = {"seconds": record.seconds, "overhead": record.overhead}
+    if record.report.verdict in ("in_sync", "out_of_sync"):
+        scalars |= {"out_of_sync": int(record.report.verdict == "out_of_sync"), "different": len(diffs)}
+        differences = [abs(diff.max_abs) for diff in diffs if diff.max_abs is not None]
+        if differences or not diffs:
+            scalars["max_abs"] = max(differences, default=0)
     for name, value in scalars.items():
-        writer.add_scalar(f"syncheck/{name}", value, checked.step)
+        writer.add_scalar(f"syncheck/{name}", value, record.step)
 
 
 def _make_line(*spans: Span) -> Line:
     return Line((Span("syncheck: ", "dim"), *spans))
 
 
-def _render_check(checked: CheckRecord, details: bool) -> list[Part]:
-    """Draw a check: a line, and below it the findings that are new."""
-    report = checked.report
+def _render_check(record: CheckRecord, details: bool) -> list[Part]:
+    """Render a check: one line, and below it the new findings."""
+    report = record.report
     counts = report.counts
-    cost = f"{checked.seconds * 1e3:.3g} ms, overhead {checked.overhead:.2%}"
+    cost = f"{record.seconds * 1e3:.3g} ms, overhead {record.overhead:.2%}"
     verdict, more = words.VERDICTS[report.verdict].lower(), ""
     if report.verdict == "out_of_sync":
         verdict = words.VERDICTS[report.verdict]
-        more = f" ({_format_time(checked)}): {checked.codes}"
+        more = f" ({_format_time(record)}): {record.codes}"
     elif report.verdict == "in_sync":
         verdict = words.verdict_line(report).replace(words.VERDICTS["in_sync"], verdict)
     first = _make_line(
-        Span(f"step {checked.step}: "),
+        Span(f"step {record.step}: "),
         Span(verdict, _STYLES[report.verdict]),
-        Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {checked.ranks} ranks")),
+        Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {record.ranks} ranks")),
         Span(f", {cost}", "dim"),
     )
     parts: list[Part] = [first]
-    if details and checked.new:
-        for finding in checked.new[:_MOST_FINDINGS]:
+    if details and record.new:
+        for finding in record.new[:_MOST_FINDINGS]:
             parts += _render_finding(finding)
-        if len(checked.new) > _MOST_FINDINGS:
-            parts.append(line(f"... and {len(checked.new) - _MOST_FINDINGS} more findings", "dim", 2))
+        if len(record.new) > _MOST_FINDINGS:
+            parts.append(line(f"... and {len(record.new) - _MOST_FINDINGS} more findings", "dim", 2))
     return parts
 
 
-def _format_time(checked: CheckRecord) -> str:
-    if checked.since is not None and checked.since != checked.step:
-        return f"{'' if checked.new else 'still, '}since step {checked.since}"
-    return "at the first check" if checked.good is None else f"in sync at step {checked.good}"
+def _format_time(record: CheckRecord) -> str:
+    if record.since is not None and record.since != record.step:
+        return f"{'' if record.new else 'still, '}since step {record.since}"
+    return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
 
 
 def _render_finding(finding: Finding) -> list[Part]:
