@@ -117,14 +117,14 @@ def compare(
 ) -> Report:
     """Compare replicas: files, objects in memory, or the ranks of a process group.
 
-    things: only paths and globs: compared as on the command line, by each rank alone. Otherwise modules, optimizers,
-    state dicts, tensors and other objects with a `state_dict()`. In a process group of several ranks they are the parts
-    of this rank's replica, and all ranks must call this function. Elsewhere each object is a replica: a module, a tuple
-    of parts like (model, optimizer), or the path of one file. In memory, plain values count like tensors, also missing
-    ones; skip them with exclude=. across_ranks: choose explicitly, equally on all ranks; required in a process group
+    things: paths and globs, compared as on the command line, by each rank alone. Or modules, optimizers, state dicts,
+    tensors and other objects with a `state_dict()`. In a process group of several ranks these objects are the parts of
+    this rank's replica, and all ranks must call this function. Otherwise each object is a replica: a module, a tuple of
+    parts like (model, optimizer), or the path of one file. In memory, plain values count like tensors, even missing
+    values; skip them with exclude=. across_ranks: choose explicitly, equally on all ranks; required in a process group
     for two objects of one kind, for example two models. group: a torch.distributed process group, all ranks by default.
     options: of the comparison. comparing: fields of `syncheck.Options` by name, which override options; a string stands
-    for a tuple of one.
+    for a tuple with one element.
 
         report = compare((model, optimizer), (other, other_optimizer), only="params")
 
@@ -156,7 +156,7 @@ def _run(
     try:
         return _compare(things, group, across_ranks, lambda: _options(options, comparing, limit))
     except UsageError as error:
-        # Without the traceback of this module: the line of the test is what matters.
+        # Without the traceback of this module: only the line of the test matters.
         raise error.with_traceback(None) from None
     except SyncheckError as error:
         raise error.with_traceback(None) from error.__cause__

@@ -31,10 +31,10 @@ def _base() -> type:
 
 
 class SyncCheckCallback(_base()):  # type: ignore[misc]
-    """Checks after every N-th optimizer step of a training that all ranks hold the same model, and once at its end.
+    """Checks after every N-th optimizer step of a training whether all ranks hold the same model, and once at its end.
 
     every, on_desync and monitor_options: as in `syncheck.live.SyncMonitor`. The monitor checks the model, the optimizer
-    inside Accelerate's and the gradient scaler. In a single process it warns once that there is nothing to compare.
+    inside Accelerate's and the gradient scaler. In a single process it only prints a warning, once.
 
     A check follows an optimizer step and precedes evaluation and saving: under DDP, an evaluation copies rank 0's
     buffers to all ranks, and would hide drift of the BatchNorm statistics. The last check follows the last step, or the

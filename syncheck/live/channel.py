@@ -44,7 +44,7 @@ class Failure:
 class _Envelope:
     """A message and its kind.
 
-    kind: what the message is about, or the rank that a request addresses. message: pickled separately, because a rank
+    kind: the topic of the message, or the rank that a request addresses. message: pickled separately, because a rank
     may fail to unpickle it.
     """
 

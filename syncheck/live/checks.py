@@ -61,18 +61,18 @@ def check(
 
     A collective call: every rank of the group must make it, between steps, while nothing writes the tensors (concurrent
     writes may appear as differences, or go unnoticed until the next check). The check changes nothing and draws no
-    random number. It compares parameters, buffers (also non-persistent buffers), the optimizer's state by parameter name,
-    plain values like learning rates, and the scaler. Each tensor gets one 128-bit digest, computed on its device
+    random number. It compares parameters, buffers (also non-persistent buffers), the optimizer's state by parameter
+    name, plain values like learning rates, and the scaler. Each tensor gets one 128-bit digest, computed on its device
     (`syncheck.live.digest`); only the bytes of differing tensors are fetched.
 
     model: a module, or a tuple of modules and other objects with a `state_dict()`. optimizer, scaler: of this rank; an
     object given on some ranks only is a difference. group: a torch.distributed process group, by default the group of a
     one-dimensional mesh, else all ranks. mesh: a DeviceMesh of the ranks of the group. Plain tensors are shards along
-    its tensor, pipeline and expert parallel dimensions (named tp, pp, ep and so on) and copies along its other dimensions.
-    DTensors have their own mesh. only, include, exclude, allow: as in `syncheck.Options`; a string stands for a tuple with one element.
-    rng: also compare the RNG states (Python, numpy, torch, the current CUDA device), which differ by design in most
-    jobs. budget: maximum bytes of differing tensors to fetch, smallest tensors first; the report lists the other
-    tensors and their ranks without the size of the difference.
+    its tensor, pipeline and expert parallel dimensions (named tp, pp, ep and so on) and copies along its other
+    dimensions. DTensors have their own mesh. only, include, exclude, allow: as in `syncheck.Options`; a string stands
+    for a tuple with one element. rng: also compare the RNG states (Python, numpy, torch, the current CUDA device),
+    which differ by design in most jobs. budget: maximum bytes of differing tensors to fetch, smallest tensors first;
+    the report lists the other tensors and their ranks without the size of the difference.
 
     Raises the same error on all ranks: UsageError for arguments that cannot be compared, RankFailed if a rank could not
     take part. If a rank exits, the other ranks raise RankFailed when they notice, within the group's timeout. A

@@ -61,7 +61,7 @@ def assert_not_checked_after_an_error(found: Outcomes, case: str) -> None:
 def assert_told_once(found: Outcomes, case: str) -> None:
     """Assert that a single process said once that it has nothing to compare with, and went on to its end."""
     found.ended_well()
-    assert found.ended[0].output.count("there is nothing to compare with") == 1
+    assert found.ended[0].output.count("could not tell: ") == 1
     assert [rank["verdict"] for rank in found.of(case)] == ["undecided"]
 
 

@@ -55,7 +55,7 @@ def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:
 
 def test_options_reach_the_monitor() -> None:
     """A wrong option is refused when the monitor is made, in the words of SyncMonitor."""
-    with pytest.raises(UsageError, match="every=0: needs a whole number, 1 or more"):
+    with pytest.raises(UsageError, match="every=0: must be an integer, at least 1"):
         monitor(SimpleNamespace(scaler=None), None, every=0)
 
 

@@ -76,4 +76,4 @@ def test_wrong_options_are_refused_before_the_training() -> None:
         "from syncheck.integrations.lightning import SyncCheckCallback\n"
         "SyncCheckCallback(on_desync='ignore')\n"
     )
-    assert "UsageError: on_desync='ignore': needs one of raise, warn, resync" in python(code).stderr
+    assert "UsageError: on_desync='ignore': must be raise, warn, resync" in python(code).stderr

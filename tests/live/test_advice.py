@@ -1,4 +1,4 @@
-"""What a finding advises in a running job, which has no files to look at and can be mended as it runs."""
+"""The advice of findings about a running job, which has no files and can be repaired while it runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def only(report: Report) -> Finding:
-    """Return the one finding of a report, whatever else is mentioned."""
+    """Return the only finding of a report."""
     (found,) = [finding for group in report.groups for finding in group.findings if finding.fails]
     return found
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_skipped_step_is_mended_by_resync(syncheck_rank: Any) -> None:
-    """Rank 2 left out a step: the advice names resync, and nothing is said of files or of restarting."""
+def test_resync_fixes_a_skipped_step(syncheck_rank: Any) -> None:
+    """If rank 2 skipped a step, the advice is resync, without files or a restart."""
     model, optimizer = trained(steps=4)
     if syncheck_rank.rank == 2:
         model.module.load_state_dict({k: v - 0.01 for k, v in model.module.state_dict().items()})
@@ -39,8 +39,8 @@ def test_a_skipped_step_is_mended_by_resync(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_nan_is_mended_by_resync(syncheck_rank: Any) -> None:
-    """A NaN on one rank: the advice names resync, and no files to resume from."""
+def test_resync_fixes_a_nan(syncheck_rank: Any) -> None:
+    """If one rank has a NaN, the advice is resync, without files to resume from."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         with torch.no_grad():
@@ -52,8 +52,8 @@ def test_a_nan_is_mended_by_resync(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_restored_state_is_not_voted_away(syncheck_rank: Any) -> None:
-    """Only rank 0 restored its optimizer: the advice is a source of one's choice, for the majority lost its state."""
+def test_majority_does_not_overrule_restored_state(syncheck_rank: Any) -> None:
+    """If only rank 0 restored its optimizer, the user must choose the source, because the majority lost its state."""
     model, optimizer = trained()
     if syncheck_rank.rank > 0:
         optimizer.state.clear()
@@ -64,8 +64,8 @@ def test_restored_state_is_not_voted_away(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_batchnorm_of_a_job_is_told_by_ddp_itself(syncheck_rank: Any, wrapped: bool) -> None:
-    """Given DDP's wrapper the cause is certain; without it SYN201 asks for it, and for no early steps on disk."""
+def test_ddp_wrapper_proves_unsynchronized_batchnorm(syncheck_rank: Any, wrapped: bool) -> None:
+    """With DDP's wrapper the cause is certain; without it SYN201 asks for the wrapper, not for early checkpoints."""
     model, _ = trained(norm=True)
     found = only(all_pass(each_rank(check, model if wrapped else model.module)))
     assert found.code == "SYN201"
@@ -75,8 +75,8 @@ def test_batchnorm_of_a_job_is_told_by_ddp_itself(syncheck_rank: Any, wrapped: b
     assert ("give DDP's wrapper, not the module inside it, to tell them apart" in found.evidence) != wrapped
 
 
-def test_things_of_one_process_are_no_job() -> None:
-    """Two models that one process compares cannot be made equal by a collective call, and none is advised."""
+def test_one_process_gets_no_collective_advice() -> None:
+    """The advice about two models in one process contains no collective call."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -87,8 +87,8 @@ def test_things_of_one_process_are_no_job() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_what_a_fix_says_of_allow_can_be_pasted(syncheck_rank: Any) -> None:
-    """allow="SYN201", as fixes have it, is taken by `check` and `resync` as by all else; each text is one entry."""
+def test_allow_of_a_fix_can_be_pasted(syncheck_rank: Any) -> None:
+    """`check` and `resync` accept allow="SYN201" as printed in fixes; a string is one entry."""
     model, optimizer = trained(norm=True)
     report = all_pass(each_rank(check, model, optimizer, allow="SYN201"))
     assert report.verdict == "in_sync"
@@ -100,8 +100,8 @@ def test_what_a_fix_says_of_allow_can_be_pasted(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("saved", [True, False], ids=["state dict", "module"])
-def test_the_state_dict_of_an_optimizer_hides_no_model(syncheck_rank: Any, saved: bool) -> None:
-    """A model beside an optimizer's state dict is compared with it: a flipped bit of a weight is found."""
+def test_optimizer_state_dict_beside_a_model(syncheck_rank: Any, saved: bool) -> None:
+    """A flipped bit of a model is found beside an optimizer's state dict."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)

@@ -1,4 +1,4 @@
-"""Tensors in objects of any class: each is compared, or counted as not compared, with its class in a note."""
+"""Tensors in objects of any class are compared, or counted as not compared with a note about the class."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Counter:
 
 
 class Holder(enum.Enum):
-    """Members may be of any type."""
+    """Attributes of any type."""
 
     ONE = 1
 
@@ -168,7 +168,7 @@ COUNTED: dict[str, Callable[[Any], Any]] = {
 
 
 def states(make: Callable[[Any], Any], where: str) -> tuple[Any, Any]:
-    """Return two states that differ in one tensor only, which is somewhere in an object."""
+    """Return two states that differ only in one tensor inside an object."""
     wrap: dict[str, Callable[[Any], Any]] = {
         "top": lambda made: {"obj": made, "same": torch.zeros(1)},
         "deep": lambda made: {"model": {"same": torch.zeros(1)}, "extra": [({"obj": [made]},)]},
@@ -185,7 +185,7 @@ PLACES = ["top", "deep", "in an object", "in slots"]
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("what", COMPARED)
 def test_a_tensor_in_an_object_is_compared(what: str, where: str) -> None:
-    """Whatever the container, the tensor that differs is found, and equal ones are in sync."""
+    """In any container a different tensor is found, and equal tensors are in sync."""
     first, second = states(COMPARED[what], where)
     report = compare(first, second)
     assert report.verdict == "out_of_sync", report.groups[0].notes
@@ -197,13 +197,13 @@ def test_a_tensor_in_an_object_is_compared(what: str, where: str) -> None:
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("what", COUNTED)
 def test_a_tensor_that_cannot_be_read_is_counted(what: str, where: str) -> None:
-    """The tensor is counted as not compared, and a note does not claim that it was."""
+    """The tensor is counted as not compared, and no note claims otherwise."""
     report = compare(*states(COUNTED[what], where))
     assert report.counts.not_compared == 1, report.groups[0].notes
     [hidden] = [diff for diff in report.groups[0].tensors if diff.status == "not_compared"]
     assert hidden.detail
     claims = [note for note in report.groups[0].notes if "tensors in them were:" in note]
-    if what != "array of objects":  # which is refused by its dtype
+    if what != "array of objects":  # refused because of its dtype
         kind = hidden.detail.rpartition("class ")[2].partition(",")[0]
         assert any(note.startswith("not read in full") and kind in note for note in report.groups[0].notes)
         assert not any(kind in claim for claim in claims)
@@ -243,7 +243,7 @@ def plain_objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", plain_objects())
 def test_objects_without_tensors_are_not_counted(name: str) -> None:
-    """What holds no tensor makes no noise in the counts and no difference."""
+    """Objects without tensors appear in no count and no difference."""
     report = compare(*({"w": torch.ones(1), "obj": plain_objects()[name]} for _ in range(2)))
     assert report.verdict == "in_sync"
     assert (report.counts.identical, report.counts.not_compared) == (1, 0)
@@ -259,7 +259,7 @@ def test_a_tensor_that_is_compared_elsewhere_is_not_counted() -> None:
 
 
 def test_a_snapshot_of_a_training_counts_nothing() -> None:
-    """Modules, optimizers, schedulers and their state dicts hold no object that is searched in vain."""
+    """A snapshot of modules, optimizers, schedulers and their state dicts reports no hidden tensors."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -276,7 +276,7 @@ def test_a_snapshot_of_a_training_counts_nothing() -> None:
 
 
 def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
-    """What is neither a parameter nor a buffer is not compared, and a note names it."""
+    """Tensors that are neither parameters nor buffers are not compared, and a note names them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert not snapshot(model).notes
     model[1].same = model[1].running_mean
@@ -289,7 +289,7 @@ def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
 
 
 def test_buffers_that_are_not_saved_are_compared_in_modules_of_objects() -> None:
-    """A module in an object is a module: all its buffers count where no thing is a file or a state dict."""
+    """Non-persistent buffers of a module inside an object are compared, unless one side is a file or state dict."""
 
     def net(value: float) -> Any:
         model = nn.Linear(2, 2, bias=False)

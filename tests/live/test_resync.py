@@ -217,4 +217,4 @@ def test_batchnorm_of_plain_ddp_takes_the_rank_that_is_named(syncheck_rank: Any)
     model, optimizer = trained(norm=True)
     done = healed(model, optimizer, bad=(1,), source=0, named=True)
     assert [of.name for of in done.copied] == ["norm.running_mean", "norm.running_var"]
-    assert "from rank 0 (named by the caller)" in done.summary
+    assert "from rank 0 (chosen by the caller)" in done.summary

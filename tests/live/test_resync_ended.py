@@ -59,6 +59,6 @@ def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in started] == [0, 7, 0], said
     for out, _ in (said[0], said[2]):
-        assert out.startswith("resync failed on the way: rank ")
-        assert "a rank has ended" in out
+        assert out.startswith("resync failed during the repair: rank ")
+        assert "rank has exited" in out
         assert "Some tensors may be copied and others not; calling it again with source=0 is safe" in out

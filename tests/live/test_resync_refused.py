@@ -26,7 +26,7 @@ def test_a_tie_is_refused_and_a_named_rank_settles_it(syncheck_rank: Any) -> Non
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
     text = untouched(model, optimizer)
-    assert text == "no majority: fc.weight; source=RANK names the healthy rank"
+    assert text == "no majority: fc.weight; choose the healthy rank with source=RANK"
     done = healed(model, optimizer, bad=(0,), source=1, named=True)
     assert done.copied == (("fc.weight", 1, (0,), 64),)
 
@@ -38,7 +38,7 @@ def test_no_rank_that_is_healthy_everywhere_is_refused(syncheck_rank: Any) -> No
     flip([model.module.fc.weight, model.module.fc.bias, model.module.head.weight][syncheck_rank.rank])
     text = untouched(model, optimizer)
     assert text.startswith(
-        "no rank of ranks 0, 1, 2 is in the majority everywhere: rank 0 differs in fc.weight, rank 1"
+        "no rank of ranks 0, 1, 2 is in the majority for all tensors: rank 0 differs in fc.weight, rank 1"
     )
 
 
@@ -48,9 +48,9 @@ def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> No
     model, optimizer = trained(norm=True)
     text = untouched(model, optimizer)
     assert text.startswith(
-        "no majority: norm.running_mean, norm.running_var; source=RANK names the healthy rank. Under"
+        "no majority: norm.running_mean, norm.running_var; choose the healthy rank with source=RANK. Under"
     )
-    assert "source=0 takes those of rank 0, only=('params', 'optimizer') leaves them" in text
+    assert "source=0 copies the statistics of rank 0, only=('params', 'optimizer') skips them" in text
     if syncheck_rank.rank == 2:
         flip(model.module.head.bias)
     statistics = bits(model.module.norm)
@@ -81,15 +81,15 @@ def with_optimizer(rank: int, bad: str) -> tuple[Any, ...]:
 
 
 STRUCTURES: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "not alike on all ranks: weight (shape: [2, 2] on ranks 0, 2 and [3, 2] on rank 1)": (
+    ": weight (shape: [2, 2] on ranks 0, 2 and [3, 2] on rank 1)": (
         lambda rank: (nn.Linear(2, 3 if rank == 1 else 2),)
     ),
-    "not alike on all ranks: weight (dtype: float32 on ranks 0, 2 and float16 on rank 1)": (
+    ": weight (dtype: float32 on ranks 0, 2 and float16 on rank 1)": (
         lambda rank: (nn.Linear(2, 2, dtype=torch.float16 if rank == 1 else None),)
     ),
-    "not alike on all ranks: bias (missing: not on rank 1)": lambda rank: (nn.Linear(2, 2, bias=rank != 1),),
+    ": bias (missing: not on rank 1)": lambda rank: (nn.Linear(2, 2, bias=rank != 1),),
     "rank 1: optimizer.param_groups.0.": lambda rank: with_optimizer(rank, "optimizer"),
-    "not alike on all ranks: optimizer.param_groups.0.params": lambda rank: with_optimizer(rank, "members"),
+    ": optimizer.param_groups.0.params": lambda rank: with_optimizer(rank, "members"),
 }
 
 
@@ -108,14 +108,14 @@ def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
 def test_without_anything_to_compare_it_is_refused(syncheck_rank: Any) -> None:
     """Tensors without values tell nothing, so that no rank can be called healthy."""
     outcome = all_raise(each_rank(resync, nn.Linear(2, 2, device="meta")), "UsageError")
-    assert outcome.text == "nothing could be compared, so there is no healthy rank to copy from"
+    assert outcome.text == "no tensor could be compared, so there is no healthy rank to copy from"
 
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "a rank outside": ({"source": 3}, "source=3 is no rank of the group; needs one of ranks 0, 1, 2"),
+    "a rank outside": ({"source": 3}, "source=3 is not in the group; choose from ranks 0, 1, 2"),
     "a word": ({"source": "rank0"}, "source='rank0': needs \"majority\" or the number of a rank"),
     "a truth": ({"source": True}, "source=True: needs"),
-    "random numbers": ({"only": ("rng",)}, "random number states are a rank's own"),
+    "random numbers": ({"only": ("rng",)}, "RNG states differ by design"),
     "an unknown option": ({"bucket": 1}, "bucket=: no such option of resync or of syncheck.live.check"),
     "unlike kinds": ({"only": ("weights",)}, "needs one of params"),
 }
@@ -134,7 +134,7 @@ def test_a_wrong_call_is_refused(syncheck_rank: Any, what: str) -> None:
 def test_unlike_calls_are_refused(syncheck_rank: Any) -> None:
     """Sources that differ between ranks, and an unknown option on one rank, raise on all of them."""
     text = untouched(nn.Linear(2, 2), source=syncheck_rank.rank)
-    assert text == "source= is not the same on all ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"
+    assert text == "source= differs between ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"
     text = untouched(nn.Linear(2, 2), **({"bucket": 1} if syncheck_rank.rank == 1 else {}))
     assert text == "rank 1: bucket=: no such option of resync or of syncheck.live.check"
 
@@ -147,7 +147,7 @@ def test_a_subgroup_is_healed_by_its_members_alone(syncheck_rank: Any) -> None:
     before = on_all(bits(model))
     outcomes = each_rank(resync, model, group=group, source=0)
     assert {outcome.error for outcome in outcomes} == {"UsageError"}
-    assert "source=0 is no rank of the group; needs one of ranks 1, 2" in outcomes[1].text
+    assert "source=0 is not in the group; choose from ranks 1, 2" in outcomes[1].text
     assert "rank 0 is not in the process group" in outcomes[0].text
     each_rank(resync, model, group=group, source=2)
     assert on_all(bits(model)) == [before[0], before[2], before[2]]
@@ -172,7 +172,7 @@ def test_what_cannot_be_changed_in_place_is_told(syncheck_rank: Any) -> None:
     average = Copies()
     average.average += float(syncheck_rank.rank == 2)
     outcome = all_raise(each_rank(resync, (Net(), average), exclude=("fc.*", "head.*")), "RankFailed")
-    assert outcome.text.startswith("still out of sync after a resync: Copies.average; a state_dict() gives copies")
+    assert outcome.text.startswith("still out of sync after resync: Copies.average; ")
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -193,7 +193,7 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(
             patched.setattr(state, "_row", no_room)
         outcome = all_raise(each_rank(resync, model, optimizer), "RankFailed")
     assert outcome.text == (
-        f"rank {bad}: resync failed on the way: MemoryError: no room. Some tensors may be copied and others not; "
+        f"rank {bad}: resync failed during the repair: MemoryError: no room. Some tensors may be copied already; "
         "calling it again with source=0 is safe"
     )
     healed(model, optimizer, bad=(1,), source=0)
@@ -209,11 +209,14 @@ def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
         flip(model["b"])
     before = bits(model)
     outcome = all_raise(each_rank(resync, model), "UsageError")
-    assert outcome.text == "rank 1: a has elements that share memory, as after expand(); clone() it on all ranks"
+    assert (
+        outcome.text
+        == "rank 1: a has elements that share memory, like the result of expand(); call clone() on all ranks"
+    )
     average = np.arange(4.0) + (syncheck_rank.rank == 1)
     average.flags.writeable = False
     outcome = all_raise(each_rank(resync, (model, {"ema": average}), include=("b", "ema")), "UsageError")
-    assert outcome.text == "rank 1: ema is a read-only array; copy() it on all ranks"
+    assert outcome.text == "rank 1: ema is a read-only array; call copy() on all ranks"
     assert bits(model) == before
 
 
@@ -225,4 +228,4 @@ def test_a_tie_that_others_lack_is_found_afterwards(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         model[1].weight = model[0].weight
     outcome = all_raise(each_rank(resync, model), "RankFailed")
-    assert outcome.text.startswith("still out of sync after a resync: ")
+    assert outcome.text.startswith("still out of sync after resync: ")

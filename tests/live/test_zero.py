@@ -77,4 +77,4 @@ def test_a_part_that_is_lost_is_found(syncheck_rank: Any) -> None:
     assert report.groups[0].findings[0].ranks == (1,)
     outcomes = each_rank(resync, model, optimizer)
     assert [outcome.error for outcome in outcomes] == ["UsageError"] * 3
-    assert outcomes[0].text.startswith("no other rank is known to hold a copy of optimizer.")
+    assert outcomes[0].text.startswith("no other rank has a copy of optimizer.")

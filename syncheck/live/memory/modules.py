@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def get_custom_state(modules: Mapping[str, Any], known: Container[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the entries that the modules' own code adds to a state dict, by name, and the methods not called.
 
-    modules: by path, without sharded modules. known: names of entries found before. Calls overridden `_save_to_state_dict`
-    methods. Overridden `state_dict` methods and hooks may contain collective calls, so with several ranks they are not
-    called.
+    modules: by path, without sharded modules. known: names of entries found before. Calls overridden
+    `_save_to_state_dict` methods. Overridden `state_dict` methods and hooks may contain collective calls, so with
+    several ranks they are not called.
     """
     torch: Any = sys.modules.get("torch")
     added: dict[str, Any] = {}

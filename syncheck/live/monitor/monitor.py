@@ -326,5 +326,5 @@ def _whole(value: Any, name: str, *, least: int) -> int:
     except TypeError:
         number = least - 1
     if number < least:
-        raise UsageError(f"{name}={brief(value)}: needs a whole number, {least} or more")
+        raise UsageError(f"{name}={brief(value)}: must be an integer, at least {least}")
     return number

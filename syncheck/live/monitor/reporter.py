@@ -35,7 +35,7 @@ class CheckRecord:
 
     step: optimizer steps so far. ranks: number of ranks. seconds: duration, including waiting for other ranks.
     overhead: fraction of the wall time in checks so far. last_good: the last earlier step in sync, or None. since: the
-    first step out of sync, None while in sync. new: findings that the previous check did not have.
+    first step out of sync, None while in sync. new: findings absent from the previous check.
     """
 
     step: int
@@ -73,7 +73,7 @@ class Reporter:
 
     @contextmanager
     def hide_log_output(self) -> Iterator[None]:
-        """Suppress log messages that this reporter prints itself.
+        """Suppress log messages printed by this reporter too.
 
         Without logging configuration, Python prints warnings to stderr. Handlers of the program still get the messages.
         """

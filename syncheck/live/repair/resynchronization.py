@@ -53,8 +53,8 @@ class Resync:
 
     before: the report with the differences. after: the report in sync; the same object if there were no differences.
     sources: the healthy rank by replica group. why: how the source was chosen. copied: tensors whose bytes were sent,
-    including created tensors. values: plain values that were set or removed, and parts of a module's extra state. created:
-    optimizer state that a rank lacked. removed: optimizer state that the source lacks.
+    including created tensors. values: plain values set or removed, and parts of a module's extra state. created:
+    optimizer state missing on a rank. removed: optimizer state missing on the source.
     """
 
     before: Report
@@ -85,7 +85,7 @@ class Resync:
         if self.values:
             amount += f", {len(self.values):,} value{'s' * (len(self.values) != 1)}"
         origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
-        lines = [f"resync from {origin}: {amount}, on {ranks_text(targets)}; verified in sync"]
+        lines = [f"resync from {origin}: {amount}, on {ranks_text(targets)}; proved in sync"]
         for verb, done in changes.items():
             # The first line already has the ranks if all changes have the same ranks.
             names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
@@ -167,7 +167,7 @@ def _check_arguments(channel: Channel, source: int | str, only: Sequence[str], c
     if source != MAJORITY and not is_rank:
         raise UsageError(f'source={brief(source)}: must be "majority" or a rank number')
     if is_rank and source not in channel.ranks:
-        raise UsageError(f"source={source} is not in the group; choose one of {ranks_text(sorted(channel.ranks))}")
+        raise UsageError(f"source={source} is not in the group; choose from {ranks_text(sorted(channel.ranks))}")
     if "rng" in only:
         raise UsageError("only='rng': RNG states differ by design, so resync does not change them")
 
@@ -194,7 +194,7 @@ def _repair(
     copies = [(job, by_rank[job.source][0][job.name]) for job in jobs if job.sends_bytes]
     receivers: dict[tuple[int, str], set[int]] = defaultdict(set)
     for job in jobs:
-        if job.sets_entry:  # without targets, values are None on some ranks and missing on others
+        if job.sets_entry:  # no targets: None on some ranks, missing on other ranks
             receivers[job.source, by_rank[job.source][1][job.name]].update(job.targets or job.ranks)
     try:
         for (of, entry), ranks in receivers.items():
@@ -215,7 +215,7 @@ def _repair(
         again = f"source={min(sources)}" if len(sources) == 1 else "the same source"
         raise RankFailed(
             f"resync failed during the repair: {kind}{error}"[:300]
-            + f". Some tensors may be copied and others not; calling it again with {again} is safe"
+            + f". Some tensors may be copied already; calling it again with {again} is safe"
         ) from error
     return jobs, tuple(Copied(job.name, job.source, job.targets, size[0]) for job, size in copies)
 
