@@ -1,4 +1,4 @@
-"""What a monitor takes for new, from one check to the next."""
+"""New and known findings of consecutive checks of a monitor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from syncheck.records import Counts, Finding, Report
 
 
 def found(*findings: Finding) -> Report:
-    """Return a report with these findings, in sync if there are none that fail."""
+    """Return a report with these findings, in sync if none of them fails."""
     verdict = "out_of_sync" if any(finding.fails for finding in findings) else "in_sync"
     return Report(verdict, (make_group("model", None, verdict, (), Counts(1), findings=findings),))
 
 
 def finding(*tensors: str, rank: int = 1, allowed: bool = False) -> Finding:
-    """Return a flipped bit in these tensors of a rank."""
+    """Return a flipped bit in tensors of a rank."""
     return make_finding("SYN220", "bit-flip", "error", (rank,), tensors, "", "", "", allowed=allowed)
 
 
 def test_a_finding_is_new_once() -> None:
-    """The same finding, or one with fewer tensors, is not new; with another tensor or rank it is."""
+    """A finding is new once, also with fewer tensors; with another tensor or rank it is new again."""
     state = DesyncState()
     first, fewer, more, other = finding("a", "b"), finding("a"), finding("a", "c"), finding("a", rank=2)
     assert state.update(10, found(first)) == (first,)
@@ -30,8 +30,8 @@ def test_a_finding_is_new_once() -> None:
     assert (state.last_good, state.since) == (None, 10)
 
 
-def test_what_comes_back_is_new() -> None:
-    """After a check in sync, an allowed finding beside it or not, the same finding is new again."""
+def test_a_recurring_finding_is_new() -> None:
+    """After a check in sync, even with an allowed finding, the same finding is new again."""
     state, flip = DesyncState(), finding("a")
     state.update(10, found(flip))
     assert state.update(20, found(finding("b", allowed=True))) == ()
@@ -40,8 +40,8 @@ def test_what_comes_back_is_new() -> None:
     assert (state.last_good, state.since) == (20, 30)
 
 
-def test_undecided_tells_nothing() -> None:
-    """A check that compared nothing makes the ranks neither apart nor in sync."""
+def test_undecided_changes_nothing() -> None:
+    """An undecided check changes neither the last step in sync nor the first out of sync."""
     state, flip = DesyncState(), finding("a")
     state.update(10, found(flip))
     assert state.update(20, Report("undecided", ())) == ()

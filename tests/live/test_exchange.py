@@ -1,4 +1,4 @@
-"""`assert_in_sync` on real gloo ranks: all ranks get one report, with the differing ranks and the size of the difference.
+"""`assert_in_sync` on real gloo ranks: all get one report, with the differing ranks and the size of the difference.
 
 An injected fault makes the ranks differ, and the same test without the fault must pass.
 """

@@ -154,9 +154,7 @@ def test_a_message_that_cannot_be_unpickled(error: type[Exception]) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_report_names_ranks_without_the_fused_kernel(
-    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose kernel ran out of memory is in the report of all ranks, once."""
 
     def short(sources: Any, algorithm: Any = None) -> Any:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 class Net(nn.Module):
-    """A network with BatchNorm, a frozen layer, a persistent and a non-persistent buffer, and optionally tied weights.
-    """
+    """A network with BatchNorm, a frozen layer, both kinds of buffers, and optionally tied weights."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`resync` where a rank's process ends in the middle: the others raise and end, too."""
+"""`resync` if a rank's process exits in the middle: the other ranks raise and exit too."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ except RankFailed as error:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
-    """Rank 1's process ends while bytes are due: ranks 0 and 2 raise RankFailed, and no process is left."""
+def test_peers_of_an_exited_rank_raise(tmp_path: Path) -> None:
+    """If rank 1 exits while bytes are due, ranks 0 and 2 raise RankFailed, and no process remains."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     started = [

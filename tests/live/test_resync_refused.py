@@ -1,4 +1,4 @@
-"""`resync` where it cannot tell or must not touch: all ranks raise one text, nothing is changed; and where it fails."""
+"""`resync` in undecidable and forbidden cases, in which all ranks raise the same error, and its failures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_tie_is_refused_and_a_named_rank_settles_it(syncheck_rank: Any) -> None:
-    """Two ranks with two versions have no majority: the tensor is named; source=1 then makes rank 0 equal to rank 1."""
+def test_no_majority_requires_a_source(syncheck_rank: Any) -> None:
+    """Two different ranks have no majority; source=1 makes rank 0 equal to rank 1."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
@@ -32,8 +32,8 @@ def test_a_tie_is_refused_and_a_named_rank_settles_it(syncheck_rank: Any) -> Non
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_no_rank_that_is_healthy_everywhere_is_refused(syncheck_rank: Any) -> None:
-    """Each of three ranks has a fault of its own: every tensor has a majority, and no rank is in all of them."""
+def test_no_rank_is_healthy_in_all_tensors(syncheck_rank: Any) -> None:
+    """If each of three ranks has its own fault, no rank is in the majority of all tensors."""
     model, optimizer = trained()
     flip([model.module.fc.weight, model.module.fc.bias, model.module.head.weight][syncheck_rank.rank])
     text = untouched(model, optimizer)
@@ -44,7 +44,7 @@ def test_no_rank_that_is_healthy_everywhere_is_refused(syncheck_rank: Any) -> No
 
 @pytest.mark.syncheck(ranks=3)
 def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> None:
-    """Statistics that differ on all ranks have no majority; parameters alone can be healed, and leave them."""
+    """Statistics that differ on all ranks have no majority; only= repairs the parameters alone."""
     model, optimizer = trained(norm=True)
     text = untouched(model, optimizer)
     assert text.startswith(
@@ -61,8 +61,8 @@ def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> No
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_what_is_allowed_to_differ_is_left_alone(syncheck_rank: Any) -> None:
-    """With allow=['SYN201'] the statistics of BatchNorm neither vote nor are copied."""
+def test_allowed_differences_remain(syncheck_rank: Any) -> None:
+    """With allow=['SYN201'], BatchNorm statistics neither vote nor change."""
     model, optimizer = trained(norm=True)
     if syncheck_rank.rank == 2:
         optimizer.param_groups[0]["lr"] = 0.5
@@ -96,7 +96,7 @@ STRUCTURES: dict[str, Callable[[int], tuple[Any, ...]]] = {
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("text", STRUCTURES)
 def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
-    """Another shape or dtype, a missing parameter, optimizer or member of a group on one rank: all ranks refuse."""
+    """All ranks refuse another shape or dtype, a missing parameter, optimizer or group member on one rank."""
     torch.manual_seed(0)
     parts = STRUCTURES[text](syncheck_rank.rank)
     before = bits(*parts)
@@ -106,7 +106,7 @@ def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_without_anything_to_compare_it_is_refused(syncheck_rank: Any) -> None:
-    """Tensors without values tell nothing, so that no rank can be called healthy."""
+    """Without comparable tensors, no rank counts as healthy."""
     outcome = all_raise(each_rank(resync, nn.Linear(2, 2, device="meta")), "UsageError")
     assert outcome.text == "no tensor could be compared, so there is no healthy rank to copy from"
 
@@ -124,15 +124,15 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("what", MISUSES)
 def test_a_wrong_call_is_refused(syncheck_rank: Any, what: str) -> None:
-    """A source that is no rank, or an option that makes no sense, raises on all ranks before anything is sent."""
+    """An invalid source or option raises on all ranks before any transfer."""
     options, says = MISUSES[what]
-    model = nn.Linear(2, 2)  # not seeded alike, and so out of sync
+    model = nn.Linear(2, 2)  # seeded differently, so out of sync
     assert says in untouched(model, **options)
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_unlike_calls_are_refused(syncheck_rank: Any) -> None:
-    """Sources that differ between ranks, and an unknown option on one rank, raise on all of them."""
+def test_different_arguments_are_refused(syncheck_rank: Any) -> None:
+    """Sources that differ between ranks, and an unknown option on one rank, raise on all ranks."""
     text = untouched(nn.Linear(2, 2), source=syncheck_rank.rank)
     assert text == "source= differs between ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"
     text = untouched(nn.Linear(2, 2), **({"bucket": 1} if syncheck_rank.rank == 1 else {}))
@@ -140,8 +140,8 @@ def test_unlike_calls_are_refused(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_subgroup_is_healed_by_its_members_alone(syncheck_rank: Any) -> None:
-    """In the group of ranks 1 and 2 source=2 is one of them and source=0 is none; rank 0 keeps what it has."""
+def test_a_subgroup_repairs_only_its_members(syncheck_rank: Any) -> None:
+    """In the group of ranks 1 and 2, source=2 is valid and source=0 is not; rank 0 does not change."""
     group = dist.new_group([1, 2])
     model = nn.Linear(2, 2)
     before = on_all(bits(model))
@@ -154,7 +154,7 @@ def test_a_subgroup_is_healed_by_its_members_alone(syncheck_rank: Any) -> None:
 
 
 class Copies:
-    """An average of weights whose state dict gives copies."""
+    """A weight average whose state dict returns copies."""
 
     def __init__(self) -> None:
         self.average = torch.ones(3)
@@ -167,8 +167,8 @@ class Copies:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_what_cannot_be_changed_in_place_is_told(syncheck_rank: Any) -> None:
-    """A state dict of copies stays as it was: the check afterwards finds that, and all ranks raise."""
+def test_state_dicts_of_copies(syncheck_rank: Any) -> None:
+    """A state dict of copies does not change; the final check finds the difference, and all ranks raise."""
     average = Copies()
     average.average += float(syncheck_rank.rank == 2)
     outcome = all_raise(each_rank(resync, (Net(), average), exclude=("fc.*", "head.*")), "RankFailed")
@@ -177,10 +177,8 @@ def test_what_cannot_be_changed_in_place_is_told(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_rank_that_fails_on_the_way_tells_the_others(
-    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, bad: int
-) -> None:
-    """A source or a target without memory for the bytes: all raise one error, and the call can be made again."""
+def test_a_failure_during_the_repair(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    """If a source or target runs out of memory, all ranks raise the same error, and the call can be repeated."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
@@ -200,8 +198,8 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
-    """Elements that share memory, and an array that is read-only (a mapped file, say): nothing is changed."""
+def test_unwritable_tensors_are_refused(syncheck_rank: Any) -> None:
+    """Tensors with shared elements and read-only arrays (memory maps) are refused, and nothing changes."""
     torch.manual_seed(0)
     model: Any = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2)) for name in "ab"})
     if syncheck_rank.rank == 1:
@@ -221,8 +219,8 @@ def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_tie_that_others_lack_is_found_afterwards(syncheck_rank: Any) -> None:
-    """One tensor on rank 1 cannot take the bytes of two that differ: the check afterwards finds that."""
+def test_a_tie_on_one_rank_only(syncheck_rank: Any) -> None:
+    """A tensor tied on rank 1 only cannot hold the bytes of two tensors; the final check finds the difference."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     if syncheck_rank.rank == 1:
