@@ -44,7 +44,7 @@ def test_equal_files_give_the_report(ranks: Ranks) -> None:
 
 
 def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
-    """An injected difference in one of three files raises with the rank, tensor, finding and last line."""
+    """A difference injected into the second of three files raises with the rank, tensor, finding and last line."""
     paths = ranks(network(), changed(network(), "fc.weight", by=0.5), network())
     error = failing(f"{paths[0].parent}/*.pth")
     lines = str(error).splitlines()
@@ -286,7 +286,7 @@ def test_the_limit_bounds_the_rows_of_tensors() -> None:
 
 
 def test_a_failure_skips_groups_in_sync(ranks: Ranks) -> None:
-    """Of several steps only the failed step is shown; the last line counts all."""
+    """A failure shows the failed step only; the last line counts all steps."""
     paths = ranks(network(), network(), name="step_1/run_rank{}.pth")
     paths += ranks(network(), changed(network(), "fc.bias"), name="step_2/run_rank{}.pth")
     text = str(failing(paths[0].parents[1]))
@@ -324,7 +324,7 @@ def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     assert "syncheck/testing.py:" not in text
 
 
-# --- what is imported ---
+# --- imports ---
 
 
 @pytest.mark.parametrize(

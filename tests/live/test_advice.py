@@ -34,8 +34,8 @@ def test_resync_fixes_a_skipped_step(syncheck_rank: Any) -> None:
     found = only(all_pass(each_rank(check, model, optimizer)))
     assert (found.code, found.ranks) == ("SYN214", (2,))
     assert "files" not in found.evidence
-    assert "dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue. To go on with this run: syncheck" in found.fix
-    assert "restart" not in found.fix
+    assert "syncheck.live.resync(model, optimizer)" in str(found.fix)
+    assert "restart" not in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -47,8 +47,8 @@ def test_resync_fixes_a_nan(syncheck_rank: Any) -> None:
             model.module.fc.weight[0, 0] = float("nan")
     found = only(all_pass(each_rank(check, model, optimizer)))
     assert (found.code, found.ranks) == ("SYN222", (1,))
-    assert "stop on all ranks. To go on with this run: syncheck.live.resync(model, optimizer) on all" in found.fix
-    assert "files" not in found.fix
+    assert "syncheck.live.resync(model, optimizer)" in str(found.fix)
+    assert "files" not in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -59,7 +59,7 @@ def test_majority_does_not_overrule_restored_state(syncheck_rank: Any) -> None:
         optimizer.state.clear()
     found = only(all_pass(each_rank(check, model, optimizer)))
     assert found.code == "SYN215"
-    assert "resync(model, optimizer, source=RANK) on all ranks, with a rank whose optimizer still has" in found.fix
+    assert "syncheck.live.resync(model, optimizer, source=RANK)" in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -71,8 +71,7 @@ def test_ddp_wrapper_proves_unsynchronized_batchnorm(syncheck_rank: Any, wrapped
     assert found.code == "SYN201"
     assert "metadata" not in found.evidence
     assert "save at" not in found.evidence
-    assert ("buffers are synchronized once a step" in found.evidence) == wrapped
-    assert ("give DDP's wrapper, not the module inside it, to tell them apart" in found.evidence) != wrapped
+    assert ("DDP's wrapper" in found.evidence) != wrapped
 
 
 def test_one_process_gets_no_collective_advice() -> None:
@@ -83,7 +82,7 @@ def test_one_process_gets_no_collective_advice() -> None:
         other.weight[0, 0] = float("nan")
     found = only(compare(model, other))
     assert found.code == "SYN222"
-    assert "resync" not in found.fix
+    assert "resync" not in str(found.fix)
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -69,7 +69,8 @@ def text_of(outcome: Outcome) -> str:
     """Return the text of all findings and tensors."""
     assert outcome.report is not None
     group = outcome.report.groups[0]
-    return repr((group.findings, group.tensors, group.values))
+    findings = [f"{finding.evidence} {finding.tensors} {finding.values}" for finding in group.findings]
+    return "\n".join([*findings, *(f"{diff.name} {diff.detail}" for diff in group.tensors), repr(group.values)])
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -16,6 +16,7 @@ from syncheck.live.channel import Channel
 from syncheck.live.digest import digest_all, lanes
 from syncheck.live.exchange import comparison, manifest
 from syncheck.live.memory import tensor_bytes
+from syncheck.messages import Grouping
 from syncheck.testing import assert_in_sync
 
 
@@ -165,11 +166,11 @@ def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeyp
     monkeypatch.setattr(manifest, "digest_all", short)
     for value in (0.0, float(syncheck_rank.rank)):
         report = each_rank(check, {"w": torch.full((2,), value)})[0].report
-        [note] = [note for note in report.groups[0].notes if "fused kernel" in note]
-        assert "rank 1: OutOfMemoryError: CUDA out of memory" in note
+        [note] = [note for note in report.groups[0].notes if note.code is Grouping.SLOW_DIGESTS]
+        assert note.parameters == {"ranks": (1,), "reason": "OutOfMemoryError: CUDA out of memory"}
     monkeypatch.undo()
     report = each_rank(check, {"w": torch.ones(2)})[0].report
-    assert not [note for note in report.groups[0].notes if "fused kernel" in note]
+    assert not [note for note in report.groups[0].notes if note.code is Grouping.SLOW_DIGESTS]
 
 
 def two_of_a_kind() -> dict[str, tuple[Any, Any]]:

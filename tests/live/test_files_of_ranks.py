@@ -18,6 +18,7 @@ from syncheck.live.channel import Channel
 from syncheck.live.digest import COMMON
 from syncheck.live.exchange import stored
 from syncheck.live.files import compare_files
+from syncheck.messages import Grouping
 from syncheck.report import json_document
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -69,9 +70,8 @@ def told(report: syncheck.Report) -> Any:
     """Return the JSON document without the fields about finding files."""
     document = json_document.document(report, "")
     for group in document["groups"]:
-        group["notes"] = [
-            note for note in group["notes"] if note not in (files.NOTE, "grouped by the metadata in the files")
-        ]
+        own = (str(Grouping.LIVE_FILES()), str(Grouping.METADATA()))
+        group["notes"] = [note for note in group["notes"] if note not in own]
     return json.loads(json_document.written(document))
 
 
@@ -177,7 +177,7 @@ def test_name_without_metadata(syncheck_rank: Any) -> None:
     mine = written(syncheck_rank, "rank_{}.pth")
     report = all_pass(each_rank(collective, mine, "ckpts/mine_rank*"))
     assert (report.groups[0].name, report.verdict) == ("mine", "in_sync")
-    assert report.groups[0].notes[0] == files.NOTE
+    assert report.groups[0].notes[0].code is Grouping.LIVE_FILES
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -22,12 +22,14 @@ from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.digest import digest_all
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.tensor_bytes import TensorBytes
+from syncheck.messages import Note, Refusal
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
 
@@ -234,7 +236,7 @@ def test_wrappers_are_taken_off_before_comparing() -> None:
     kinds = report.groups[0].kinds
     assert kinds["buffer"].identical == 2
     assert kinds["optimizer"].identical == 2 * 6  # exp_avg and exp_avg_sq of all parameters but the frozen bias
-    assert not [note for note in report.groups[0].notes if "guessed" in note]
+    assert not [note for note in report.groups[0].notes if note.code is Note.KINDS_GUESSED]
 
 
 @pytest.mark.parametrize("name", ["conv.bias", "bn.running_mean", "scale", "mask", "head.weight"])
@@ -302,18 +304,18 @@ def test_extra_state_is_compared() -> None:
     assert snapshot(Extra(2, 3)).tensors["_extra_state.amax"].shape == (2,)
 
 
-def refused() -> list[tuple[str, Any, str]]:
+def refused() -> list[tuple[str, Any, Message]]:
     with torch.random.fork_rng():
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     return [
-        ("meta", torch.empty(3, device="meta"), "a meta tensor: it has no values"),
-        ("sparse", torch.eye(3).to_sparse(), "a sparse tensor"),
-        ("csr", torch.eye(3).to_sparse_csr(), "a sparse tensor"),
-        ("quantized", quantized, "a quantized tensor"),
-        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
-        ("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
-        ("lazy", nn.LazyLinear(3).weight, "a parameter of a lazy module that has not run yet: it has no values"),
-        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "dtype bits8 is not read"),
+        ("meta", torch.empty(3, device="meta"), Refusal.META()),
+        ("sparse", torch.eye(3).to_sparse(), Refusal.SPARSE()),
+        ("csr", torch.eye(3).to_sparse_csr(), Refusal.SPARSE()),
+        ("quantized", quantized, Refusal.QUANTIZED()),
+        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), Refusal.NESTED()),
+        ("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), Refusal.NESTED()),
+        ("lazy", nn.LazyLinear(3).weight, Refusal.LAZY()),
+        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), Refusal.DTYPE(name="bits8")),
     ]
 
 
@@ -332,7 +334,7 @@ def test_a_wrapper_subclass_is_refused() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     [tensor] = snapshot({"w": TwoTensor(torch.ones(2), torch.ones(2))}).tensors.values()
-    assert tensor.refused == "a wrapper tensor that is not read"
+    assert tensor.refused == Refusal.WRAPPER()
 
 
 def test_a_snapshot_copies_nothing_and_changes_nothing() -> None:

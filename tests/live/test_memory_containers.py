@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from syncheck.live.memory import snapshot
+from syncheck.messages import Note, Refusal
 from syncheck.testing import compare
 
 if TYPE_CHECKING:
@@ -202,11 +203,13 @@ def test_a_tensor_that_cannot_be_read_is_counted(what: str, where: str) -> None:
     assert report.counts.not_compared == 1, report.groups[0].notes
     [hidden] = [diff for diff in report.groups[0].tensors if diff.status == "not_compared"]
     assert hidden.detail
-    claims = [note for note in report.groups[0].notes if "tensors in them were:" in note]
+    notes = report.groups[0].notes
     if what != "array of objects":  # refused because of its dtype
-        kind = hidden.detail.rpartition("class ")[2].partition(",")[0]
-        assert any(note.startswith("not read in full") and kind in note for note in report.groups[0].notes)
-        assert not any(kind in claim for claim in claims)
+        refusal = hidden.detail.parameters["refusal"]
+        assert refusal.code is Refusal.IN_UNREAD_OBJECT
+        kind = refusal.parameters["name"]
+        assert any(note.code is Note.NOT_READ_IN_FULL and kind in note.parameters["objects"] for note in notes)
+        assert not any(note.code is Note.UNKNOWN_CLASSES and kind in note.parameters["classes"] for note in notes)
 
 
 def plain_objects() -> dict[str, Any]:
@@ -284,8 +287,8 @@ def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
     model[1].cache = torch.ones(1)
     model[0].weight.main_grad = torch.ones(2)
     [note] = snapshot(model).notes
-    assert "BatchNorm1d.cache" in note
-    assert "Parameter.main_grad" in note
+    assert "BatchNorm1d.cache" in note.parameters["objects"]
+    assert "Parameter.main_grad" in note.parameters["objects"]
 
 
 def test_buffers_that_are_not_saved_are_compared_in_modules_of_objects() -> None:

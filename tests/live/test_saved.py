@@ -10,6 +10,7 @@ from agreement import all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.live.memory import snapshot
+from syncheck.messages import Note
 from syncheck.testing import OutOfSync, assert_in_sync
 
 if TYPE_CHECKING:
@@ -78,4 +79,5 @@ def test_custom_state_across_ranks(syncheck_rank: Any) -> None:
     """Custom state is compared across ranks; a state_dict() that may communicate is not called but reported."""
     assert "table" in all_raise(each_rank(assert_in_sync, Keeps(float(syncheck_rank.rank)))).text
     report = all_pass(each_rank(assert_in_sync, Adds(float(syncheck_rank.rank))))
-    assert "Adds.state_dict()" in report.groups[0].notes[-1]
+    [note] = [note for note in report.groups[0].notes if note.code is Note.NOT_READ_IN_FULL]
+    assert "Adds.state_dict()" in note.parameters["objects"]
