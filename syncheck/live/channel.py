@@ -116,12 +116,12 @@ class Channel:
         received: list[Any] = [None] * len(self.ranks)
         with self._translate_errors():
             self._dist.all_gather_object(received, data, group=self._group)
-        found = {rank: _remove_mark(part) for rank, part in zip(self.ranks, received, strict=True)}
-        foreign = [rank for rank, sent in found.items() if not isinstance(sent, (Failure, _Envelope))]
+        messages = {rank: _remove_mark(part) for rank, part in zip(self.ranks, received, strict=True)}
+        foreign = [rank for rank, sent in messages.items() if not isinstance(sent, (Failure, _Envelope))]
         # A failure replaces a message of any kind, so only other messages must agree in kind.
-        if foreign or len({sent.kind for sent in found.values() if isinstance(sent, _Envelope)}) > 1:
+        if foreign or len({sent.kind for sent in messages.values() if isinstance(sent, _Envelope)}) > 1:
             raise self._report_mismatch(ranks_text(foreign or self.ranks))
-        return self._unpack_all(found)
+        return self._unpack_all(messages)
 
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
         """Broadcast a message from some ranks, and return the messages by rank. If one fails, all ranks raise.
@@ -132,7 +132,7 @@ class Channel:
         if len(senders) * _FEW > len(self.ranks):
             return self.gather(make() if self.rank in senders else None, kind)
         self.gather(None, f"{kind} follow")
-        found: dict[int, Any] = {}
+        messages: dict[int, Any] = {}
         for rank in senders:
             message: Any = None
             if rank == self.rank:
@@ -140,8 +140,8 @@ class Channel:
                     message = _Envelope(kind, pickle.dumps(make()))
                 except Exception as error:  # noqa: BLE001 - raised on all ranks below
                     message = _make_failure(error)
-            found[rank] = self._broadcast(message, rank)
-        return self._unpack_all({rank: self._unpack_expected(part) for rank, part in found.items()})
+            messages[rank] = self._broadcast(message, rank)
+        return self._unpack_all({rank: self._unpack_expected(part) for rank, part in messages.items()})
 
     def broadcast_rows(self, rows: Sequence[tuple[Any, int, Callable[[], None]]]) -> None:
         """Broadcast byte tensors, each from its source, and call the function of each row on arrival."""
@@ -235,11 +235,11 @@ class Channel:
             self._dist.broadcast_object_list(listed, min(self.ranks) if source is None else source, self._group)
         return listed[0]
 
-    def _unpack_all(self, found: Mapping[int, Any]) -> dict[int, Any]:
-        failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
+    def _unpack_all(self, messages: Mapping[int, Any]) -> dict[int, Any]:
+        failures = {rank: sent for rank, sent in messages.items() if isinstance(sent, Failure)}
         if failures:
             raise self._make_error(failures)
-        return {rank: _load(sent) for rank, sent in found.items()}
+        return {rank: _load(sent) for rank, sent in messages.items()}
 
     def _unpack_expected(self, part: Any) -> Any:
         """Unpack a message. Raises RankFailed if this module did not send it."""

@@ -50,11 +50,11 @@ class FileInfo:
 def compare_files(channel: Channel, path: str, pattern: str, options: Options, *, histograms: bool = False) -> Report:
     """Compare this rank's checkpoint with the checkpoints of the other ranks.
 
-    To be called within `channel.run_together`. path: this rank's file, or a folder with one checkpoint. pattern: of all paths, used to name the group without
-    metadata. histograms: as in `api.judge`. All ranks return the same report. Each rank reads every byte of its file
-    once, except tensors that include= and exclude= skip; the first rank fetches the bytes of differing tensors. Raises,
-    on all ranks: CheckpointError for an unreadable file; UsageError for a path that is not a checkpoint of this rank,
-    for ranks that read the same file, and for files of several runs.
+    To be called within `channel.run_together`. path: this rank's file, or a folder with one checkpoint. pattern: of all
+    paths, used to name the group without metadata. histograms: as in `api.judge`. All ranks return the same report.
+    Each rank reads every byte of its file once, except tensors that include= and exclude= skip; the first rank fetches
+    the bytes of differing tensors. Raises, on all ranks: CheckpointError for an unreadable file; UsageError for a path
+    that is not a checkpoint of this rank, for ranks that read the same file, and for files of several runs.
     """
     if options.quick or options.group_by is not None:
         raise UsageError(Problem.NEEDS_ALL_FILES())

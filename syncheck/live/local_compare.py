@@ -48,13 +48,13 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
             ranked[i] = snapshot(thing, path=f"things[{i}], {class_title(thing)}", persistent=persistent)
             continue
         found = find(thing, options=replace(options, reference=None))
-        opened = [snapshot for replicas in found.groups for _, snapshot in replicas.ranks]
-        if len(opened) + len(found.unreadable) != 1:
+        snapshots = [snapshot for replicas in found.groups for _, snapshot in replicas.ranks]
+        if len(snapshots) + len(found.unreadable) != 1:
             raise UsageError(
-                f"{os.fspath(thing)}: {len(opened)} checkpoints; together with objects in memory, a path must be one "
-                "file"
+                f"{os.fspath(thing)}: {len(snapshots)} checkpoints; together with objects in memory, a path must be "
+                "one file"
             )
-        ranked.update((i, taken) for taken in opened)
+        ranked.update((i, opened) for opened in snapshots)
         unreadable += found.unreadable
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
     groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()

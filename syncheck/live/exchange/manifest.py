@@ -107,11 +107,11 @@ def _hash_rows(rows: tuple[Row, ...], shardings: tuple[Sharding, ...]) -> bytes:
     return _hash(b"", repr((rows, shardings)))
 
 
-def make_manifest(taken: Snapshot, algorithms: Sequence[str]) -> Manifest:
+def make_manifest(snapshot: Snapshot, algorithms: Sequence[str]) -> Manifest:
     """Return the manifest of a rank's snapshot. algorithms: of the tensors' digests."""
     shardings: dict[Sharding, int] = {}
     rows = []
-    for tensor, algorithm in zip(taken.tensors.values(), algorithms, strict=True):
+    for tensor, algorithm in zip(snapshot.tensors.values(), algorithms, strict=True):
         index = -1
         if tensor.sharding is not None:
             # Without the coordinate, which follows from the rank, ranks have equal manifests.
@@ -129,14 +129,14 @@ def make_manifest(taken: Snapshot, algorithms: Sequence[str]) -> Manifest:
             )
         )
     return Manifest(
-        taken.format,
+        snapshot.format,
         tuple(rows),
         tuple(shardings),
-        dict(taken.values),
-        taken.stubs,
-        taken.metadata,
-        taken.notes,
-        taken.ties,
+        dict(snapshot.values),
+        snapshot.stubs,
+        snapshot.metadata,
+        snapshot.notes,
+        snapshot.ties,
     )
 
 

@@ -49,13 +49,18 @@ def get_sharding(tensor: Any) -> Sharding:
 
 def _describe_mesh(mesh: Any) -> Mesh:
     """Return sizes, ranks in C order, this rank's coordinate and the dimension names of a mesh."""
-    found = _MESHES.get(mesh)
-    if found is None:
+    description = _MESHES.get(mesh)
+    if description is None:
         at = mesh.get_coordinate()  # None on a rank outside the mesh
         ranks = mesh.mesh
-        found = tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(at or ()), tuple(mesh.mesh_dim_names or ())
-        _MESHES[mesh] = found
-    return found
+        description = (
+            tuple(ranks.shape),
+            tuple(ranks.flatten().tolist()),
+            tuple(at or ()),
+            tuple(mesh.mesh_dim_names or ()),
+        )
+        _MESHES[mesh] = description
+    return description
 
 
 def _format_placement(placement: Any) -> str:

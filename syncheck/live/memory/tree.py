@@ -117,16 +117,16 @@ class Tree:
         self.root = self._convert(_merge_parts(parts), "", 0)
         # After all modules, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
-            made = add_parameter_names(
+            state_dict = add_parameter_names(
                 self._convert(optimizer.state_dict(), name, 1), optimizer, self.names, self._sharded
             )
             if self.partitioned:
                 self.local_parameters += [
                     self.names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]
                 ]
-            if not ("state" in made and "param_groups" in made):
+            if not ("state" in state_dict and "param_groups" in state_dict):
                 into.clear()  # a wrapper of another optimizer (fp32 masters), treated as a plain mapping
-            into.update(made)
+            into.update(state_dict)
         known = {*self._seen, *self.names, *map(id, self._alive)}
         self.hidden = [(name, class_name(n)) for name, n, inside in self._searched if has_tensor(inside, known)]
         self.unread.update(kind for _, kind in self.hidden)
@@ -169,11 +169,11 @@ class Tree:
         plain = type(node) in (list, tuple, deque) or (type(node) is dict and all(type(key) in _EXACT for key in node))
         if not (plain or is_module(node) or is_stateful(node) or isinstance(node, (type, ModuleType))):
             self._searched.append((name, node, get_referents(node)))
-        made = self._container(node, name, depth)
+        converted = self._container(node, name, depth)
         self._above.discard(id(node))
-        self._seen[id(node)] = made
+        self._seen[id(node)] = converted
         self._alive.append(node)  # ids are unique only among live objects
-        return made
+        return converted
 
     def _container(self, node: Any, name: str, depth: int) -> Any:
         def below(key: Any, value: Any) -> Any:
@@ -214,7 +214,7 @@ class Tree:
         self.modules += 1
         self.synced.add(get_buffers_synced(module))
         prefix = get_prefix(name)
-        made: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
         flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_fsdp1(m))
         transient = get_transient_buffers(modules)
@@ -226,32 +226,32 @@ class Tree:
                 if flat and f"{at}{key}".startswith(flat):
                     self._sharded.add(id(parameter))
                     place = place.refuse(Refusal.FLAT_PARAMETER())
-                made[f"{at}{key}"] = place
+                entries[f"{at}{key}"] = place
                 self.names.setdefault(id(parameter), f"{prefix}{at}{key}")
                 self.parameters.add(f"{prefix}{at}{key}")
                 if not parameter.requires_grad:
                     self.frozen.append(f"{prefix}{at}{key}")
             for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
                 if not (self.persistent and f"{at}{key}" in transient):
-                    made[f"{at}{key}"] = describe_tensor(buffer)
+                    entries[f"{at}{key}"] = describe_tensor(buffer)
                     self.buffers.append(f"{prefix}{at}{key}")
             self._alive += [owner, *owner.buffers(recurse=False)]
-            for held in (owner, *owner.parameters(recurse=False)):
-                own = [(key, value) for key, value in vars(held).items() if hasattr(value, "dtype")]
-                self._attributes += [(f"{class_name(held)}.{key}", value) for key, value in own if is_tensor(value)]
+            for holder in (owner, *owner.parameters(recurse=False)):
+                own = [(key, value) for key, value in vars(holder).items() if hasattr(value, "dtype")]
+                self._attributes += [(f"{class_name(holder)}.{key}", value) for key, value in own if is_tensor(value)]
             if has_extra_state(owner):
-                made[f"{at}{EXTRA_STATE}"] = self._convert(owner.get_extra_state(), f"{prefix}{at}{EXTRA_STATE}", 1)
+                entries[f"{at}{EXTRA_STATE}"] = self._convert(owner.get_extra_state(), f"{prefix}{at}{EXTRA_STATE}", 1)
             if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
                 self.bn_momentum[f"{prefix}{path}".removesuffix(".")] = owner.momentum
         # Sharded modules would gather their shards.
         whole = {at: m for at, m in modules.items() if not (flat and f"{at}.".startswith(flat)) and not is_sharded(m)}
-        added, not_called = get_custom_state(whole, made.keys() | transient)
+        added, not_called = get_custom_state(whole, entries.keys() | transient)
         self.unread.update(not_called)
         for key, value in added.items():
-            made[key] = self._convert(value, f"{prefix}{key}", 1)
+            entries[key] = self._convert(value, f"{prefix}{key}", 1)
             if is_tensor(value):
                 self.buffers.append(f"{prefix}{key}")
-        return made
+        return entries
 
 
 def class_name(thing: Any) -> str:
@@ -275,11 +275,11 @@ def name_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
     'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' for two of a kind.
     """
     merged = _merge_parts(parts)
-    found: list[tuple[str, Any]] = []
+    named_parts: list[tuple[str, Any]] = []
     for key, value in merged.items() if isinstance(merged, Mapping) else ():
         several = [(f"{key}.{i}", part) for i, part in enumerate(value)] if isinstance(value, list) else [(key, value)]
-        found += [(name, part) for name, part in several if is_module(part) or is_stateful(part)]
-    return found
+        named_parts += [(name, part) for name, part in several if is_module(part) or is_stateful(part)]
+    return named_parts
 
 
 def _merge_parts(parts: tuple[Any, ...]) -> Any:
@@ -287,17 +287,17 @@ def _merge_parts(parts: tuple[Any, ...]) -> Any:
     if len(parts) == 1 and not is_bundle(parts[0]):
         only = parts[0]
         return only if isinstance(only, (Mapping, list, tuple)) or is_tensor(only) else {_default_key(only): only}
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     plain: list[tuple[str, Any]] = []
     listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
     for i, part in enumerate(listed):
         if is_optimizer_state(part):  # with other keys beside it, the whole tree would look like an optimizer
-            found.setdefault("optimizer", []).append(part)
+            by_key.setdefault("optimizer", []).append(part)
         elif isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
             plain.append((f"things.{i}", part))
         else:
-            found.setdefault(_default_key(part), []).append(part)
-    tree: dict[str, Any] = {key: parts[0] if len(parts) == 1 else parts for key, parts in found.items()}
+            by_key.setdefault(_default_key(part), []).append(part)
+    tree: dict[str, Any] = {key: parts[0] if len(parts) == 1 else parts for key, parts in by_key.items()}
     for key, part in plain:
         if isinstance(part, Mapping) and not part.keys() & tree.keys():
             tree.update(part)

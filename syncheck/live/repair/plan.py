@@ -74,8 +74,8 @@ def plan_repair(report: Report, source: int | str) -> tuple[Job, ...]:
     and if the ranks differ in structure.
     """
     group = report.groups[0]
-    failing = {name for found in group.findings if found.fails for name in (*found.tensors, *found.values)}
-    passing = {name for found in group.findings if not found.fails for name in (*found.tensors, *found.values)}
+    failing = {name for finding in group.findings if finding.fails for name in (*finding.tensors, *finding.values)}
+    passing = {name for finding in group.findings if not finding.fails for name in (*finding.tensors, *finding.values)}
     allowed = passing - failing
     diffs = [d for d in group.tensors if d.out_of_sync and d.name not in allowed]
     values = [v for v in group.values if v.counts and v.name not in allowed]
@@ -121,11 +121,11 @@ def _make_tensor_jobs(diff: TensorDiff, ranks: Ranks) -> list[Job]:
     """Return one job per replica group with a difference. ranks: all."""
     groups = tuple(tuple(sorted(members)) for members in diff.replica_groups) or (ranks,)
     kind = "value" if _is_extra(diff.name) else diff.kind
-    present = {rank for held in diff.clusters for rank in held}
+    present = {rank for cluster in diff.clusters for rank in cluster}
     jobs = []
     for members in groups:
         absent = tuple(rank for rank in members if diff.reason == "missing" and rank not in present)
-        sets = [held for held in (*diff.clusters, absent) if held and set(held) <= set(members)]
+        sets = [equal for equal in (*diff.clusters, absent) if equal and set(equal) <= set(members)]
         if len(sets) > 1:
             jobs.append(Job(diff.name, kind, members, _largest_first(sets), absent, groups))
     return jobs
@@ -134,15 +134,14 @@ def _make_tensor_jobs(diff: TensorDiff, ranks: Ranks) -> list[Job]:
 def _make_value_job(value: ValueDiff, ranks: Ranks) -> Job:
     """Return the job of a value. A report does not distinguish None from a missing value."""
     by_rank = {rank: value.by_rank.get(rank) for rank in ranks}
-    sets = group_ranks_by_value(
-        {rank: repr(held) for rank, held in by_rank.items()}
-    ).values()  # repr, so that NaN equals NaN
+    # repr, so that NaN equals NaN
+    sets = group_ranks_by_value({rank: repr(held) for rank, held in by_rank.items()}).values()
     absent = tuple(rank for rank, held in by_rank.items() if held is None)
     return Job(value.name, "value", ranks, _largest_first(map(tuple, sets)), absent, (ranks,))
 
 
 def _largest_first(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-    return tuple(sorted(sets, key=lambda held: (-len(held), held[0])))
+    return tuple(sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
 
 
 def _choose_source(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
