@@ -202,7 +202,7 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
     "things, options, says",
     [
         ((), {}, "nothing given"),
-        (({"w": np.ones(1)},), {}, "needs two or more"),
+        (({"w": np.ones(1)},), {}, "one object to compare"),
         (({"w": np.ones(1)}, 3), {}, "class int cannot be compared"),
         (({}, {}), {"onyl": "params"}, "onyl=: no such option"),
         (({}, {}), {"only": "weights"}, "only='weights'"),

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import syncheck
-from syncheck.comparison import Selection
-from syncheck.comparison import compare as compare_group
+from syncheck.api import Found, judge
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import kinds_of
@@ -379,9 +378,9 @@ def test_transient_buffers_are_compared_at_any_depth() -> None:
 def test_errors_of_a_single_module() -> None:
     """A single module outside a process group, and a module beside its optimizer, are errors with a solution."""
     model, optimizer = trained()
-    with pytest.raises(UsageError, match="needs two or more"):
+    with pytest.raises(UsageError, match="one object to compare"):
         assert_in_sync(model)
-    with pytest.raises(UsageError, match="give tuples"):
+    with pytest.raises(UsageError, match="pass tuples"):
         assert_in_sync(model, optimizer)
     with pytest.raises(UsageError, match="class type cannot be compared"):
         assert_in_sync(nn.Linear, nn.Linear)
@@ -424,6 +423,6 @@ def test_tensors_on_a_device_are_compared() -> None:
 
 def test_a_single_snapshot_has_no_replica() -> None:
     """The comparison of a single snapshot is undecided for lack of a replica."""
-    group = compare_group(ReplicaGroup("model", None, ((0, snapshot({"w": np.ones(2)})),), ""), Selection())
-    assert group.verdict == "alone"
+    report = judge(Found((ReplicaGroup("model", None, ((0, snapshot({"w": np.ones(2)})),), ()),)))
+    assert report.groups[0].verdict == "alone"
     assert "torch" in sys.modules
