@@ -145,9 +145,8 @@ class Channel:
 
     def broadcast_rows(self, rows: Sequence[tuple[Any, int, Callable[[], None]]]) -> None:
         """Broadcast byte tensors, each from its source, and call the function of each row on arrival."""
-        self.gather(
-            None, "rows follow"
-        )  # a rank that ran out of memory reports it here, before its peers wait for rows
+        # A rank that ran out of memory reports it here, before its peers wait for rows.
+        self.gather(None, "rows follow")
         failed: list[Exception] = []
         for row, source, arrived in rows:
             with self._translate_errors():

@@ -255,9 +255,8 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     if own.metadata is not None:
         host = own.metadata.host or host  # the file may have moved to another host since
         mesh = tuple(own.metadata.mesh.items())
-        shared = replace(
-            own.metadata, rank=None, host=None, mesh={}
-        )  # fields of this rank only would make manifests differ
+        # Fields of this rank only would make manifests differ.
+        shared = replace(own.metadata, rank=None, host=None, mesh={})
         own = replace(own, metadata=shared)
     key = own.digest(), hash_digests(digests)
     options_hash = hashlib.sha256(repr(options).encode()).digest()[:16]
@@ -271,10 +270,8 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     if len(structures) > 1:
         sent = channel.share(lambda: own, structures.values(), "manifests")
         manifests = {structure: sent[rank] for structure, rank in structures.items()}
-    owners, blobs = (
-        _find_first_ranks({rank: info.key for rank, info in rank_infos.items()}),
-        {key: _join_digests(digests)},
-    )
+    owners = _find_first_ranks({rank: info.key for rank, info in rank_infos.items()})
+    blobs = {key: _join_digests(digests)}
     if len(owners) > 1:
         sent = channel.share(
             lambda: _join_digests(_agree_on_algorithms(local, digests, manifests)), owners.values(), "tensors"
@@ -289,12 +286,12 @@ def compute_digests(tensors: Sequence[Tensor], algorithm: str | None = None) -> 
     """Return algorithm and digest of each tensor, empty for tensors whose bytes are unavailable."""
     digests = iter(digest_all([t.data.source for t in tensors if isinstance(t.data, TensorBytes)], algorithm))
 
-    def digest_of(data: Any) -> tuple[str, bytes]:
+    def get_digest(data: Any) -> tuple[str, bytes]:
         if isinstance(data, TensorBytes):
             return next(digests)
         return data.digest(algorithm) if isinstance(data, FileBytes) else ("", b"")
 
-    return [digest_of(tensor.data) for tensor in tensors]
+    return [get_digest(tensor.data) for tensor in tensors]
 
 
 def _join_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
