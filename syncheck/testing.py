@@ -118,7 +118,7 @@ def compare(
     """Compare replicas: files, objects in memory, or the ranks of a process group.
 
     things: paths and globs, compared as on the command line, by each rank alone. Or modules, optimizers, state dicts,
-    tensors and other objects with a `state_dict()`. In a process group of several ranks these objects are the parts of
+    tensors and other objects with a `state_dict()`. In a process group of several ranks the objects are the parts of
     this rank's replica, and all ranks must call this function. Otherwise each object is a replica: a module, a tuple of
     parts like (model, optimizer), or the path of one file. In memory, plain values count like tensors, even missing
     values; skip them with exclude=. across_ranks: choose explicitly, equally on all ranks; required in a process group

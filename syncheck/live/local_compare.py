@@ -35,8 +35,8 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
     """Compare objects of this process. Their ranks are their positions.
 
     things: replicas, as in `memory.snapshot`, or paths of one file each. An unreadable file does not raise: the report
-    lists it and is never "in sync". Raises UsageError for fewer than two objects, for a module and an optimizer as
-    separate objects, and for a path of several files.
+    lists it and is never "in sync". Raises UsageError if there are fewer than two objects, for a module and an
+    optimizer as separate objects, and for a path of several files.
     """
     _check_objects(things)
     # State dicts and files lack non-persistent buffers.

@@ -1,4 +1,4 @@
-"""Shared by these tests: assertion rewriting for helper modules, and the benchmarks."""
+"""Assertion rewriting for helper modules, and the benchmarks."""
 
 import sys
 from pathlib import Path

@@ -128,7 +128,7 @@ def run_rank(rank: int, place: str, folder: Path) -> None:
 
 
 def run(place: str) -> dict[int, str]:
-    """Fork the ranks and wait for the remaining ones; kill and report hanging ranks."""
+    """Fork the ranks and wait for the survivors; kill and report hanging ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks: dict[int, int] = {}

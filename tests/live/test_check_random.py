@@ -147,7 +147,7 @@ def told(report: Report) -> Any:
 @pytest.mark.syncheck(ranks=RANKS, timeout=500)
 @pytest.mark.parametrize("seeds", SEEDS, ids=["some", "many"])
 def test_check_agrees_with_compare(syncheck_rank: Rank, seeds: range) -> None:
-    """For random checkpoints with random faults, verdict, counts, numbers and findings equal those of the files."""
+    """For random checkpoints with random faults, verdict, counts, numbers and findings are equal."""
     rank, verdicts, found = syncheck_rank.rank, set(), []
     for seed in seeds:
         state = case(seed, rank)

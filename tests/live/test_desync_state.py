@@ -9,7 +9,7 @@ from syncheck.records import Counts, Finding, Report
 
 
 def found(*findings: Finding) -> Report:
-    """Return a report with these findings, in sync if none of them fails."""
+    """Return a report with findings, in sync unless one fails."""
     verdict = "out_of_sync" if any(finding.fails for finding in findings) else "in_sync"
     return Report(verdict, (make_group("model", None, verdict, (), Counts(1), findings=findings),))
 

@@ -82,7 +82,7 @@ def test_the_common_algorithm_is_that_of_fingerprints() -> None:
 @every_algorithm
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_flipped_bit_anywhere(algorithm: str, dtype: torch.dtype) -> None:
-    """Each single bit of a small tensor of every dtype changes the digest, and all these digests differ."""
+    """Each single bit of a small tensor of every dtype changes the digest, and no two digests are equal."""
     count = 40 // dtype.itemsize + 1
     data = random(count * dtype.itemsize)
     flipped = [data]
@@ -243,7 +243,7 @@ def test_combined_hash() -> None:
 
 @pytest.mark.parametrize("algorithm", [None, XXH3, COMMON])
 def test_a_stream_is_the_digest_of_its_bytes(algorithm: str | None) -> None:
-    """Bytes from a file in blocks of any size have the digest of a tensor with these bytes."""
+    """Bytes from a file in blocks of any size have the digest of a tensor with the same bytes."""
     data = random((12 << 20) + 321)
     expected = value(data, algorithm)
     for size in (1 << 16, 4 << 20, (4 << 20) - 1, (4 << 20) + 1, 12 << 20, 1 << 30):

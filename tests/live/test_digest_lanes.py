@@ -166,7 +166,7 @@ def run(program: str, tmp_path: Path, **environment: str) -> str:
 @needs_triton
 @pytest.mark.slow
 def test_the_kernel_agrees_with_the_eager_implementation(tmp_path: Path) -> None:
-    """The kernel in Triton's interpreter agrees with the eager implementation, for all tails and unaligned views."""
+    """The kernel in Triton's interpreter agrees with the eager implementation on all tails and unaligned views."""
     assert run(PROGRAM, tmp_path, TRITON_INTERPRET="1").startswith("AGREE 34 Triton's interpreter")
 
 

@@ -54,7 +54,7 @@ def test_across_ranks_false_in_a_group(syncheck_rank: Any) -> None:
 
 
 def dtensors(fault: bool) -> dict[str, Any]:
-    """Return a DTensor of each placement; with the fault, a bit of rank 1's replicated one is flipped."""
+    """Return a DTensor of each placement; with the fault, a bit of rank 1's replicated DTensor is flipped."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

@@ -153,7 +153,7 @@ def test_one_rank_without_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.syncheck(ranks=2)
 def test_excluded_tensors_are_not_read(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors outside --include are counted by name, and none of their bytes are read."""
+    """Tensors outside --include are counted by name, and their bytes are not read."""
     read: list[int] = []
     real = stored.FileBytes.digest
 

@@ -61,4 +61,4 @@ def test_peers_of_an_exited_rank_raise(tmp_path: Path) -> None:
     for out, _ in (said[0], said[2]):
         assert out.startswith("resync failed during the repair: rank ")
         assert "rank has exited" in out
-        assert "Some tensors may be copied and others not; calling it again with source=0 is safe" in out
+        assert "Some tensors may be copied already; calling it again with source=0 is safe" in out

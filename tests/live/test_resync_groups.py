@@ -162,7 +162,7 @@ def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
 def test_broadcasts_overwrite_their_group_only(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, batch: int, device: str
 ) -> None:
-    """Tensors of some ranks, of different sizes, are copied among these ranks in batches of any size.
+    """Tensors of some ranks, of different sizes, are copied within their group in batches of any size.
 
     Also if the backend does not send from the tensors' device, and the bytes go through another device.
     """

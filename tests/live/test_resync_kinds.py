@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def holding(**tensors: torch.Tensor) -> nn.Module:
-    """Return a module with these tensors: trainable ones as parameters, all others as buffers."""
+    """Return a module with some tensors: parameters if trainable, otherwise buffers."""
     module = nn.Module()
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():

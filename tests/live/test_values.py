@@ -1,4 +1,4 @@
-"""Plain values beside tensors: in memory all are compared, first of all those of optimizers and schedulers."""
+"""Plain values beside tensors: in memory all are compared, first of all values of optimizers and schedulers."""
 
 from __future__ import annotations
 
