@@ -310,10 +310,10 @@ def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
         from syncheck.testing import assert_in_sync
 
         def test_differs():
-            assert_in_sync({"w": numpy.ones(2)}, {"w": numpy.zeros(2)})
+            assert_in_sync({"w": numpy.eye(2)}, {"w": numpy.zeros((2, 2))})
 
         def test_misuse():
-            assert_in_sync({"w": numpy.ones(2)}, {}, only="wieghts")
+            assert_in_sync({"w": numpy.eye(2)}, {}, only="wieghts")
         """
     )
     result = pytester.runpytest_subprocess("-p", "no:randomly")

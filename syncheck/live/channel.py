@@ -126,8 +126,8 @@ class Channel:
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
         """Broadcast a message from some ranks, and return the messages by rank. If one fails, all ranks raise.
 
-        With few senders, each rank in `senders` broadcasts, because a gather would make every rank receive a message
-        from all others.
+        With few senders, each rank in `senders` broadcasts, because in a gather every rank would receive a message
+        from each other rank.
         """
         if len(senders) * _FEW > len(self.ranks):
             return self.gather(make() if self.rank in senders else None, kind)

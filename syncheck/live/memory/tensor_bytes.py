@@ -116,7 +116,7 @@ class MemoryTensor(TensorPlace):
         refused: Message | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        # Without the constructor of the base class: a live check creates hundreds of these objects.
+        # Without the constructor of the base class: a live check creates hundreds of instances.
         self.__dict__.update(
             storage=None, dtype=dtype, offset=0, shape=shape, strides=in_c_order(shape), refused=refused,
             sharding=sharding, data=data,
