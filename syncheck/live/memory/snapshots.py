@@ -69,7 +69,7 @@ def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
 
 def _make_tensor(name: str, place: TensorPlace, path: str, parameter: bool) -> Tensor:
     dtype = place.dtype.name if place.dtype else "unknown"
-    data = place.data if isinstance(place, MemoryTensor) else None
+    data = place.content if isinstance(place, MemoryTensor) else None
     return Tensor(
         name,
         dtype,

@@ -106,20 +106,20 @@ class TensorBytes:
 class MemoryTensor(TensorPlace):
     """A tensor in memory, with the interface of a tensor in a file that `readers.pickles.tree` expects."""
 
-    data: TensorBytes | None
+    content: TensorBytes | None
 
     def __init__(
         self,
         dtype: DType | None,
         shape: tuple[int, ...],
-        data: TensorBytes | None,
+        content: TensorBytes | None,
         refused: Message | None = None,
         sharding: Sharding | None = None,
     ) -> None:
         # Without the constructor of the base class: a live check creates hundreds of instances.
         self.__dict__.update(
             storage=None, dtype=dtype, offset=0, shape=shape, strides=in_c_order(shape), refused=refused,
-            sharding=sharding, data=data,
+            sharding=sharding, content=content,
         )  # fmt: skip
 
     def refuse(self, reason: Message) -> MemoryTensor:
