@@ -108,8 +108,8 @@ class SyncMonitor:
     raises on some ranks only, the other ranks raise RankFailed, so that no rank continues alone.
 
     The group's first rank reports each check: a line on `console` (a rich Console; None for stderr; False for no
-    output), an object in the JSONL file `events`, and scalars to `writer`, which needs TensorBoard's `add_scalar(tag,
-    value, step)`. If a report cannot be written, for example on a full disk, the training continues.
+    output), an object in the JSONL file `events`, and scalars to `writer`, an object with TensorBoard's
+    `add_scalar(tag, value, step)`. If a report cannot be written, for example on a full disk, the training continues.
 
     As a context manager it checks once more at the end, if steps followed the last check. After an exception it does
     not, because other ranks may have exited.
@@ -147,13 +147,13 @@ class SyncMonitor:
         self._start = self._step = start
         self._pending = False
         self._checked_at: int | None = None
-        self._begun: float | None = None  # end of the first step, by time.perf_counter
-        self._spent = 0.0  # seconds in checks since then
+        self._first_step_end: float | None = None  # by time.perf_counter
+        self._check_seconds = 0.0  # seconds in checks since then
         self._state = DesyncState()
         self._reporter = Reporter(console, events, writer)
         self._is_leader: bool | None = None  # whether this rank reports; None before the first check
         self._warned: set[str] = set()  # warnings already printed
-        self._over = False  # whether the end event was written
+        self._end_written = False  # whether the end event was written
 
     @property
     def overhead(self) -> float:
@@ -161,8 +161,8 @@ class SyncMonitor:
 
         An upper bound of the cost: the time of a check includes waiting for slower ranks, and on a GPU for queued work.
         """
-        elapsed = 0.0 if self._begun is None else time.perf_counter() - self._begun
-        return min(1.0, self._spent / elapsed) if elapsed > 0 else 0.0
+        elapsed = 0.0 if self._first_step_end is None else time.perf_counter() - self._first_step_end
+        return min(1.0, self._check_seconds / elapsed) if elapsed > 0 else 0.0
 
     def step(self, step: int | None = None) -> Report | None:
         """Count one optimizer step; if a check is due, check and return the report.
@@ -177,8 +177,8 @@ class SyncMonitor:
         try:
             return self.check() if self._pending and self._step % self._every == 0 else None
         finally:
-            if self._begun is None:
-                self._begun, self._spent = time.perf_counter(), 0.0
+            if self._first_step_end is None:
+                self._first_step_end, self._check_seconds = time.perf_counter(), 0.0
 
     def check(self) -> Report:
         """Check now, and return the report. A collective call; raises like `step`."""
@@ -191,7 +191,7 @@ class SyncMonitor:
             check_agreement(channel, (self._step, self._every, self._action))
             report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
         seconds = time.perf_counter() - began
-        self._spent += seconds
+        self._check_seconds += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
         if channel is None or len(channel.ranks) < 2:
             self._warn_once(_NO_GROUP if channel is None else _ALONE)
@@ -293,8 +293,8 @@ class SyncMonitor:
             self._reporter.write_event("resync", step=self._step, summary=result.summary)
 
     def _end(self, exception: str | None) -> None:
-        if self._is_leader and not self._over:
-            self._over = True
+        if self._is_leader and not self._end_written:
+            self._end_written = True
             summary = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
             self._reporter.write_event("end", step=self._step, verdict=self.last and self.last.verdict, **summary)
 
