@@ -166,11 +166,11 @@ def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeyp
     monkeypatch.setattr(manifest, "digest_all", short)
     for value in (0.0, float(syncheck_rank.rank)):
         report = each_rank(check, {"w": torch.full((2,), value)})[0].report
-        [note] = [note for note in report.groups[0].notes if note.code is Grouping.SLOW_DIGESTS]
+        [note] = [note for note in report.groups[0].grouping if note.code is Grouping.SLOW_DIGESTS]
         assert note.parameters == {"ranks": (1,), "reason": "OutOfMemoryError: CUDA out of memory"}
     monkeypatch.undo()
     report = each_rank(check, {"w": torch.ones(2)})[0].report
-    assert not [note for note in report.groups[0].notes if note.code is Grouping.SLOW_DIGESTS]
+    assert not [note for note in report.groups[0].grouping if note.code is Grouping.SLOW_DIGESTS]
 
 
 def two_of_a_kind() -> dict[str, tuple[Any, Any]]:
