@@ -131,8 +131,8 @@ def test_files_of_two_runs(across: Across) -> None:
     """Files of two launches are no replicas of one another, however equal they are."""
     described(across, run_id=f"id{across.rank}")
     assert reason(across, across.path) == (
-        "the files are from several runs according to their metadata: rank 0 of run 'mine' with run_id 'id0'; rank 1 of run "
-        "'mine' with run_id 'id1'; pass files from one run"
+        "the files are from several runs according to their metadata: rank 0 of run 'mine' with run_id 'id0'; rank 1 of "
+        "run 'mine' with run_id 'id1'; pass files from one run"
     )
 
 
@@ -197,14 +197,14 @@ def test_a_reference_that_is_none(across: Across) -> None:
 def test_a_file_that_breaks_while_it_is_read(across: Across, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of rank 0 that is cut short between its digest and its comparison ends all with 2, as one of rank 1."""
     file = across.save(by=1.0)
-    real = Channel.led
+    real = Channel.run_on_leader
 
     def run_on_leader(channel: Channel, *arguments: Any) -> Any:
         if across.rank == 0:
             file.write_bytes(b"")
         return real(channel, *arguments)
 
-    monkeypatch.setattr(Channel, "led", led)
+    monkeypatch.setattr(Channel, "run_on_leader", run_on_leader)
     line = reason(across, across.path)
     assert line.startswith("rank 0: ")
     assert f"{across.folder}/run_rank0.pth: " in line

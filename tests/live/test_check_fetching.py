@@ -76,14 +76,14 @@ def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: py
     state["wide"][17, 1] -= rank
     state["wide"][3999, 2499] += 3 * (rank == 2)
     asked: list[int] = []
-    ask = Channel.ask
+    request = Channel.request
 
-    def counted(self: Channel, rank: int, what: Any) -> Any:
+    def counted(self: Channel, rank: int, message: Any) -> Any:
         asked.append(rank)
-        return ask(self, rank, what)
+        return request(self, rank, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Channel, "ask", counted)
+        patch.setattr(Channel, "request", counted)
         live = all_pass(each_rank(check, state))
     # Three windows of the large tensor from each of two ranks; the small tensors, of rank 1 alone, fit into one window.
     assert len(asked) == (7 if rank == 0 else 0)

@@ -40,7 +40,7 @@ def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: t
         shards=shards,
     )  # fmt: skip
     plan = plan_repair(Report("out_of_sync", (group,)), source)
-    return [(job.name, job.source, job.targets, job.copies, job.loads) for job in plan]
+    return [(job.name, job.source, job.targets, job.sends_bytes, job.sets_entry) for job in plan]
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
@@ -173,6 +173,6 @@ def test_broadcasts_overwrite_their_group_only(
     pair, whole = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
     sizes = [state.get_size(tensor, None) for tensor in (pair, whole)]
     assert sizes == [(20, device), (24, device)]
-    state.broadcast(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
+    state.broadcast_tensors(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
     assert on_all(pair.tolist()) == [[2.0] * 5, [1.0] * 5, [2.0] * 5]
     assert torch.equal(whole, torch.ones(2, 3))
