@@ -131,8 +131,8 @@ def test_files_of_two_runs(across: Across) -> None:
     """Files of two launches are no replicas of one another, however equal they are."""
     described(across, run_id=f"id{across.rank}")
     assert reason(across, across.path) == (
-        "the files are from several runs according to their metadata: rank 0 of run 'mine' with run_id 'id0'; rank 1 of "
-        "run 'mine' with run_id 'id1'; pass files from one run"
+        "the files are from several runs according to their metadata: rank 0 of run 'mine' with run_id 'id0'; rank 1 "
+        "of run 'mine' with run_id 'id1'; pass files from one run"
     )
 
 

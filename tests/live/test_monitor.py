@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.errors import RankFailed, UsageError
-from syncheck.live import SyncMonitor
+from syncheck.live import SyncMonitor, repair
 
 if TYPE_CHECKING:
     from syncheck.records import Report
@@ -86,9 +85,7 @@ def test_no_rank_continues_if_a_function_raises_on_another(syncheck_rank: Rank) 
 
 
 def fake_repair(monkeypatch: pytest.MonkeyPatch, resync: Any) -> None:
-    module = ModuleType("syncheck.live.repair")
-    module.resync = resync  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "syncheck.live.repair", module)
+    monkeypatch.setattr(repair, "resync", resync)
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -30,7 +30,7 @@ model = torch.nn.Linear(300, 300)
 if rank == 2:
     model.weight.data += 1
 if rank == 1:
-    state._row = lambda *_: os._exit(7)
+    state._make_row = lambda *_: os._exit(7)
 try:
     resync(model)
 except RankFailed as error:

@@ -188,7 +188,7 @@ def test_a_failure_during_the_repair(syncheck_rank: Any, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patched:
         if syncheck_rank.rank == bad:
-            patched.setattr(state, "_row", no_room)
+            patched.setattr(state, "_make_row", no_room)
         outcome = all_raise(each_rank(resync, model, optimizer), "RankFailed")
     assert outcome.text == (
         f"rank {bad}: resync failed during the repair: MemoryError: no room. Some tensors may be copied already; "
