@@ -105,7 +105,7 @@ def test_digests_of_other_algorithms_are_never_compared(syncheck_rank: Rank, mon
     model.module.norm.reset_running_stats()
     with monkeypatch.context() as patch:
         if syncheck_rank.rank == 1:
-            patch.setattr(digest_host, "default", lambda: digest_host.COMMON)
+            patch.setattr(digest_host, "default_algorithm", lambda: digest_host.COMMON)
         report = all_pass(each_rank(check, model, optimizer))
         assert (report.verdict, report.counts.identical) == ("in_sync", report.counts.tensors)
         if syncheck_rank.rank == 2:
