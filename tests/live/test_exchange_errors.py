@@ -198,7 +198,7 @@ def test_two_of_a_kind_are_ambiguous(what: str) -> None:
     """Two different models, the same on all ranks, do not pass in a group without across_ranks=."""
     first, second = two_of_a_kind()[what]
     outcome = all_raise(each_rank(assert_in_sync, first, second), "UsageError")
-    assert "say across_ranks=True" in outcome.text
+    assert "across_ranks=True" in outcome.text
     assert {o.error for o in each_rank(assert_in_sync, first, second, across_ranks=False)} == {"OutOfSync"}
     if what != "optimizers":  # without momentum there are no tensors
         all_pass(each_rank(assert_in_sync, first, second, across_ranks=True))
