@@ -22,18 +22,18 @@ from benchmarks.live_baselines import megatron, naive, reading
 from benchmarks.live_models import MODELS, resnet18, tensors_of
 from benchmarks.timing import take_turns
 from benchmarks.traffic import counted
-from syncheck.live import channel, check, exchange
-from syncheck.live.exchange import holdings
+from syncheck.live import channel, check
+from syncheck.live.exchange import comparison, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # The phases of a check, and the function that is each of them, by where it is looked up.
 PHASES: tuple[tuple[str, Any, str], ...] = (
-    ("snapshot", exchange, "snapshot"),
-    ("digests", holdings, "digests_of"),
+    ("snapshot", comparison, "snapshot"),
+    ("digests", manifest, "compute_digests"),
     ("messages", channel.Channel, "gather"),
-    ("judging", exchange, "judge"),
+    ("judging", comparison, "judge"),
 )
 DIFFERENT = ("resnet18, SGD", "5,000 small tensors")
 STEPS = 3  # of training, in each round

@@ -1,10 +1,10 @@
-"""Assert in a test, with or without pytest, that replicas are the same model: files, things in memory, ranks.
+"""Assert in a test, with or without pytest, that replicas are the same model: files, objects in memory, or ranks.
 
     from syncheck.testing import assert_in_sync
 
     assert_in_sync("ckpts/*.pth", only=("params", "optimizer"))    # checkpoints
-    assert_in_sync(first.state_dict(), second)    # in one process: each thing is a replica
-    assert_in_sync(ddp, optimizer)    # in a process group: on all ranks, each rank is a replica
+    assert_in_sync(first.state_dict(), second)    # in one process: each object is a replica
+    assert_in_sync(ddp, optimizer)    # in a process group: call on all ranks, each rank is a replica
 
 Importing this module imports neither torch, numpy nor pytest.
 """
@@ -33,11 +33,11 @@ __all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
 
 @dataclass(frozen=True)
 class Rank:
-    """What the fixture `syncheck_rank` gives a test: who this process is.
+    """The value of the fixture `syncheck_rank`: this process and its process group.
 
-    rank: 0 to world_size - 1. world_size: how many ranks the test runs on. shared: a folder that all ranks of this test
-    see, empty at first; tmp_path is each rank's own. seed: that random, numpy and torch were seeded with, another one
-    on each rank, the same in each run.
+    rank: 0 to world_size - 1. world_size: number of ranks of the test. shared: a folder for all ranks of this test,
+    initially empty; tmp_path is different on each rank. seed: of random, numpy and torch; different on each rank, equal
+    in each run.
     """
 
     rank: int
@@ -45,28 +45,28 @@ class Rank:
     shared: Path
     seed: int
 
-    def __repr__(self) -> str:  # it stands above every traceback
+    def __repr__(self) -> str:  # shown above every traceback
         return f"<rank {self.rank} of {self.world_size}>"
 
     @property
     def device(self) -> torch.device:
-        """Where the rank's tensors belong: the CPU."""
+        """The device of the rank's tensors: the CPU."""
         import torch
 
         return torch.device("cpu")
 
     @property
     def group(self) -> torch.distributed.ProcessGroup | None:
-        """The gloo process group of all ranks; None while there is none, which syncheck(group=False) begins with."""
+        """The gloo process group of all ranks, or None before it exists, as after syncheck(group=False)."""
         import torch.distributed as dist
 
         return dist.group.WORLD if dist.is_initialized() else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. A collective call: every rank has to make it.
+        """Return the values of all ranks in order. A collective call: every rank must make it.
 
-        It has a group of its own: where the code under test left a rank in the middle of a collective, this message is
-        not taken for one of that.
+        Uses a group of its own, so a collective call that the code under test left unfinished cannot receive this
+        message.
         """
         import torch.distributed as dist
 
@@ -90,14 +90,14 @@ def assert_in_sync(
     limit: int = 10,
     **comparing: Any,
 ) -> Report:
-    """Raise OutOfSync unless replicas are the same model; return the report if they are.
+    """Raise OutOfSync unless replicas are the same model; otherwise return the report.
 
-    things, options, group, across_ranks, comparing: as `compare` takes them. limit: rows of tensors in the error's text
-    for each group of replicas, 0 for all.
+    things, options, group, across_ranks, comparing: as in `compare`. limit: rows of tensors per replica group in the
+    error message, 0 for all.
 
-    What could not be told fails too: nothing compared, an unreadable file, a tensor of a kind that is not read, such as
-    a sparse one, unless exclude= leaves it out. Only shards are passed over.
-    In a process group all ranks raise, with one text, or none does. Raises UsageError as `compare` does.
+    Also fails if a comparison was impossible: no tensor compared, an unreadable file, or a tensor of an unsupported
+    kind, for example a sparse tensor, unless exclude= skips it. Only shards may remain uncompared. In a process group
+    all ranks raise the same error or return. Raises UsageError like `compare`.
     """
     __tracebackhide__ = True
     report = _run(things, options, group, across_ranks, comparing, limit)
@@ -115,29 +115,29 @@ def compare(
     across_ranks: bool | None = None,
     **comparing: Any,
 ) -> Report:
-    """Compare replicas: files, things in memory, or the ranks of a process group.
+    """Compare replicas: files, objects in memory, or the ranks of a process group.
 
-    things: paths and globs alone are compared as the command line does, each rank for itself. Otherwise modules,
-    optimizers, state dicts, tensors and whatever has a `state_dict()`: in a process group of several ranks they are the
-    parts of this rank's replica, and all ranks have to call this; elsewhere each thing is a replica, a tuple such as
-    (model, optimizer) is one too, and so is the path of one file. In memory plain values count as tensors do, missing
-    ones too; exclude= leaves them out by name. across_ranks: True or False to choose, on all ranks alike; in a process
-    group two things of one kind, such as two models, need it. group: of torch.distributed, by default all ranks.
-    options: how to compare. comparing: fields of `syncheck.Options` by name, in place of those of options; a single
-    text stands for a tuple.
+    things: paths and globs, compared as on the command line, by each rank alone. Or modules, optimizers, state dicts,
+    tensors and other objects with a `state_dict()`. In a process group of several ranks the objects are the parts of
+    this rank's replica, and all ranks must call this function. Otherwise each object is a replica: a module, a tuple of
+    parts like (model, optimizer), or the path of one file. In memory, plain values count like tensors, even missing
+    values; skip them with exclude=. across_ranks: choose explicitly, equally on all ranks; required in a process group
+    for two objects of one kind, for example two models. group: a torch.distributed process group, all ranks by default.
+    options: of the comparison. comparing: fields of `syncheck.Options` by name, which override options; a string stands
+    for a tuple with one element.
 
         report = compare((model, optimizer), (other, other_optimizer), only="params")
 
-    Raises UsageError for a call that cannot be carried out; in a process group on all ranks, with one text.
+    Raises UsageError for invalid calls; in a process group the same error on all ranks.
     """
     __tracebackhide__ = True
     return _run(things, options, group, across_ranks, comparing)
 
 
 def message(report: Report, limit: int = 10) -> str:
-    """Say what a report found in a text of bounded size: what `assert_in_sync` raises with.
+    """Return a text of bounded size about a report, the message of OutOfSync.
 
-    limit: rows of tensors a group, 0 for all.
+    limit: rows of tensors per replica group, 0 for all.
     """
     from syncheck.report import failure
 
@@ -156,7 +156,7 @@ def _run(
     try:
         return _compare(things, group, across_ranks, lambda: _options(options, comparing, limit))
     except UsageError as error:
-        # Whoever reads this wants the line of the test, not the frames in here.
+        # Without the traceback of this module: only the line of the test matters.
         raise error.with_traceback(None) from None
     except SyncheckError as error:
         raise error.with_traceback(None) from error.__cause__
@@ -168,24 +168,24 @@ def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, opt
     several = channel.world_size() > 1
     if things and all(map(_is_path, things)) and not across_ranks and (group is None or not several):
         if group is not None:
-            raise UsageError("files are compared by each rank for itself; leave out group=")
+            raise UsageError("each rank compares files alone; remove group=")
         return api.compare(*things, options=options())
     if across_ranks or (across_ranks is None and (group is not None or several)):
         from syncheck.live.exchange import compare_across_ranks
 
-        def checked() -> Options:
+        def make_options() -> Options:
             if across_ranks is None and group is None:
-                from syncheck.live.memory.roles import check_unambiguous
+                from syncheck.live.local_compare import check_unambiguous
 
                 check_unambiguous(things)
             return options()
 
-        return compare_across_ranks(things, group, checked)
+        return compare_across_ranks(things, group, make_options)
     if group is not None:
-        raise UsageError("across_ranks=False compares within this process; leave out group=")
-    from syncheck.live.here import compare_here
+        raise UsageError("across_ranks=False compares within this process; remove group=")
+    from syncheck.live.local_compare import compare_objects
 
-    return compare_here(things, options())
+    return compare_objects(things, options())
 
 
 def _is_path(thing: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`syncheck.testing` without torch: files, arrays in memory, wrong usage, and the text of a failure."""
+"""`syncheck.testing` without torch: files, arrays in memory, invalid calls, and the text of a failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def failing(*things: Any, **options: Any) -> OutOfSync:
-    """Return the error that comparing things raises."""
+    """Return the error of a failing comparison."""
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync(*things, **options)
     return caught.value
@@ -38,14 +38,14 @@ def failing(*things: Any, **options: Any) -> OutOfSync:
 
 
 def test_equal_files_give_the_report(ranks: Ranks) -> None:
-    """Files in sync return the report, in which every tensor was compared."""
+    """Files in sync return a report with every tensor compared."""
     report = assert_in_sync(*ranks())
     assert report.verdict == "in_sync"
     assert report.counts.compared == report.counts.identical == 14
 
 
 def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
-    """A planted difference in one of three files raises with the rank, the tensor, the finding and the last line."""
+    """A difference injected into the second of three files raises with the rank, tensor, finding and last line."""
     paths = ranks(network(), changed(network(), "fc.weight", by=0.5), network())
     error = failing(f"{paths[0].parent}/*.pth")
     lines = str(error).splitlines()
@@ -70,15 +70,15 @@ def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
     ],
     ids=str,
 )
-def test_options_by_name_decide_what_counts(ranks: Ranks, excused: dict[str, Any]) -> None:
-    """BatchNorm's drift fails, and each option that leaves it out or excuses it makes the same files pass."""
+def test_options_by_name(ranks: Ranks, excused: dict[str, Any]) -> None:
+    """BatchNorm drift fails, and passes with each option that excludes or allows it."""
     paths = ranks(network(), changed(network(), "running_mean", "running_var"))
     assert "SYN201" in str(failing(*paths))
     assert_in_sync(*paths, **excused)
 
 
 def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -> None:
-    """Two equal files beside a broken one fail, and the text names the broken one."""
+    """Two equal files and a damaged file fail, and the text names the damaged file."""
     broken = tmp_path / "run_rank2.pth"
     broken.write_bytes(b"PK\x03\x04 and no more")
     error = failing(*ranks(), broken)
@@ -88,14 +88,14 @@ def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -
 
 
 def test_nothing_compared_never_passes(ranks: Ranks) -> None:
-    """Options that leave every tensor out fail instead of passing without a look."""
+    """Options that exclude every tensor fail."""
     excluded = failing(*ranks(), include="no.such.tensor").report
     assert words.why_undecided(excluded) == Undecided.ALL_EXCLUDED(count=14)
     assert words.why_undecided(failing({"step": 1}, {"step": 1}).report).code is Undecided.NOTHING
 
 
-def test_texts_name_options_as_python_does(ranks: Ranks, tmp_path: Path) -> None:
-    """What the command line calls --allow SYN201 is allow='SYN201' in the text of an assertion and of an error."""
+def test_texts_spell_options_in_python(ranks: Ranks, tmp_path: Path) -> None:
+    """Texts of assertions and errors spell options in Python: allow='SYN201', not --allow SYN201."""
     text = str(failing(*ranks(network(), changed(network(), "running_mean", "running_var"))))
     assert "allow='SYN201'" in text
     assert "--allow" not in text
@@ -112,7 +112,7 @@ def test_texts_name_options_as_python_does(ranks: Ranks, tmp_path: Path) -> None
 
 
 def test_arrays_in_memory_are_replicas(ranks: Ranks) -> None:
-    """State dicts of arrays are compared by place, and a single changed element is found."""
+    """State dicts of arrays are compared by position, and one changed element is found."""
     other = network()
     assert_in_sync(network(), other, network())
     other["fc.bias"][3] += 1
@@ -122,8 +122,8 @@ def test_arrays_in_memory_are_replicas(ranks: Ranks) -> None:
     assert "rank 1: things[1], dict (memory, 14 tensors" in str(error)
 
 
-def test_a_file_is_compared_with_what_is_in_memory(ranks: Ranks) -> None:
-    """The path of one file beside a state dict is a replica like it: equal passes, changed fails."""
+def test_a_file_beside_memory(ranks: Ranks) -> None:
+    """The path of one file and a state dict are replicas: equal passes, changed fails."""
     [path] = ranks(network())
     report = assert_in_sync(path, network())
     assert [replica.format for replica in report.groups[0].replicas] == ["torch-zip", "memory"]
@@ -131,14 +131,14 @@ def test_a_file_is_compared_with_what_is_in_memory(ranks: Ranks) -> None:
 
 
 def test_an_unreadable_file_beside_memory_never_passes(tmp_path: Path) -> None:
-    """State dicts that agree fail when the file beside them cannot be read."""
+    """Equal state dicts and an unreadable file fail."""
     error = failing(network(), network(), tmp_path / "gone.pth")
     assert error.report.verdict == "undecided"
     assert "gone.pth" in str(error)
 
 
 def test_array_layouts_and_byte_orders_do_not_count() -> None:
-    """Equal values in Fortran order, reversed or big-endian are identical; values are what is compared."""
+    """Equal values in Fortran order, reversed or big-endian are equal."""
     plain = np.arange(24, dtype=np.float32).reshape(4, 6)
     for other in (np.asfortranarray(plain), plain[::-1].copy()[::-1], plain.astype(">f4")):
         report = assert_in_sync({"w": plain}, {"w": other})
@@ -146,8 +146,8 @@ def test_array_layouts_and_byte_orders_do_not_count() -> None:
     assert failing({"w": plain}, {"w": np.asfortranarray(plain + 1)}).report.counts.different == 1
 
 
-def test_names_are_those_of_the_file(tmp_path: Path) -> None:
-    """A nested checkpoint and the file written of it agree in every name, so nothing is missing on either side."""
+def test_names_equal_the_names_of_the_file(tmp_path: Path) -> None:
+    """A nested checkpoint and its file have the same names."""
     tree = {
         "model": network(),
         "optimizer": {
@@ -163,22 +163,22 @@ def test_names_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_an_array_of_objects_is_counted_as_not_compared() -> None:
-    """What has no numbers in it is refused and counted, and alone it fails."""
+    """An object array is counted as not compared, and alone it fails."""
     odd = {"names": np.array(["a", "b"])}
     report = compare(odd, odd)
     assert report.verdict == "undecided"
     assert report.groups[0].tensors[0].detail == Detail.REFUSED(refusal=Refusal.NUMPY_DTYPE(name="U1"))
 
 
-def test_keys_of_one_text_are_told_apart() -> None:
-    """1 and "1" in one mapping keep their tensors, in whichever order they were put in."""
+def test_keys_with_the_same_text() -> None:
+    """The keys 1 and "1" of a mapping keep their tensors in any order."""
     one, text = np.zeros(2), np.ones(2)
     assert_in_sync({1: one, "1": text}, {"1": text, 1: one})
     assert failing({1: one, "1": text}, {1: text, "1": one}).report.counts.different == 2
 
 
-def test_containers_that_hold_themselves_end() -> None:
-    """A dict that contains itself is compared all the same, without following the way back."""
+def test_recursive_containers() -> None:
+    """A dict that contains itself is compared without infinite recursion."""
     first: dict[str, Any] = {"w": np.ones(2)}
     second: dict[str, Any] = {"w": np.ones(2)}
     first["self"], second["self"] = first, second
@@ -186,7 +186,7 @@ def test_containers_that_hold_themselves_end() -> None:
 
 
 def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
-    """An object's fields are compared as those of a pickled one, and the report says that its class is not known."""
+    """Attributes of an object are compared as in a pickle, with a note about the unknown class."""
 
     class Average:
         def __init__(self, value: float) -> None:
@@ -205,7 +205,7 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
     "things, options, says",
     [
         ((), {}, "nothing given"),
-        (({"w": np.ones(1)},), {}, "needs two or more"),
+        (({"w": np.ones(1)},), {}, "one object to compare"),
         (({"w": np.ones(1)}, 3), {}, "class int cannot be compared"),
         (({}, {}), {"onyl": "params"}, "onyl=: no such option"),
         (({}, {}), {"only": "weights"}, "only='weights'"),
@@ -221,20 +221,20 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
         (({}, {}), {"limit": "x"}, "limit='x': must be"),
         (({}, {}), {"limit": -1}, "limit=-1: must be"),
         (({}, {}), {"across_ranks": True}, "no process group"),
-        (("*.pth",), {"group": "any"}, "leave out group="),
+        (("*.pth",), {"group": "any"}, "remove group="),
         (("no_such_*.pth",), {}, "no file matches"),
     ],
     ids=str,
 )
-def test_wrong_usage_says_what_to_do(things: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
-    """A call that cannot be carried out raises UsageError with the reason, never OutOfSync."""
+def test_invalid_calls(things: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
+    """An invalid call raises UsageError with the reason, never OutOfSync."""
     with pytest.raises(UsageError) as caught:
         assert_in_sync(*things, **options)
     assert says in str(caught.value)
 
 
 def test_a_folder_beside_memory_is_refused(ranks: Ranks) -> None:
-    """Beside things in memory a path stands for one replica, so a folder of several files is an error."""
+    """With objects in memory a path is one replica, so a folder of several files is an error."""
     paths = ranks()
     with pytest.raises(UsageError, match="2 checkpoints; beside things in memory"):
         assert_in_sync(network(), paths[0].parent)
@@ -244,7 +244,7 @@ def test_a_folder_beside_memory_is_refused(ranks: Ranks) -> None:
 
 
 def hostile(length: int, tensors: int = 500) -> Report:
-    """Return a report whose every text is long and holds what steers a terminal."""
+    """Return a report whose texts are long and contain terminal control sequences."""
     bad = "\x1b[31m\n" + "x" * length
     diffs = tuple(
         TensorDiff(f"{bad}{i}", "parameter", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=1, numel=2)
@@ -267,8 +267,8 @@ def hostile(length: int, tensors: int = 500) -> Report:
     return Report("out_of_sync", (group,) * 40, unreadable=(Unreadable(bad, bad),) * 50)
 
 
-def test_a_failure_is_bounded_and_escaped_whatever_the_names_are() -> None:
-    """Names of 100,000 characters and control codes give a text of few, short lines that steers no terminal."""
+def test_a_failure_is_bounded_and_escaped() -> None:
+    """Names of 100,000 characters with control codes give a few short, escaped lines."""
     lines = message(hostile(100_000)).split("\n")
     assert len(lines) < 400
     assert max(map(len, lines)) <= 1000
@@ -277,19 +277,19 @@ def test_a_failure_is_bounded_and_escaped_whatever_the_names_are() -> None:
     assert "and 37 more groups" in "\n".join(lines)
     rows = [line for line in lines if "1 of 2" in line]
     assert len(rows) == 30
-    assert max(map(len, rows)) < 250  # long names push no column out of sight
+    assert max(map(len, rows)) < 250  # long names do not push columns out of sight
 
 
 def test_the_limit_bounds_the_rows_of_tensors() -> None:
-    """`limit` rows a group are shown and the rest is counted; 0 shows all."""
+    """`limit` rows per group are shown and the rest is counted; 0 shows all."""
     report = hostile(3, tensors=30)
     assert message(report, 4).count("1 of 2") == 3 * 4
     assert "... and 26 more; limit=0 shows all" in message(report, 4)
     assert message(report, 0).count("1 of 2") == 3 * 30
 
 
-def test_groups_in_sync_are_left_out_of_a_failure(ranks: Ranks) -> None:
-    """Of several steps only the one that failed is shown; the last line still counts all."""
+def test_a_failure_skips_groups_in_sync(ranks: Ranks) -> None:
+    """A failure shows the failed step only; the last line counts all steps."""
     paths = ranks(network(), network(), name="step_1/run_rank{}.pth")
     paths += ranks(network(), changed(network(), "fc.bias"), name="step_2/run_rank{}.pth")
     text = str(failing(paths[0].parents[1]))
@@ -299,24 +299,24 @@ def test_groups_in_sync_are_left_out_of_a_failure(ranks: Ranks) -> None:
 
 
 def test_the_error_can_be_sent_to_another_process(ranks: Ranks) -> None:
-    """A test runner may pickle it: text and report come through."""
+    """The error can be pickled with text and report."""
     error = failing(*ranks(network(), network(1)))
     sent = pickle.loads(pickle.dumps(error))
     assert (str(sent), sent.report) == (str(error), error.report)
 
 
 def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
-    """Under pytest a failure points at the caller's line, with none of our frames, for both kinds of errors."""
+    """Under pytest both kinds of errors point at the caller's line, without frames of syncheck."""
     pytester.makepyfile(
         """
         import numpy
         from syncheck.testing import assert_in_sync
 
         def test_differs():
-            assert_in_sync({"w": numpy.ones(2)}, {"w": numpy.zeros(2)})
+            assert_in_sync({"w": numpy.eye(2)}, {"w": numpy.zeros((2, 2))})
 
         def test_misuse():
-            assert_in_sync({"w": numpy.ones(2)}, {}, only="wieghts")
+            assert_in_sync({"w": numpy.eye(2)}, {}, only="wieghts")
         """
     )
     result = pytester.runpytest_subprocess("-p", "no:randomly")
@@ -327,7 +327,7 @@ def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     assert "syncheck/testing.py:" not in text
 
 
-# --- what is imported ---
+# --- imports ---
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     ],
 )
 def test_nothing_is_loaded_that_is_not_needed(ranks: Ranks, code: str, forbidden: tuple[str, ...]) -> None:
-    """Importing and comparing load neither torch nor pytest, and numpy only where bytes differ."""
+    """Importing and comparing load neither torch nor pytest, and numpy only if bytes differ."""
     equal = [str(path) for path in ranks()]
     unequal = [str(path) for path in ranks(network(), network(1), name="other_rank{}.pth")]
     before = f"from syncheck.testing import assert_in_sync, compare\nEQUAL, UNEQUAL = {equal!r}, {unequal!r}\n"

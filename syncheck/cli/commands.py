@@ -94,13 +94,13 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
     """`syncheck compare` as one of several processes, each with its own file. Does not return."""
     from syncheck.cli import ranks
 
-    if not ranks.leads():
+    if not ranks.is_leader():
         arguments.quiet = True
 
     def prepare() -> ranks.Task:
         settings = _read_settings(arguments, _load_project(arguments))
         # Only the first process needs the file, whose path may not exist on other machines.
-        baseline = _read_baseline(settings) if ranks.leads() else Baseline()
+        baseline = _read_baseline(settings) if ranks.is_leader() else Baseline()
         return ranks.Task(
             replace(settings.options, baseline=None),
             files.asks_for_histograms(settings.run.output),
@@ -144,7 +144,7 @@ def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
         from_file.append("exit-zero")
     output_name = "-o" if arguments.output else f"{project.path}: {TOML.name('output')}"
     files.check_endings(run.output, output_name)
-    if ranks.leads():
+    if ranks.is_leader():
         for path in run.output:
             files.check_place(path, output_name)
             readers.refuse_overwrite(path, output_name)

@@ -40,7 +40,7 @@ def asked_for(paths: Sequence[str]) -> bool:
     return any(not os.path.lexists(path) and _names_field(path) for path in paths)
 
 
-def leads() -> bool:
+def is_leader() -> bool:
     """Whether this process is the one that reports."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -54,7 +54,7 @@ def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
     """
     channel, code = compared(_path(paths), prepare)
     sys.stderr.flush()
-    if not channel.lost:
+    if not channel.broken:
         _wait()
     # What is left to be ended are torch's threads, which need not come to an end once a process is gone.
     os._exit(code)
@@ -68,13 +68,13 @@ def compared(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
         return _compared(channel, path, prepare())
 
     try:
-        return channel, channel.together(work)
+        return channel, channel.run_together(work)
     except SyncheckError as error:
         cause = error.__cause__
         # Where no message comes through, the first process may be the one that is gone.
-        if channel.leads or channel.lost:
+        if channel.is_leader or channel.broken:
             output.tell(f"error: {error}")
-        if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.lost:
+        if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.broken:
             import traceback
 
             traceback.print_exception(cause)  # of ours, and to be reported
@@ -92,7 +92,7 @@ def _compared(channel: Channel, path: str, task: Task) -> int:
         ) from None
     pattern = os.path.splitext(re.sub(r"{[^{}]*}", "*", path))[0]
     report = compare_files(channel, own, pattern, task.options, histograms=task.histograms)
-    return channel.led(lambda: _told(report, task), lambda _: None)
+    return channel.run_on_leader(lambda: _told(report, task), lambda _: None)
 
 
 def _told(report: Report, task: Task) -> int:

@@ -1,12 +1,12 @@
-"""Watch a model that Lightning trains.
+"""Monitor a model that Lightning trains.
 
     import lightning
     from syncheck.integrations.lightning import SyncCheckCallback
 
     trainer = lightning.Trainer(devices=2, strategy="ddp", callbacks=[SyncCheckCallback(every=100)])
 
-It works with `lightning` and with `pytorch_lightning`: with those that are imported already, else with the one that is
-installed. Importing this module imports it.
+Works with `lightning` and `pytorch_lightning`: with the packages that are already imported, or else with the installed
+package, which importing this module imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from syncheck.integrations.watching import Watching
+from syncheck.integrations.session import MonitorSession
 
 if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
@@ -24,7 +24,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _bases() -> tuple[type, ...]:
-    """Return the class Callback of each of the two packages that is loaded, else of the first that is installed."""
+    """Return the Callback class of each loaded package, or else of the first installed package."""
     loaded = tuple(module.Callback for module in map(sys.modules.get, _PACKAGES) if module is not None)
     if loaded:
         return loaded
@@ -33,68 +33,68 @@ def _bases() -> tuple[type, ...]:
             return (import_module(name).Callback,)
         except ModuleNotFoundError as error:
             if error.name not in (name, name.partition(".")[0]):
-                raise  # it is there, and something that it needs is not
+                raise  # the package is installed but lacks a dependency
     raise ImportError("syncheck.integrations.lightning needs Lightning, which is not installed: pip install lightning")
 
 
 class SyncCheckCallback(*_bases()):  # type: ignore[misc]
-    """Checks, after every N-th optimizer step of a fit, that all ranks hold the same model, and once at its end.
+    """Checks after every N-th optimizer step of a fit that all ranks hold the same model, and once at its end.
 
-    every, on_desync and monitor_options are those of `syncheck.live.SyncMonitor`. Watched are the model as the strategy
-    wrapped it, all optimizers and the gradient scaler. Without `writer=`, numbers go to the trainer's logger where that
-    is TensorBoard's. In a single process there is nothing to compare, which it says once.
+    every, on_desync and monitor_options: as in `syncheck.live.SyncMonitor`. The monitor checks the model as wrapped by
+    the strategy, all optimizers and the gradient scaler. Without `writer=`, scalars go to the trainer's TensorBoard
+    logger, if any. In a single process it warns once that there is nothing to compare.
 
-    A check is made after a batch, before the validation that may follow it: under DDP an evaluation copies rank 0's
-    buffers to all ranks, and so hides that BatchNorm's statistics had drifted apart. So the last check is made after
-    the last batch of a run that ends by `max_steps` or `max_epochs`; one that ends otherwise, as by early stopping,
-    has it after its last evaluation. A checkpoint of the same batch is saved after the check.
+    A check follows a batch and precedes validation: under DDP, an evaluation copies rank 0's buffers to all ranks, and
+    would hide drift of the BatchNorm statistics. The last check therefore follows the last batch if the run ends by
+    `max_steps` or `max_epochs`, and the last evaluation if it ends otherwise, for example by early stopping. A
+    checkpoint of the same batch is saved after the check.
     """
 
     def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
         super().__init__()
-        self._watching = Watching(every, on_desync, monitor_options)
-        self._steps = 0  # as the trainer counts them: by each optimizer
+        self._session = MonitorSession(every, on_desync, monitor_options)
+        self._steps = 0  # as counted by the trainer: the steps of all optimizers
 
     @property
     def monitor(self) -> SyncMonitor | None:
-        """The monitor of the fit that runs, or that ran last."""
-        return self._watching.monitor
+        """The monitor of the current or last fit."""
+        return self._session.monitor
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch, when the model is wrapped and a checkpoint to resume from is loaded."""
+        """Create the monitor, after the strategy has wrapped the model and loaded a checkpoint."""
         self._steps = trainer.global_step
-        # A prepared model: its class says what DDP does with buffers. The names are those of the module in it.
+        # The wrapped model has the buffer settings of DDP. The inner module gives the names.
         model = trainer.model if trainer.model is not None else pl_module
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._watching.begin(model, tuple(trainer.optimizers), scaler, start=self._steps, writer=_writer(trainer))
+        self._session.begin(model, tuple(trainer.optimizers), scaler, start=self._steps, writer=_find_writer(trainer))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
-        """Count the batch if the optimizer made a step, and check if it is time to, or if no batch will follow."""
+        """Count the batch if the optimizer made a step; check if a check is due or no batch follows."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self._watching.step(last=_is_last(trainer))
+            self._session.step(last=_is_last(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Check what has been trained since the last check, if anything has."""
-        self._watching.end()
+        """Check if steps followed the last check."""
+        self._session.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Check nothing: the other ranks may be gone."""
-        self._watching.fail(exception)
+        """End without a check, because other ranks may have exited."""
+        self._session.fail(exception)
 
 
 def _is_last(trainer: Any) -> bool:
-    """Whether the trainer will end after this batch by its own limits, which are the same on all ranks."""
+    """Whether the trainer ends after this batch by its own limits, which are equal on all ranks."""
     if trainer.global_step == trainer.max_steps:
         return True
     return bool(trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs)
 
 
-def _writer(trainer: Any) -> Any:
-    """Return, on rank 0, what TensorBoard's logger writes with; None where no logger is of its kind."""
+def _find_writer(trainer: Any) -> Any:
+    """Return the writer of a TensorBoard logger on rank 0, or None."""
     if not trainer.is_global_zero:
         return None
-    # By name, for asking any other logger for its experiment may begin a run of it.
+    # By class name, because accessing the experiment of another logger may start a run.
     boards = (log for log in trainer.loggers if any("TensorBoard" in kind.__name__ for kind in type(log).__mro__))
     writers = (log.experiment for log in boards)
     return next((writer for writer in writers if callable(getattr(writer, "add_scalar", None))), None)

@@ -1,4 +1,4 @@
-"""Inside a running job: check that all ranks hold the same model, watch it, and repair it.
+"""Check inside a running job that all ranks hold the same model, monitor it, and repair it.
 
     from syncheck.live import SyncMonitor, check, resync
 
@@ -8,7 +8,7 @@
         ...
         monitor.step()    # once after each optimizer step
 
-    resync(model, optimizer)    # on all ranks: copies what differs from a healthy one
+    resync(model, optimizer)    # on all ranks: copies differing tensors from a healthy rank
 
 Importing this package does not import torch.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Resync", "SyncMonitor", "check", "resync"]
 
-# Where each name is: imported when it is first asked for.
-_HOME = {"check": "checks", "SyncMonitor": "monitor", "resync": "repair", "Resync": "repair"}
+# The module of each name, imported on first access.
+_MODULES = {"check": "checks", "SyncMonitor": "monitor", "resync": "repair", "Resync": "repair"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'syncheck.live' has no attribute {name!r}")
-    return getattr(import_module(f"syncheck.live.{_HOME[name]}"), name)
+    return getattr(import_module(f"syncheck.live.{_MODULES[name]}"), name)

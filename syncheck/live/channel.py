@@ -1,9 +1,9 @@
-"""Messages among the ranks of a process group, on which nobody raises alone.
+"""Messages between the ranks of a process group. If a rank fails, all ranks raise the same error.
 
-Every phase begins with one `all_gather_object`, also one in which ranks then broadcast or answer questions. So a rank
-that failed between two phases knows which collective call its peers wait for: it sends its failure there, and all ranks
-raise the same error. Within a phase only this module runs code that may fail, and it sends the failure in place of the
-message that is due.
+Every phase begins with one `all_gather_object`, even if ranks then broadcast or send requests. A rank that fails
+between two phases therefore knows which collective its peers are waiting in: it sends its failure there, and all ranks
+raise the same error. Within a phase only this module runs code that may fail, and it sends the failure instead of the
+message.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     A = TypeVar("A")
     T = TypeVar("T")
 
-_LONGEST = 500  # characters of a failure's text
-MOST_TOLD = 8  # different answers that an error tells of
-# `share` lets few senders broadcast, one after another; where more than one rank in four sends, all gather at once.
+_MAX_TEXT = 500  # characters of a failure's text
+MAX_VALUES = 8  # distinct values in an error
+# `share` broadcasts if at most one rank in four sends, and gathers otherwise.
 _FEW = 4
 _MARK = b"syncheck:"
 _DONE = "done"
@@ -34,22 +34,26 @@ _DONE = "done"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank sends in place of a message when it failed. usage: the call was wrong."""
+    """The message of a rank that failed. usage: the error is a UsageError."""
 
     text: str
     usage: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """kind: of a question, the rank that is asked. message: pickled by itself, as a rank may fail to unpickle it."""
+class _Envelope:
+    """A message and its kind.
+
+    kind: the topic of the message, or the rank that a request addresses. message: pickled separately, because a rank
+    may fail to unpickle it.
+    """
 
     kind: str | int
     message: bytes
 
 
-class _Unanswered(Exception):
-    """A rank that was asked sent its failure."""
+class _RequestFailed(Exception):
+    """The rank that received a request sent a failure."""
 
     def __init__(self, rank: int, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -57,33 +61,33 @@ class _Unanswered(Exception):
 
 
 def world_size() -> int:
-    """Return the number of processes of the default process group, 0 where there is none."""
+    """Return the number of processes in the default process group, or 0 without a process group."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 0
     return int(dist.get_world_size())
 
 
-def by_answer(answers: Mapping[int, A]) -> dict[A, list[int]]:
-    """Return the ranks of each different answer. answers: by rank, hashable."""
-    found: dict[A, list[int]] = {}
-    for rank, answer in answers.items():
-        found.setdefault(answer, []).append(rank)
-    return found
+def group_ranks_by_value(values: Mapping[int, A]) -> dict[A, list[int]]:
+    """Return the ranks of each distinct value. values: by rank, hashable."""
+    ranks: dict[A, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 class Channel:
-    """The ranks of one process group. rank: this process's; ranks: of the group; both count in the whole world.
+    """The ranks of one process group. rank: this process; ranks: the group's. Both are ranks of the whole world.
 
-    group: of torch.distributed, by default all ranks. whole: the group has all ranks. over: an error was raised on
-    all ranks, or no message comes through any more; lost: the latter. Raises UsageError without a process group, for a
-    group that is none, and on a rank that is not in the group given.
+    group: a torch.distributed group, all ranks by default. is_world: the group contains all ranks. ended: all ranks
+    have raised an error, or no message arrives any more. broken: no message arrives any more. Raises UsageError without
+    a process group, if the group is invalid, and on a rank outside the group.
     """
 
     def __init__(self, group: Any = None) -> None:
         if not world_size():
             raise UsageError(
-                "no process group: comparing across ranks needs torch.distributed.init_process_group() on every rank"
+                "no process group to compare across ranks; call torch.distributed.init_process_group() on every rank"
             )
         self._dist: Any = sys.modules["torch.distributed"]
         self._group = group if group is not None else self._dist.group.WORLD
@@ -92,209 +96,212 @@ class Channel:
             inside = self._dist.get_rank(self._group) >= 0
         except (TypeError, ValueError):
             raise UsageError(
-                f"group= of class {type(group).__name__}: needs a process group of torch.distributed that still exists"
+                f"group= of class {type(group).__name__}: expected a torch.distributed process group that was not "
+                "destroyed"
             ) from None
         if not inside:
-            raise UsageError(f"rank {self.rank} is not in the process group given; call this on its members only")
+            raise UsageError(f"rank {self.rank} is not in group=; call this on its members only")
         self.ranks = tuple(int(rank) for rank in self._dist.get_process_group_ranks(self._group))
-        self.whole = len(self.ranks) == world_size()
-        self.over = self.lost = False
+        self.is_world = len(self.ranks) == world_size()
+        self.ended = self.broken = False
 
     def gather(self, message: Any, kind: str) -> dict[int, Any]:
-        """Send a message and return those of all ranks, by rank. Raises on all ranks if a rank sent a failure.
+        """Send a message and return the messages of all ranks, by rank. If a rank sent a failure, all ranks raise it.
 
-        kind: what is sent at this point of the conversation. Raises RankFailed where a rank sent anything else: it is
-        in another collective call, so what it sent would be taken for something that it is not; and where a rank has
-        ended, or does not answer within the group's timeout.
+        kind: the topic of the message. Raises RankFailed if another rank sent a message of another kind, because it is
+        then in a different collective call, and if a rank has exited or does not respond within the group's timeout.
         """
-        # Pickled beforehand: what cannot be pickled has to fail before the others are waiting for this message.
-        data = _framed(message if isinstance(message, Failure) else _Sent(kind, pickle.dumps(message)))
+        # Pickling may fail, so it happens before the other ranks wait for this message.
+        data = _add_mark(message if isinstance(message, Failure) else _Envelope(kind, pickle.dumps(message)))
         received: list[Any] = [None] * len(self.ranks)
-        with self._talking():
+        with self._translate_errors():
             self._dist.all_gather_object(received, data, group=self._group)
-        found = {rank: _unframed(part) for rank, part in zip(self.ranks, received, strict=True)}
-        strangers = [rank for rank, sent in found.items() if not isinstance(sent, (Failure, _Sent))]
-        # A failure stands in place of any message, so the kinds of the others are compared with each other.
-        if strangers or len({sent.kind for sent in found.values() if isinstance(sent, _Sent)}) > 1:
-            raise self._mixed(ranks_text(strangers or self.ranks))
-        return self._messages(found)
+        messages = {rank: _remove_mark(part) for rank, part in zip(self.ranks, received, strict=True)}
+        foreign = [rank for rank, sent in messages.items() if not isinstance(sent, (Failure, _Envelope))]
+        # A failure replaces a message of any kind, so only other messages must agree in kind.
+        if foreign or len({sent.kind for sent in messages.values() if isinstance(sent, _Envelope)}) > 1:
+            raise self._report_mismatch(ranks_text(foreign or self.ranks))
+        return self._unpack_all(messages)
 
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
-        """Let some ranks send what they make to all, and return that, by rank. Raises on all ranks if one failed.
+        """Broadcast a message from some ranks, and return the messages by rank. If one fails, all ranks raise.
 
-        Of few senders each broadcasts: in a gather every rank would receive as much from each of the others too.
+        With few senders, each rank in `senders` broadcasts, because in a gather every rank would receive a message
+        from each other rank.
         """
         if len(senders) * _FEW > len(self.ranks):
             return self.gather(make() if self.rank in senders else None, kind)
-        self.gather(None, f"{kind} are due")
-        found: dict[int, Any] = {}
+        self.gather(None, f"{kind} follow")
+        messages: dict[int, Any] = {}
         for rank in senders:
             message: Any = None
             if rank == self.rank:
                 try:
-                    message = _Sent(kind, pickle.dumps(make()))
+                    message = _Envelope(kind, pickle.dumps(make()))
                 except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                    message = _failure(error)
-            found[rank] = self._broadcast(message, rank)
-        return self._messages({rank: self._expected(part) for rank, part in found.items()})
+                    message = _make_failure(error)
+            messages[rank] = self._broadcast(message, rank)
+        return self._unpack_all({rank: self._unpack_expected(part) for rank, part in messages.items()})
 
-    def carry(self, rows: Sequence[tuple[Any, int, Callable[[], None]]]) -> None:
-        """Broadcast tensors of bytes, each from its source; then do with each what is to be done when it is there."""
-        self.gather(None, "rows are due")  # whoever has no memory left says it here, where the others still listen
+    def broadcast_rows(self, rows: Sequence[tuple[Any, int, Callable[[], None]]]) -> None:
+        """Broadcast byte tensors, each from its source, and call the function of each row on arrival."""
+        # A rank that ran out of memory reports it here, before its peers wait for rows.
+        self.gather(None, "rows follow")
         failed: list[Exception] = []
         for row, source, arrived in rows:
-            with self._talking():
+            with self._translate_errors():
                 self._dist.broadcast(row, source, group=self._group)
             try:
                 arrived()
-            except Exception as error:  # noqa: BLE001 - the others are waiting for the next row first
+            except Exception as error:  # noqa: BLE001 - other ranks wait for the next row
                 failed.append(error)
         if failed:
             raise failed[0]
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Run every rank's work, which may gather; where it fails on some rank, raise the same error on all."""
+    def run_together(self, work: Callable[[], T]) -> T:
+        """Run the work of every rank, which may gather. If it fails on one rank, raise the same error on all."""
         try:
             result = work()
         except Exception as error:
-            if self.over:
+            if self.ended:
                 raise
             try:
-                self.gather(_failure(error), _DONE)
-            except SyncheckError as told:
-                raise told from error
+                self.gather(_make_failure(error), _DONE)
+            except SyncheckError as combined:
+                raise combined from error
             raise
-        self.gather(None, _DONE)  # learns of a rank whose work failed after its last message
+        self.gather(None, _DONE)  # receives failures of ranks that failed after their last message
         return result
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank does the work of `led`: the first one."""
+    def is_leader(self) -> bool:
+        """Whether this rank does the work of `run_on_leader`. The leader is the lowest rank."""
         return self.rank == min(self.ranks)
 
-    def led(self, work: Callable[[], T], answer: Callable[[Any], Any]) -> T:
-        """Let the first rank work for all: it may `ask`, the others `answer`; return on all ranks what it made.
+    def run_on_leader(self, work: Callable[[], T], respond: Callable[[Any], Any]) -> T:
+        """Run the work on the leader and return its result on all ranks.
 
-        Where it fails, or a rank that it asked, all raise the same error.
+        The leader may call `request`; the other ranks `respond`. If the work or a response fails, all ranks raise the
+        same error.
         """
-        self.gather(None, "questions are due")
-        if not self.leads:
-            return self._answering(answer)  # type: ignore[no-any-return]
+        self.gather(None, "requests follow")
+        if not self.is_leader:
+            return self._respond_to_requests(respond)  # type: ignore[no-any-return]
         try:
-            made = work()
-            self._broadcast(_Sent(_DONE, pickle.dumps(made)))  # what cannot be pickled fails before it is due
+            result = work()
+            self._broadcast(_Envelope(_DONE, pickle.dumps(result)))  # pickling fails before the message is due
         except Exception as error:
-            if self.over:
+            if self.ended:
                 raise
-            by_rank = error.by_rank if isinstance(error, _Unanswered) else {self.rank: _failure(error)}
+            by_rank = error.by_rank if isinstance(error, _RequestFailed) else {self.rank: _make_failure(error)}
             self._broadcast(by_rank)
-            raise self._ended(by_rank) from error
-        return made
+            raise self._make_error(by_rank) from error
+        return result
 
-    def ask(self, rank: int, what: Any) -> Any:
-        """Return what another rank answers; only within `led`, on the rank that works."""
-        self._broadcast(_Sent(rank, pickle.dumps(what)))  # all wait for the next question, whosever it is
+    def request(self, rank: int, message: Any) -> Any:
+        """Return another rank's response. Only for work on the leader, within `run_on_leader`."""
+        self._broadcast(_Envelope(rank, pickle.dumps(message)))  # every rank receives every request
         listed: list[Any] = [None]
-        with self._talking():
+        with self._translate_errors():
             self._dist.recv_object_list(listed, src=rank, group=self._group)
-        reply = self._expected(listed[0])
+        reply = self._unpack_expected(listed[0])
         if isinstance(reply, Failure):
-            raise _Unanswered(rank, reply)
-        return _loaded(reply)
+            raise _RequestFailed(rank, reply)
+        return _load(reply)
 
-    def _answering(self, answer: Callable[[Any], Any]) -> Any:
+    def _respond_to_requests(self, respond: Callable[[Any], Any]) -> Any:
         first = min(self.ranks)
         while True:
-            sent = self._expected(self._broadcast(None))
+            sent = self._unpack_expected(self._broadcast(None))
             if isinstance(sent, dict):
-                raise self._ended(sent)
+                raise self._make_error(sent)
             if sent.kind == _DONE:
-                return _loaded(sent)
+                return _load(sent)
             if sent.kind != self.rank:
                 continue
             try:
-                # What cannot be pickled fails before it is due.
-                reply: Any = _Sent(_DONE, pickle.dumps(answer(_loaded(sent))))
-            except Exception as error:  # noqa: BLE001 - the first rank raises it on all
-                reply = _failure(error)
-            with self._talking():
-                self._dist.send_object_list([_framed(reply)], dst=first, group=self._group)
+                # Pickling fails before the message is due.
+                reply: Any = _Envelope(_DONE, pickle.dumps(respond(_load(sent))))
+            except Exception as error:  # noqa: BLE001 - the leader raises it on all ranks
+                reply = _make_failure(error)
+            with self._translate_errors():
+                self._dist.send_object_list([_add_mark(reply)], dst=first, group=self._group)
 
     def _broadcast(self, message: Any, source: int | None = None) -> Any:
-        """Send what one rank gives, by default the first, and return it as it came."""
-        listed = [_framed(message)]
-        with self._talking():
+        """Broadcast a message from one rank, the leader by default, and return it as received."""
+        listed = [_add_mark(message)]
+        with self._translate_errors():
             self._dist.broadcast_object_list(listed, min(self.ranks) if source is None else source, self._group)
         return listed[0]
 
-    def _messages(self, found: Mapping[int, Any]) -> dict[int, Any]:
-        failures = {rank: sent for rank, sent in found.items() if isinstance(sent, Failure)}
+    def _unpack_all(self, messages: Mapping[int, Any]) -> dict[int, Any]:
+        failures = {rank: sent for rank, sent in messages.items() if isinstance(sent, Failure)}
         if failures:
-            raise self._ended(failures)
-        return {rank: _loaded(sent) for rank, sent in found.items()}
+            raise self._make_error(failures)
+        return {rank: _load(sent) for rank, sent in messages.items()}
 
-    def _expected(self, part: Any) -> Any:
-        """Return what a rank sent. Raises RankFailed if it is not of this module."""
-        sent = _unframed(part)
+    def _unpack_expected(self, part: Any) -> Any:
+        """Unpack a message. Raises RankFailed if this module did not send it."""
+        sent = _remove_mark(part)
         if sent is None:
-            raise self._mixed("some rank")
+            raise self._report_mismatch("some rank")
         return sent
 
-    def _mixed(self, who: str) -> RankFailed:
-        self.over = True
+    def _report_mismatch(self, who: str) -> RankFailed:
+        self.ended = True
         return RankFailed(
-            f"{who} sent something that is no part of this comparison; every rank has to make the same collective "
-            "calls, these included, in the same order"
+            f"mismatched collective: {who} sent a message that is not part of this comparison; every rank must make "
+            "the same collective calls in the same order"
         )
 
-    def _ended(self, failures: Mapping[int, Failure]) -> SyncheckError:
-        """Return the one error that all ranks raise: it names the ranks unless all failed alike."""
-        self.over = True
-        by_text = by_answer({rank: failure.text for rank, failure in failures.items()})
+    def _make_error(self, failures: Mapping[int, Failure]) -> SyncheckError:
+        """Return the error that all ranks raise. It lists the ranks unless all failed in the same way."""
+        self.ended = True
+        by_text = group_ranks_by_value({rank: failure.text for rank, failure in failures.items()})
         everyone = len(by_text) == 1 and len(failures) == len(self.ranks)
-        told = (text if everyone else f"{ranks_text(of)}: {text}" for text, of in list(by_text.items())[:MOST_TOLD])
+        texts = (text if everyone else f"{ranks_text(of)}: {text}" for text, of in list(by_text.items())[:MAX_VALUES])
         kind = UsageError if all(failure.usage for failure in failures.values()) else RankFailed
-        return kind(one_line("; ".join(told)))
+        return kind(one_line("; ".join(texts)))
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
-        """Say in one line what torch raises when a message does not come through; then no other will."""
-        self.over = True  # until it has come through
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn torch's communication errors into a one-line RankFailed."""
+        self.ended = True  # until the message has arrived
         try:
             yield
-        except RuntimeError as error:  # torch.distributed's own are of this kind
-            self.lost = True
+        except RuntimeError as error:  # torch.distributed raises RuntimeErrors
+            self.broken = True
             raise RankFailed(
-                f"rank {self.rank} got no message through: {_cause(error)}; a rank has ended, or did not make this "
-                "call within the group's timeout: see what the others printed last"
+                f"rank {self.rank} cannot communicate: {_first_sentence(error)}; another rank has exited, or did not "
+                "make this call within the group's timeout; see the last output of the other ranks"
             ) from error
-        except Exception as error:  # torch unpickles what came; of this module come bytes only, and these cannot fail
-            raise self._mixed("some rank") from error
-        self.over = False
+        except Exception as error:  # this module sends only bytes, so torch failed to unpickle a foreign message
+            raise self._report_mismatch("some rank") from error
+        self.ended = False
 
 
-def _cause(error: RuntimeError) -> str:
-    """Return the first sentence of what torch says, without the place in its sources and its guess at the reason."""
+def _first_sentence(error: RuntimeError) -> str:
+    """Return the first sentence of torch's error, without source location and suspected reason."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0][:200]
 
 
-def _failure(error: Exception) -> Failure:
+def _make_failure(error: Exception) -> Failure:
     kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-    return Failure(f"{kind}{error}"[:_LONGEST], isinstance(error, UsageError))
+    return Failure(f"{kind}{error}"[:_MAX_TEXT], isinstance(error, UsageError))
 
 
-def _framed(sent: Any) -> bytes:
+def _add_mark(sent: Any) -> bytes:
     return _MARK + pickle.dumps(sent)
 
 
-def _unframed(part: Any) -> Any:
-    """Return what a rank sent; None for what is not of this module."""
+def _remove_mark(part: Any) -> Any:
+    """Return the message of a rank, or None if this module did not send it."""
     if not (isinstance(part, bytes) and part.startswith(_MARK)):
         return None
-    # As all_gather_object itself does: the ranks of a group run one program and trust each other.
+    # all_gather_object unpickles too: the ranks of a group run one program and trust each other.
     return pickle.loads(memoryview(part)[len(_MARK) :])  # noqa: S301
 
 
-def _loaded(sent: _Sent) -> Any:
-    return pickle.loads(sent.message)  # noqa: S301 - as in `_unframed`
+def _load(sent: _Envelope) -> Any:
+    return pickle.loads(sent.message)  # noqa: S301 - as in `_remove_mark`

@@ -1,4 +1,4 @@
-"""Check, inside a running job, that all ranks hold the same model."""
+"""Check inside a running job that all ranks hold the same model."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from syncheck.messages import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from syncheck.live.exchange import ReportCache
     from syncheck.records import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of a function that is called in compiled code: collectives and hashes are no graph.
+def exclude_from_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Exclude a function from torch.compile, which cannot trace collectives and hashes.
 
-    torch.compiler.disable does that too, but loads the compiler, more than a second, also where nobody compiles.
+    torch.compiler.disable does the same, but imports the compiler, which takes more than a second, even in programs
+    that never compile.
     """
 
     @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.compiler.is_compiling():
-            found: R = torch.compiler.disable(function)(*args, **kwargs)
-            return found
+            result: R = torch.compiler.disable(function)(*args, **kwargs)
+            return result
         return function(*args, **kwargs)
 
-    return called
+    return wrapper
 
 
-@eager
+@exclude_from_compile
 def check(
     model: Any,
     optimizer: Any = None,
@@ -55,77 +57,107 @@ def check(
     rng: bool = False,
     budget: int = BUDGET,
 ) -> Report:
-    """Compare the model of every rank of a process group, and return the same report on all of them.
+    """Compare the model of every rank of a process group, and return the same report on all ranks.
 
-    A collective call: every rank of the group has to make it, between steps, while nothing writes the tensors (what is
-    written meanwhile may be told of as a difference, or missed until the next check). Nothing is changed and no random
-    number is drawn. Parameters, buffers (those too that no state dict holds), the optimizer's state by parameter name,
-    plain values such as learning rates, and the scaler are compared. Every tensor has one digest of 128 bits, computed
-    where it lies (`syncheck.live.digest`); bytes are fetched only of what differs.
+    A collective call: every rank of the group must make it, between steps, while nothing writes the tensors (concurrent
+    writes may appear as differences, or go unnoticed until the next check). The check changes nothing and draws no
+    random number. It compares parameters, buffers (also non-persistent buffers), the optimizer's state by parameter
+    name, plain values like learning rates, and the scaler. Each tensor gets one 128-bit digest, computed on its device
+    (`syncheck.live.digest`); only the bytes of differing tensors are fetched.
 
-    model: a module, or a tuple of modules and of whatever has a `state_dict()`. optimizer, scaler: of this rank; one
-    that is given on some ranks only is a difference. group: a process group of torch.distributed; by default that of a
-    one-dimensional mesh, else all ranks. mesh: a DeviceMesh of the ranks of the group: along its dimensions of tensor,
-    pipeline and expert parallelism (tp, pp, ep and the like) plain tensors are parts, along all others copies. DTensors
-    need none: they know their own. only, include, exclude, allow: as in `syncheck.Options`, a single text for a tuple.
-    rng: compare the states of the random number generators too (Python, numpy, torch, the current CUDA device), which
-    most jobs want to differ. budget: bytes of differing tensors that are fetched at most, the smallest first; of the
-    rest it is told that and where they differ.
+    model: a module, or a tuple of modules and other objects with a `state_dict()`. optimizer, scaler: of this rank; an
+    object given on some ranks only is a difference. group: a torch.distributed process group, by default the group of a
+    one-dimensional mesh, else all ranks. mesh: a DeviceMesh of the ranks of the group. Plain tensors are shards along
+    its tensor, pipeline and expert parallel dimensions (named tp, pp, ep and so on) and copies along its other
+    dimensions. DTensors have their own mesh. only, include, exclude, allow: as in `syncheck.Options`; a string stands
+    for a tuple with one element. rng: also compare the RNG states (Python, numpy, torch, the current CUDA device),
+    which differ by design in most jobs. budget: maximum bytes of differing tensors to fetch, smallest tensors first;
+    the report lists the other tensors and their ranks without the size of the difference.
 
-    Raises, on all ranks and with one text: UsageError for what cannot be compared, RankFailed where a rank could not
-    take part. Where a rank has ended, each of the others raises RankFailed when it notices, within the group's timeout.
-    A difference does not raise: it is `report.verdict == "out_of_sync"`. In a group of one rank the verdict is
+    Raises the same error on all ranks: UsageError for arguments that cannot be compared, RankFailed if a rank could not
+    take part. If a rank exits, the other ranks raise RankFailed when they notice, within the group's timeout. A
+    difference is not an error: the report has `verdict == "out_of_sync"`. In a group of one rank the verdict is
     "undecided".
     """
-    parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
+    return run_check(
+        (model, optimizer, scaler),
+        group=group,
+        mesh=mesh,
+        only=only,
+        include=include,
+        exclude=exclude,
+        allow=allow,
+        rng=rng,
+        budget=budget,
+    )
 
-    # What may fail is done in there: a rank that raises out here leaves the others waiting.
-    def options() -> Options:
+
+@exclude_from_compile
+def run_check(
+    objects: Sequence[Any],
+    cache: ReportCache | None = None,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    rng: bool = False,
+    budget: int = BUDGET,
+    **selection: Any,
+) -> Report:
+    """Run `check` with a cache. objects: model, optimizer and scaler, or None. selection: only=, include= and so on."""
+
+    # Checked within the collective call: a rank that raises here would leave its peers waiting.
+    def make_options() -> Options:
         if type(budget) is not int or budget < 0:
-            raise UsageError(f"budget={budget!r:.80}: needs a whole number of bytes, 0 or more")
-        return Options(
-            only=_texts(only), include=_texts(include), exclude=_texts(exclude), allow=_texts(allow), rng=rng
-        )
+            raise UsageError(f"budget={budget!r:.80}: must be an integer number of bytes, at least 0")
+        return Options(**{name: _as_tuple(value) for name, value in selection.items()}, rng=rng)
 
-    chosen = group_of(mesh) if group is None and mesh is not None else group
-    states = (RandomStates(rng=_States()),) if rng else ()
+    parts = [part for part in objects if part is not None]
+    if rng:
+        parts.append(RandomStates(rng=_GlobalStates()))
+    members = group_of(mesh) if group is None and mesh is not None else group
     return compare_across_ranks(
-        (*parts, *states), chosen, options, mesh=lambda: _place(mesh, chosen), alone=True, budget=budget
+        parts,
+        members,
+        make_options,
+        mesh=lambda: _get_mesh_coordinates(mesh, members),
+        alone=True,
+        budget=budget,
+        cache=cache,
     )
 
 
 def group_of(mesh: Any) -> Any:
-    """Return the process group of a mesh of one dimension; of another only all ranks have one.
+    """Return the process group of a one-dimensional mesh, or None for other meshes, whose group is all ranks.
 
-    Raises UsageError on a rank that is not in that mesh.
+    Raises UsageError on a rank outside the mesh.
     """
     if not _is_mesh(mesh) or mesh.ndim != 1:
         return None
     if mesh.get_coordinate() is None:
-        raise UsageError("this rank is not in the mesh given; call this on its ranks only")
+        raise UsageError("this rank is not in mesh=; call this on the ranks of the mesh only")
     return mesh.get_group()
 
 
-def _is_mesh(thing: Any) -> bool:
-    return all(hasattr(thing, name) for name in ("get_coordinate", "get_group", "mesh_dim_names", "ndim"))
+def _is_mesh(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("get_coordinate", "get_group", "mesh_dim_names", "ndim"))
 
 
-def _texts(given: Any) -> Any:
-    """Return a tuple: of one for a single text, of none for None. Of anything else the options complain."""
-    if given is None or isinstance(given, str):
-        return () if given is None else (given,)
-    return tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else given
+def _as_tuple(value: Any) -> Any:
+    """Return a tuple: () for None, (text,) for a string. `Options` rejects other invalid values."""
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
 
 
-def _place(mesh: Any, group: Any) -> dict[str, int]:
-    """Return where this rank stands in a mesh, by the names of its dimensions. group: None for all ranks."""
+def _get_mesh_coordinates(mesh: Any, group: Any) -> dict[str, int]:
+    """Return this rank's coordinate in each named mesh dimension. group: None for all ranks."""
     if mesh is None:
         return {}
     if not _is_mesh(mesh):
-        raise UsageError(f"mesh= of class {type(mesh).__name__}: needs a torch.distributed.device_mesh.DeviceMesh")
+        raise UsageError(f"mesh= of class {type(mesh).__name__}: expected a torch.distributed.device_mesh.DeviceMesh")
     if mesh.ndim > 1 and not mesh.mesh_dim_names:
         raise UsageError(
-            "mesh= has no names of dimensions, so nothing tells along which of them ranks hold parts; needs "
+            "mesh= has no dimension names, which are required to distinguish shards from copies; pass "
             'mesh_dim_names=, as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))'
         )
     dist = sys.modules["torch.distributed"]
@@ -134,46 +166,46 @@ def _place(mesh: Any, group: Any) -> dict[str, int]:
     outside = tuple(rank for rank in members if rank not in inside)
     if outside:
         raise UsageError(
-            f"mesh= is without {ranks_text(outside)} of the group; needs a mesh with all of its ranks, or the mesh's "
-            "own ranks as group="
+            f"mesh= does not contain {ranks_text(outside)} of the group; pass a mesh with all ranks of the group, or "
+            "the ranks of the mesh as group="
         )
     return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate(), strict=False))
 
 
-class RandomStates(dict[str, "_States"]):
-    """The states of the random number generators, under the name that checkpoints give them; reports name the class."""
+class RandomStates(dict[str, "_GlobalStates"]):
+    """The RNG states under the names that checkpoints use. Reports show the class name."""
 
 
-class _States:
-    """The states of this process's random number generators."""
+class _GlobalStates:
+    """The RNG states of this process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them as tensors and arrays. None is changed."""
+        """Return the states as tensors and arrays, without changing them."""
         torch: Any = sys.modules["torch"]
         version, words, gauss = random.getstate()
-        # On the CPU, whatever a training has made the default for new tensors.
-        found: dict[str, Any] = {
+        # Explicitly on the CPU: the training may have changed the default device.
+        state: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": torch.tensor(words, dtype=torch.int64, device="cpu"),
-            "python_gauss": torch.tensor([version, *_kept(gauss)], dtype=torch.int64, device="cpu"),
+            "python_gauss": torch.tensor([version, *_encode_gauss(gauss)], dtype=torch.int64, device="cpu"),
         }
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
-            found |= _of_numpy(numpy)
+            state |= _get_numpy_state(numpy)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state()
-        return found
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
 
 
-def _of_numpy(numpy: Any) -> dict[str, Any]:
-    """Return the state of numpy's global generator, as arrays."""
+def _get_numpy_state(numpy: Any) -> dict[str, Any]:
+    """Return the state of numpy's global generator as arrays."""
     state = numpy.random.get_state(legacy=False)
-    if "key" not in state["state"]:  # not the usual generator; numbers of any size, in a dict
+    if "key" not in state["state"]:  # not MT19937: integers of any size, in a dict
         return {"numpy": numpy.frombuffer(hashlib.sha256(repr(state).encode()).digest(), numpy.uint8)}
-    at = [state["state"]["pos"], *_kept(state["gauss"] if state["has_gauss"] else None)]
+    at = [state["state"]["pos"], *_encode_gauss(state["gauss"] if state["has_gauss"] else None)]
     return {"numpy": state["state"]["key"], "numpy_at": numpy.array(at, numpy.int64)}
 
 
-def _kept(gauss: float | None) -> tuple[int, int]:
-    """Return whether a generator keeps a normal number for its next call, and the bits of that."""
+def _encode_gauss(gauss: float | None) -> tuple[int, int]:
+    """Encode the normal variate that a generator has cached for its next call: (present, bits)."""
     return (0, 0) if gauss is None else (1, *struct.unpack("<q", struct.pack("<d", gauss)))

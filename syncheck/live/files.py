@@ -1,4 +1,4 @@
-"""Compare checkpoints of which each rank's process can read its own only, as where each node has its own disk."""
+"""Compare checkpoints of which each rank reads only its own, for example on node-local disks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from syncheck.errors import OptionError, UsageError, brief
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import make_selector
 from syncheck.layout.groups import title_of
-from syncheck.live.channel import MOST_TOLD, by_answer
+from syncheck.live.channel import MAX_VALUES, group_ranks_by_value
 from syncheck.live.exchange import compare_snapshots
-from syncheck.live.exchange.stored import opened
+from syncheck.live.exchange.stored import open_checkpoint
 from syncheck.messages import Grouping, ranks_text
 from syncheck.names import normalize
 from syncheck.snapshots import Metadata
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from syncheck.records import Report
     from syncheck.snapshots import Snapshot, Tensor
 
-# Differs from one start of a machine to the next, and so between machines; several may have one name.
+# Unique per boot, and therefore per machine; host names may repeat.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SECOND = 10**9  # in nanoseconds
 
 
 @dataclass(frozen=True)
-class File:
-    """What is known of a rank's file before it is read.
+class FileInfo:
+    """A rank's file before it is read.
 
-    path: on its host. marks: two files with one of these in common are one and the same. rank, run, run_id: by the
-    metadata in the file; a run of None is one that no metadata tells.
+    path: on its host. marks: two files with a common mark are the same file. rank, run: from the metadata in the file;
+    run is None without metadata.
     """
 
     path: str
@@ -48,13 +48,13 @@ class File:
 
 
 def compare_files(channel: Channel, path: str, pattern: str, options: Options, *, histograms: bool = False) -> Report:
-    """Compare this rank's checkpoint with those of the others; to be run by `channel.together` on all ranks.
+    """Compare this rank's checkpoint with the checkpoints of the other ranks.
 
-    path: of this rank's file, or of a folder that is one checkpoint. pattern: of all paths, for a name where no
-    metadata has one. histograms: as in `api.judge`. Every rank returns the same report. Every byte is read once by the
-    rank that has it, but for tensors that include and exclude leave out; of what differs the first rank fetches bytes.
-    Raises CheckpointError for a file that cannot be read, UsageError for one that is no checkpoint of this rank, and
-    where ranks read one file or those of several runs. Through `together` all ranks raise it.
+    To be called within `channel.run_together`. path: this rank's file, or a folder with one checkpoint. pattern: of all
+    paths, used to name the group without metadata. histograms: as in `api.judge`. All ranks return the same report.
+    Each rank reads every byte of its file once, except tensors that include= and exclude= skip; the first rank fetches
+    the bytes of differing tensors. Raises, on all ranks: CheckpointError for an unreadable file; UsageError for a path
+    that is not a checkpoint of this rank, for ranks that read the same file, and for files of several runs.
     """
     if options.quick or options.group_by is not None:
         raise OptionError(
@@ -62,72 +62,76 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
         )
     if len(channel.ranks) < 2:
         raise UsageError(
-            f"{path}: one process, and so one file: there is no other replica to compare it with; needs a process for "
-            "each file: torchrun --nproc-per-node N"
+            f"{path}: one process reads one file, so there is no other replica to compare with; start one process per "
+            "file: torchrun --nproc-per-node N"
         )
     with Files(jobs=1) as reader:
-        taken = opened(path, reader)
-        found: dict[int, File] = channel.gather(_described(taken), "files")
-        _check(found)
-        taken = replace(taken, tensors=_asked(taken.tensors, options))
-        if len({file.host for file in found.values()}) > 1:
-            taken = replace(taken, path=f"{found[channel.rank].host}:{path}")
-        runs = [file.run[0] for file in found.values() if file.run and file.run[0]]
+        snapshot = open_checkpoint(path, reader)
+        files: dict[int, FileInfo] = channel.gather(_describe_file(snapshot), "files")
+        _check_owners(files)
+        snapshot = replace(snapshot, tensors=_skip_unselected(snapshot.tensors, options))
+        if len({file.host for file in files.values()}) > 1:
+            snapshot = replace(snapshot, path=f"{files[channel.rank].host}:{path}")
+        runs = [file.run[0] for file in files.values() if file.run and file.run[0]]
         name = runs[0] if runs else title_of(pattern)
-        return compare_snapshots(channel, taken, options, name=name, how=Grouping.LIVE_FILES(), histograms=histograms)
+        return compare_snapshots(
+            channel, snapshot, options, name=name, how=Grouping.LIVE_FILES(), histograms=histograms
+        )
 
 
-def _asked(tensors: Mapping[str, Tensor], options: Options) -> Mapping[str, Tensor]:
-    """Return the tensors, and of those that no report will tell of the name alone: their bytes need not be read."""
-    asked = make_selector(frozenset(), options.include, options.exclude)
-    short = normalize(tensors)
-    return {name: t if asked(short[name], "") else replace(t, data=b"") for name, t in tensors.items()}
+def _skip_unselected(tensors: Mapping[str, Tensor], options: Options) -> Mapping[str, Tensor]:
+    """Return the tensors, without bytes for tensors that the options exclude by name."""
+    is_selected = make_selector(frozenset(), options.include, options.exclude)
+    normalized = normalize(tensors)
+    return {name: t if is_selected(normalized[name], "") else replace(t, data=b"") for name, t in tensors.items()}
 
 
-def _described(taken: Snapshot) -> File:
-    known = taken.metadata or Metadata()
+def _describe_file(snapshot: Snapshot) -> FileInfo:
+    metadata = snapshot.metadata or Metadata()
     host = os.uname().nodename
     machine = host
     with suppress(OSError):
         machine = _BOOT.read_text(encoding="ascii")
-    real = os.path.realpath(taken.path)
-    at = os.stat(real)
-    marks: set[Hashable] = {(machine, at.st_dev, at.st_ino)}
-    # One file system may have another number on each machine that mounts it. What has the same name, number and size
-    # and was written in the same nanosecond is one file; not every file system counts these.
-    if at.st_ctime_ns % _SECOND:
-        marks.add((real, at.st_ino, at.st_size, at.st_ctime_ns))
-    run = None if taken.metadata is None else (known.run, known.run_id)
-    return File(taken.path, host, frozenset(marks), known.rank, run)
+    real = os.path.realpath(snapshot.path)
+    status = os.stat(real)
+    marks: set[Hashable] = {(machine, status.st_dev, status.st_ino)}
+    # Machines may number a shared file system differently. Files with equal path, inode, size and write time in
+    # nanoseconds are the same file; some file systems store whole seconds only.
+    if status.st_ctime_ns % _SECOND:
+        marks.add((real, status.st_ino, status.st_size, status.st_ctime_ns))
+    run = None if snapshot.metadata is None else (metadata.run, metadata.run_id)
+    return FileInfo(snapshot.path, host, frozenset(marks), metadata.rank, run)
 
 
-def _check(files: Mapping[int, File]) -> None:
-    """Raise UsageError where the files cannot be replicas, one of each rank. The same on all ranks.
+def _check_owners(files: Mapping[int, FileInfo]) -> None:
+    """Raise UsageError unless every rank has a file of its own from one run. The same on all ranks.
 
-    Otherwise a file would be compared with itself, and found in sync.
+    Otherwise a file could be compared with itself, and appear in sync.
     """
     owner: dict[Hashable, int] = {}
     for rank, file in files.items():
         first = next((owner[mark] for mark in file.marks if mark in owner), None)
         if first is not None:
             raise UsageError(
-                f"ranks {first} and {rank} read one and the same file: {files[first].path}; needs a file for "
-                "each of them: name it by {rank}, for {local_rank} and {node_rank} alone are not unique"
+                f"ranks {first} and {rank} read the same file: {files[first].path}; use {{rank}} in the path to give "
+                "each rank its own file, because {local_rank} or {node_rank} alone is not unique"
             )
         owner |= dict.fromkeys(file.marks, rank)
     for rank, file in files.items():
         if file.rank not in (None, rank):
             raise UsageError(
-                f"rank {rank} reads {file.path} on {file.host}, which rank {file.rank} saved, as its metadata says; "
-                "needs its own: name it by {rank}, and start node N with --node-rank N. Copies of one rank's file are "
-                "compared by 'syncheck fingerprint' on each node and one 'syncheck compare' of what it writes"
+                f"rank {rank} reads {file.path} on {file.host}, but its metadata has rank {file.rank}; use {{rank}} in "
+                "the path, and start node N with --node-rank N. To compare copies of one rank's file, run 'syncheck "
+                "fingerprint' on each node and 'syncheck compare' on the fingerprints"
             )
-    runs = by_answer({rank: file.run for rank, file in files.items() if file.run is not None})
+    runs = group_ranks_by_value({rank: file.run for rank, file in files.items() if file.run is not None})
     if len(runs) > 1:
-        told = "; ".join(f"{ranks_text(of)} of {_run_text(*run)}" for run, of in list(runs.items())[:MOST_TOLD])
-        raise UsageError(f"the files are of several runs, as their metadata says: {told}; needs those of one run")
+        texts = "; ".join(f"{ranks_text(of)} of {_run_text(*run)}" for run, of in list(runs.items())[:MAX_VALUES])
+        raise UsageError(
+            f"the files are from several runs according to their metadata: {texts}; pass files from one run"
+        )
 
 
 def _run_text(run: str | None, run_id: str | None) -> str:
-    name = "a run without a name" if run is None else f"run {brief(run)}"
+    name = "an unnamed run" if run is None else f"run {brief(run)}"
     return name if run_id is None else f"{name} with run_id {brief(run_id)}"

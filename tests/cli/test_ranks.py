@@ -110,7 +110,7 @@ def test_options_of_the_project_are_told_once(across: Across) -> None:
         os.remove("pyproject.toml")
     ended = across.compare(across.path)
     assert [done.code for done in ended] == [2, 2]
-    assert ended[0].err == "syncheck: error: the options are not the same on all ranks\n"
+    assert ended[0].err == "syncheck: error: the options differ between ranks; pass the same options on every rank\n"
     assert ended[1].err == ""
 
 

@@ -80,7 +80,7 @@ def test_a_file_that_one_node_lacks(jobs: Jobs, hosts: list[Host], nodes: list[P
 def test_two_nodes_with_one_disk(jobs: Jobs, hosts: list[Host], nodes: list[Path]) -> None:
     """{local_rank} on nodes that share a disk gives two ranks one file, which is told and not taken for in sync."""
     done = on_both(jobs, hosts, [nodes[0], nodes[0]], "compare", "ckpts/rank_{local_rank}.pth")
-    assert "syncheck: error: ranks 0 and 2 read one and the same file: ckpts/rank_0.pth; " in done[0].err
+    assert "syncheck: error: ranks 0 and 2 read the same file: ckpts/rank_0.pth; " in done[0].err
     assert jobs.codes(nodes[0]) == dict.fromkeys(range(4), 2)
 
 

@@ -90,7 +90,7 @@ def test_a_process_that_is_killed(jobs: Jobs, tmp_path: Path, killed: int) -> No
     assert [one.code for one in done] == [-9 if rank == killed else 2 for rank in range(3)]
     for rank, one in enumerate(done):
         assert one.out == ""
-        assert (f"syncheck: error: rank {rank} got no message through: " in one.err) == (rank != killed)
+        assert (f"syncheck: error: rank {rank} cannot communicate: " in one.err) == (rank != killed)
         assert one.err.count("\n") == (rank != killed)
 
 

@@ -1,4 +1,4 @@
-"""The blocks of code in docs/integrations.md, by the heading that they stand under."""
+"""The code blocks in docs/integrations.md by heading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 
 
 def blocks() -> dict[str, list[str]]:
-    """Return the Python blocks under each heading that has any."""
+    """Return the Python blocks under each heading."""
     text = DOCS.read_text(encoding="utf-8")
     sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
     found = {

@@ -1,4 +1,4 @@
-"""A loop with Accelerate and its monitor, on two gloo ranks, with planted faults."""
+"""Accelerate loops with a monitor on two gloo ranks, with injected faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from libraries import need
-from outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_told_once, outcomes
+from outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_warned_once, outcomes
 
 from syncheck.errors import UsageError
 from syncheck.integrations.accelerate import monitor
@@ -20,7 +20,7 @@ PROGRAM = "accelerate_loops.py"
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return one run of five loops, the last of which a planted fault ends."""
+    """Return one run of five loops; an injected fault ends the last loop."""
     need("accelerate")
     folder = tmp_path_factory.mktemp("accelerate")
     return outcomes(PROGRAM, folder, "plain", "healthy", "accumulated", "scaled", "weight")
@@ -34,28 +34,28 @@ def test_a_healthy_loop_is_in_sync(quick: Outcomes) -> None:
 
 
 def test_the_monitor_changes_nothing(quick: Outcomes) -> None:
-    """Parameters, optimizer states and random numbers are to the bit those of a loop without the monitor."""
+    """Parameters, optimizer states and RNG states are bitwise equal to a loop without the monitor."""
     assert_nothing_changed(quick)
 
 
 def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
-    """With three batches a step, six batches are two steps, and a check every two steps is one check."""
+    """Accumulated batches count as one step."""
     assert quick.steps("accumulated") == [2]
 
 
 def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
-    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
+    """A gradient scaler with another factor on rank 1 is reported as the cause."""
     assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
 
 
-def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:
-    """One weight that changes on rank 1 is found at the next check; all ranks raise one error and exit with 1."""
+def test_an_injected_fault_stops_all_ranks(quick: Outcomes) -> None:
+    """A changed weight on rank 1 is found at the next check; all ranks raise the same error and exit with 1."""
     assert_stopped_alike(quick, "weight", "SYN220", ["2.weight"], 5)
 
 
 def test_options_reach_the_monitor() -> None:
-    """A wrong option is refused when the monitor is made, in the words of SyncMonitor."""
-    with pytest.raises(UsageError, match="every=0: needs a whole number, 1 or more"):
+    """An invalid option raises SyncMonitor's error when the monitor is created."""
+    with pytest.raises(UsageError, match="every=0: must be an integer, at least 1"):
         monitor(SimpleNamespace(scaler=None), None, every=0)
 
 
@@ -68,7 +68,7 @@ def test_drift_of_batchnorm_stops_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_process_is_told_once(tmp_path: Path) -> None:
-    """Without other ranks there is nothing to compare: one line says so, and the loop goes on."""
+def test_a_single_process_warns_once(tmp_path: Path) -> None:
+    """In a single process the monitor warns once, and the loop continues."""
     need("accelerate")
-    assert_told_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")
+    assert_warned_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")

@@ -1,4 +1,4 @@
-"""What is imported with the integrations, and what is said where a library is missing."""
+"""Imports of the integrations, and errors for missing libraries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run lines of Python in a process of their own."""
+    """Run Python code in a separate process."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("module", ["syncheck.integrations", "syncheck.integrations.accelerate"])
-def test_no_library_is_imported_that_is_not_needed(module: str) -> None:
-    """The package imports no library, and Accelerate's helper none either: what it needs comes with its arguments."""
+def test_imports_no_library(module: str) -> None:
+    """The package and Accelerate's helper import no library."""
     libraries = ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate")
     done = python(f"import sys, {module}; print([name for name in {libraries!r} if name in sys.modules])")
     assert done.stdout == "[]\n", done.stderr
@@ -28,8 +28,8 @@ def test_no_library_is_imported_that_is_not_needed(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "missing"), [("lightning", ("lightning", "pytorch_lightning")), ("transformers", ("transformers",))]
 )
-def test_a_missing_library_is_named_in_one_line(name: str, missing: tuple[str, ...]) -> None:
-    """Without its library a module is an ImportError that says what to install."""
+def test_a_missing_library(name: str, missing: tuple[str, ...]) -> None:
+    """Without its library, a module raises an ImportError with the install command."""
     code = f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))\nimport syncheck.integrations.{name}"
     done = python(code)
     assert done.returncode == 1
@@ -41,8 +41,8 @@ def test_a_missing_library_is_named_in_one_line(name: str, missing: tuple[str, .
 @pytest.mark.parametrize(
     ("name", "module"), [("lightning", "lightning/pytorch"), ("transformers", "transformers/trainer_callback")]
 )
-def test_a_library_that_cannot_be_imported_says_why(name: str, module: str, tmp_path: Path) -> None:
-    """Where the library is there, and something that it needs is not, that error is shown and not hidden."""
+def test_a_library_that_cannot_be_imported(name: str, module: str, tmp_path: Path) -> None:
+    """If an installed library lacks a dependency, its error is shown."""
     (tmp_path / module).mkdir(parents=True)
     (tmp_path / name / "__init__.py").touch()
     (tmp_path / module / "__init__.py").write_text("import gone")
@@ -53,8 +53,8 @@ def test_a_library_that_cannot_be_imported_says_why(name: str, module: str, tmp_
 @pytest.mark.parametrize(
     "loaded", [("lightning.pytorch",), ("pytorch_lightning",), ("lightning.pytorch", "pytorch_lightning")]
 )
-def test_the_callback_is_one_of_the_packages_that_are_loaded(loaded: tuple[str, ...]) -> None:
-    """Lightning has two packages with a class Callback each; the callback is one of each that the program uses."""
+def test_the_callback_inherits_from_loaded_packages(loaded: tuple[str, ...]) -> None:
+    """Lightning has two packages with a Callback class; the callback inherits from each loaded class."""
     code = (
         "import sys, types\n"
         f"for name in {loaded!r}:\n"
@@ -68,7 +68,7 @@ def test_the_callback_is_one_of_the_packages_that_are_loaded(loaded: tuple[str, 
 
 
 def test_wrong_options_are_refused_before_the_training() -> None:
-    """A callback cannot be made with options that no monitor takes."""
+    """Invalid options raise when the callback is created."""
     code = (
         "import sys, types\n"
         "package = sys.modules['lightning.pytorch'] = types.ModuleType('lightning.pytorch')\n"
@@ -76,4 +76,4 @@ def test_wrong_options_are_refused_before_the_training() -> None:
         "from syncheck.integrations.lightning import SyncCheckCallback\n"
         "SyncCheckCallback(on_desync='ignore')\n"
     )
-    assert "UsageError: on_desync='ignore': needs one of raise, warn, resync" in python(code).stderr
+    assert "UsageError: on_desync='ignore': must be raise, warn, resync" in python(code).stderr

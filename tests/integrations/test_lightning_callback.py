@@ -1,4 +1,4 @@
-"""Lightning's trainer with the callback, on two gloo ranks, with planted faults."""
+"""Lightning's Trainer with the callback on two gloo ranks, with injected faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outcomes import (
     assert_not_checked_after_an_error,
     assert_nothing_changed,
     assert_stopped_alike,
-    assert_told_once,
+    assert_warned_once,
     outcomes,
 )
 
@@ -25,7 +25,7 @@ PROGRAM = "lightning_fits.py"
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return one run of four fits, the last of which a planted fault ends."""
+    """Return one run of four fits; an injected fault ends the last fit."""
     need("lightning")
     folder = tmp_path_factory.mktemp("lightning")
     return outcomes(PROGRAM, folder, "plain", "healthy", "accumulated", "weight")
@@ -33,14 +33,14 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return one run of the fits that take other paths and end well."""
+    """Return one run of further fits that succeed."""
     need("lightning")
     folder = tmp_path_factory.mktemp("lightning")
     return outcomes(PROGRAM, folder, "two_epochs", "max_steps", "manual", "stopped", "resumed", "scaled", "sharded")
 
 
 def test_a_healthy_fit_is_in_sync(quick: Outcomes) -> None:
-    """Each rank checks every fifth step and after the last one, and finds model and optimizer in sync."""
+    """Each rank checks every fifth step and after the last step, and finds model and optimizer in sync."""
     assert quick.steps("healthy") == [5, 6]
     for rank in quick.of("healthy"):
         assert (rank["verdict"], rank["tensors"], rank["error"]) == ("in_sync", 6 + 3 * 6, "")
@@ -48,37 +48,37 @@ def test_a_healthy_fit_is_in_sync(quick: Outcomes) -> None:
 
 
 def test_the_callback_changes_nothing(quick: Outcomes) -> None:
-    """Parameters, optimizer states and random numbers are to the bit those of a fit without the callback."""
+    """Parameters, optimizer states and RNG states are bitwise equal to a fit without the callback."""
     assert_nothing_changed(quick)
 
 
 def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
-    """With three batches a step, six batches are two steps, and a check every two steps is one check."""
+    """Accumulated batches count as one step."""
     assert quick.steps("accumulated") == [2]
 
 
-def test_numbers_go_to_tensorboard(quick: Outcomes) -> None:
-    """Rank 0 writes scalars of each check to the trainer's TensorBoard logger, and no other rank does."""
+def test_scalars_go_to_tensorboard(quick: Outcomes) -> None:
+    """Only rank 0 writes scalars of each check to the trainer's TensorBoard logger."""
     first, second = (rank["scalars"] for rank in quick.of("healthy"))
     assert ["syncheck/out_of_sync", 0, 5] in first
     assert ["syncheck/out_of_sync", 0, 6] in first
     assert second == []
 
 
-def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:
-    """One weight that changes on rank 1 is found at the next check; all ranks raise one error and exit with 1."""
+def test_an_injected_fault_stops_all_ranks(quick: Outcomes) -> None:
+    """A changed weight on rank 1 is found at the next check; all ranks raise the same error and exit with 1."""
     assert_stopped_alike(quick, "weight", "SYN220", ["net.2.weight"], 5)
     assert quick.of("weight")[0]["ended"] == ["OutOfSync"]
 
 
-def test_what_is_out_of_sync_is_not_saved(quick: Outcomes) -> None:
-    """A checkpoint that is due after the batch of a failed check is not written; the one before was."""
+def test_a_desync_is_not_saved(quick: Outcomes) -> None:
+    """The checkpoint after the batch of a failed check is not written; the previous checkpoint exists."""
     assert [path.name for path in quick.folder.glob("weight.*.ckpt")] == ["weight.step=4.ckpt"]
 
 
 @pytest.mark.slow
 def test_drift_of_batchnorm_is_found_before_validation(tmp_path: Path) -> None:
-    """Statistics that drift under DDP are found after the last batch; the validation that follows would hide it."""
+    """Statistics that drift under DDP are found after the last batch, before validation would hide the drift."""
     need("lightning")
     found = outcomes(PROGRAM, tmp_path, "drift")
     assert_stopped_alike(found, "drift", "SYN201", ["net.1.running_mean", "net.1.running_var"], 6)
@@ -96,35 +96,35 @@ def test_the_last_check_comes_before_the_last_validation(more: Outcomes) -> None
 
 
 @pytest.mark.slow
-def test_a_fit_that_is_stopped_is_checked_at_its_end(more: Outcomes) -> None:
-    """What early stopping ends, after a validation, is checked once the training has ended."""
+def test_a_stopped_fit_is_checked_at_its_end(more: Outcomes) -> None:
+    """A fit that early stopping ends is checked after its last validation."""
     assert more.steps("stopped") == [6]
     assert [rank["verdict"] for rank in more.of("stopped")] == ["in_sync"] * 2
 
 
 @pytest.mark.slow
-def test_optimizers_stepped_by_hand_are_all_watched(more: Outcomes) -> None:
-    """Two optimizers that step in one batch make one step, and both states are compared."""
+def test_manual_optimization(more: Outcomes) -> None:
+    """With manual optimization, two optimizers in one batch make one step, and both states are compared."""
     assert more.steps("manual") == [3, 6]
     assert [rank["tensors"] for rank in more.of("manual")] == [6 + 4] * 2
 
 
 @pytest.mark.slow
-def test_a_resumed_fit_counts_on(more: Outcomes) -> None:
-    """A fit that resumes after six steps checks at steps 8 and 12 where every fourth one is checked."""
+def test_a_resumed_fit_continues_counting(more: Outcomes) -> None:
+    """A fit that resumes after six steps checks at steps 8 and 12 with every=4."""
     assert more.steps("resumed") == [8, 12]
 
 
 @pytest.mark.slow
 def test_the_scaler_of_mixed_precision_is_compared(more: Outcomes) -> None:
-    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
+    """A gradient scaler with another factor on rank 1 is reported as the cause."""
     assert more.steps("scaled") == [3, 6]
     assert [rank["codes"] for rank in more.of("scaled")] == [["SYN216"]] * 2
 
 
 @pytest.mark.slow
 def test_shards_are_not_compared(more: Outcomes) -> None:
-    """Under FSDP2 each rank holds shards of its own: nothing can be told, which is said and never raised."""
+    """Under FSDP2 each rank has its own shards: a warning about an undecided check, and no error."""
     assert more.steps("sharded") == [5, 6]
     assert [(rank["verdict"], rank["codes"]) for rank in more.of("sharded")] == [("undecided", ["SYN104"])] * 2
     assert "could not tell: every rank holds its own shards" in more.ended[0].output
@@ -132,22 +132,22 @@ def test_shards_are_not_compared(more: Outcomes) -> None:
 
 @pytest.mark.slow
 def test_no_check_after_an_exception(tmp_path: Path) -> None:
-    """Where rank 1 raises in a batch no rank waits for a check: rank 1's own error ends the program."""
+    """If rank 1 raises in a batch, no rank waits for a check: rank 1's error ends the program."""
     need("lightning")
     assert_not_checked_after_an_error(outcomes(PROGRAM, tmp_path, "raise"), "raise")
 
 
 @pytest.mark.slow
-def test_ranks_that_lightning_starts_stop_too(tmp_path: Path) -> None:
-    """With devices=2 Lightning starts rank 1 itself: the same fault ends both, and leaves no process behind."""
+def test_ranks_started_by_lightning_stop(tmp_path: Path) -> None:
+    """With devices=2 Lightning starts rank 1: the fault ends both ranks, and no process remains."""
     need("lightning")
     found = outcomes(PROGRAM, tmp_path, "launched", ranks=1)
     assert_stopped_alike(found, "launched", "SYN220", ["net.2.weight"], 5)
 
 
 @pytest.mark.slow
-def test_ranks_that_are_spawned_are_watched(tmp_path: Path) -> None:
-    """The callback can be sent to processes that Lightning spawns, and checks there."""
+def test_spawned_ranks_are_checked(tmp_path: Path) -> None:
+    """The callback can be pickled for processes that Lightning spawns, and checks there."""
     need("lightning")
     found = outcomes(PROGRAM, tmp_path, "spawned", ranks=1)
     found.ended_well()
@@ -155,15 +155,15 @@ def test_ranks_that_are_spawned_are_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_process_is_told_once(tmp_path: Path) -> None:
-    """Without other ranks there is nothing to compare: one line says so, and the fit goes on."""
+def test_a_single_process_warns_once(tmp_path: Path) -> None:
+    """In a single process the callback warns once, and the fit continues."""
     need("lightning")
-    assert_told_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")
+    assert_warned_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")
 
 
 @pytest.mark.slow
-def test_pytorch_lightning_is_served_too(tmp_path: Path) -> None:
-    """With the package pytorch_lightning, which has classes of its own, the fault is found too."""
+def test_pytorch_lightning(tmp_path: Path) -> None:
+    """The callback works with the package pytorch_lightning."""
     need("pytorch_lightning")
     found = outcomes(PROGRAM, tmp_path, "healthy", "weight", "old")
     assert found.steps("healthy") == [5, 6]

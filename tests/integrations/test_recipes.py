@@ -1,4 +1,4 @@
-"""Every block of code in docs/integrations.md runs as it stands there, on gloo ranks, and finds them in sync."""
+"""Every code block in docs/integrations.md runs unchanged on gloo ranks, and finds them in sync."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# In torch 2.6 fully_shard needs more of a stream than the CPU's stand-in has.
+# In torch 2.6 fully_shard requires more stream features than the CPU stand-in has.
 SHARDS = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch shards on GPUs only")
 LIBRARIES = {"Lightning": "lightning", "transformers": "transformers", "Accelerate": "accelerate"}
 LOOPS = {"Plain loop: DDP": 1, "FSDP2": 1, "HSDP": 1, "Tensor, pipeline and expert parallelism": 2}
 
 
 def run(code: str, train_step: Callable[..., None] | None = None) -> dict[str, Any]:
-    """Run a block with what its reader has; return what it leaves. The ranks' batches are unlike."""
+    """Run a block with the names it assumes, and return its names. Batches differ between ranks."""
     from torch.distributed import get_rank
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -42,9 +42,9 @@ def run(code: str, train_step: Callable[..., None] | None = None) -> dict[str, A
 
 
 def averaged(layer: Any, x: Any, y: Any, group: Any) -> None:
-    """Make a step of a part of a model by the gradient that its copies in the group have in common."""
+    """Make a step of a model shard with the gradient averaged over its copies in the group."""
     with torch.no_grad():
-        if not hasattr(layer, "begun"):  # each part begins as its first copy, and parts are unlike
+        if not hasattr(layer, "begun"):  # each shard starts as a copy of its first replica, and shards differ
             layer.begun = True
             for parameter in layer.parameters():
                 parameter += torch.distributed.get_rank()
@@ -56,14 +56,14 @@ def averaged(layer: Any, x: Any, y: Any, group: Any) -> None:
 
 
 def test_every_block_is_run() -> None:
-    """No block of the document is left out by the tests below."""
+    """The tests below run every block of the document."""
     assert {heading: len(code) for heading, code in blocks().items()} == LOOPS | dict.fromkeys(LIBRARIES, 1)
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.slow
 def test_a_loop_with_ddp() -> None:
-    """Eight batches are two optimizer steps; the check at the end finds parameters and optimizer state in sync."""
+    """Eight batches are two optimizer steps; the final check finds parameters and optimizer state in sync."""
     (code,) = blocks()["Plain loop: DDP"]
     monitor = run(code)["monitor"]
     assert (monitor.checks, monitor.last.verdict) == (1, "in_sync")
@@ -74,7 +74,7 @@ def test_a_loop_with_ddp() -> None:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.slow
 def test_a_loop_with_fsdp() -> None:
-    """Shards of which there is one copy cannot be compared: undecided, with the finding that says why."""
+    """Shards with a single copy cannot be compared: undecided, with a finding."""
     (code,) = blocks()["FSDP2"]
     report = run(code)["report"]
     assert report.verdict == "undecided"
@@ -86,7 +86,7 @@ def test_a_loop_with_fsdp() -> None:
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.slow
 def test_a_loop_with_hsdp(syncheck_rank: Any, damaged: bool) -> None:
-    """With two copies of each shard all are compared; a weight that changes on one rank is found."""
+    """With two copies of each shard, all shards are compared, and a changed weight on one rank is found."""
     (code,) = blocks()["HSDP"]
     namespace = run(code)
     assert (namespace["monitor"].checks, namespace["monitor"].last.verdict) == (1, "in_sync")
@@ -98,7 +98,7 @@ def test_a_loop_with_hsdp(syncheck_rank: Any, damaged: bool) -> None:
 
 
 def out_of_sync(namespace: dict[str, Any]) -> Any:
-    """Check, which has to raise; return the report."""
+    """Check, expect OutOfSync, and return the report."""
     from syncheck import OutOfSync
 
     with pytest.raises(OutOfSync) as raised:
@@ -110,10 +110,10 @@ def out_of_sync(namespace: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("block", [0, 1], ids=["mesh", "group"])
 @pytest.mark.slow
 def test_a_loop_with_parts(syncheck_rank: Any, block: int) -> None:
-    """Parts of a layer that differ by design are in sync; one copy that goes astray is found."""
+    """Shards of a layer differ by design and are in sync; a changed copy is found."""
     namespace = run(blocks()["Tensor, pipeline and expert parallelism"][block], averaged)
     assert (namespace["monitor"].checks, namespace["monitor"].last.verdict) == (1, "in_sync")
-    if syncheck_rank.rank in (0, 1):  # with a group each pair is by itself, and both have to raise
+    if syncheck_rank.rank in (0, 1):  # with group= each pair compares separately, and both raise
         namespace["half"].weight.data[0, 0] += 1
     assert out_of_sync(namespace).verdict == "out_of_sync"
 
@@ -121,7 +121,7 @@ def test_a_loop_with_parts(syncheck_rank: Any, block: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", LIBRARIES)
 def test_the_recipe_of_a_library(heading: str, tmp_path: Path) -> None:
-    """The recipe trains on two ranks, whose one check at the end finds them in sync."""
+    """The recipe trains on two ranks, whose final check finds them in sync."""
     need(LIBRARIES[heading])
     found = outcomes("recipe.py", tmp_path, heading)
     found.ended_well()

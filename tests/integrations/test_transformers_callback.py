@@ -1,4 +1,4 @@
-"""transformers' Trainer with the callback, on two gloo ranks, with planted faults."""
+"""The transformers Trainer with the callback on two gloo ranks, with injected faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outcomes import (
     assert_not_checked_after_an_error,
     assert_nothing_changed,
     assert_stopped_alike,
-    assert_told_once,
+    assert_warned_once,
     outcomes,
 )
 
@@ -23,7 +23,7 @@ PROGRAM = "transformers_trainings.py"
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return one run of some trainings, the last of which a planted fault ends."""
+    """Return one run of some trainings; an injected fault ends the last training."""
     need("transformers")
     need("accelerate")
     folder = tmp_path_factory.mktemp("transformers")
@@ -31,7 +31,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 def test_a_healthy_training_is_in_sync(quick: Outcomes) -> None:
-    """Each rank checks every fourth step and after the last one, and finds model and optimizer in sync."""
+    """Each rank checks every fourth step and after the last step, and finds model and optimizer in sync."""
     assert quick.steps("healthy") == [4, 6]
     for rank in quick.of("healthy"):
         assert (rank["verdict"], rank["tensors"], rank["error"]) == ("in_sync", 6 + 3 * 6, "")
@@ -39,39 +39,39 @@ def test_a_healthy_training_is_in_sync(quick: Outcomes) -> None:
 
 
 def test_the_callback_changes_nothing(quick: Outcomes) -> None:
-    """Parameters, optimizer states and random numbers are to the bit those of a training without the callback."""
+    """Parameters, optimizer states and RNG states are bitwise equal to a training without the callback."""
     assert_nothing_changed(quick)
 
 
 def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
-    """With two batches a step, six batches are three steps: a check after the second and after the last."""
+    """Accumulated batches count as one step."""
     assert quick.steps("accumulated") == [2, 3]
 
 
 def test_the_last_check_comes_before_the_last_evaluation(quick: Outcomes) -> None:
-    """BatchNorm's drift is found after the last step, though an evaluation follows that would hide it."""
+    """BatchNorm drift is found after the last step, before the evaluation that would hide it."""
     assert quick.steps("evaluated") == [12]
     assert [rank["codes"] for rank in quick.of("evaluated")] == [["SYN201"]] * 2
 
 
-def test_a_resumed_training_counts_on(quick: Outcomes) -> None:
-    """A training that resumes after three steps checks at step 5 where every fifth one is checked."""
+def test_a_resumed_training_continues_counting(quick: Outcomes) -> None:
+    """A training that resumes after three steps checks at step 5 with every=5."""
     assert quick.steps("resumed") == [5, 6]
 
 
 def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
-    """A gradient scaler that scales by another factor on rank 1 is named as the cause."""
+    """A gradient scaler with another factor on rank 1 is reported as the cause."""
     assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
 
 
-def test_a_planted_fault_stops_all_ranks(quick: Outcomes) -> None:
-    """One weight that changes on rank 1 is found at the next check; all ranks raise one error and exit with 1."""
+def test_an_injected_fault_stops_all_ranks(quick: Outcomes) -> None:
+    """A changed weight on rank 1 is found at the next check; all ranks raise the same error and exit with 1."""
     assert_stopped_alike(quick, "weight", "SYN220", ["net.2.weight"], 5)
     assert quick.of("weight")[0]["ended"] == ["OutOfSync"]
 
 
-def test_what_is_out_of_sync_is_not_saved(quick: Outcomes) -> None:
-    """A checkpoint that is due after the step of a failed check is not written."""
+def test_a_desync_is_not_saved(quick: Outcomes) -> None:
+    """The checkpoint after the step of a failed check is not written."""
     assert list((quick.folder / "weight.run").glob("checkpoint-*")) == []
     assert list((quick.folder / "saved.run").glob("checkpoint-*")) == [quick.folder / "saved.run" / "checkpoint-3"]
 
@@ -86,13 +86,13 @@ def test_drift_of_batchnorm_stops_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_check_after_an_exception(tmp_path: Path) -> None:
-    """Where rank 1 raises in a step no rank waits for a check: rank 1's own error ends the program."""
+    """If rank 1 raises in a step, no rank waits for a check: rank 1's error ends the program."""
     need("transformers")
     assert_not_checked_after_an_error(outcomes(PROGRAM, tmp_path, "raise"), "raise")
 
 
 @pytest.mark.slow
-def test_a_single_process_is_told_once(tmp_path: Path) -> None:
-    """Without other ranks there is nothing to compare: one line says so, and the training goes on."""
+def test_a_single_process_warns_once(tmp_path: Path) -> None:
+    """In a single process the callback warns once, and the training continues."""
     need("transformers")
-    assert_told_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")
+    assert_warned_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")

@@ -1,4 +1,4 @@
-"""What a call did on all ranks of a test, known on each of them, and a small net to call it with."""
+"""Outcomes of a call on all ranks of a test, gathered on every rank, and a small network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_fsdp2 = pytest.mark.skipif(
 
 
 def on_all(mine: Any) -> list[Any]:
-    """Return what each rank has, on all of them."""
+    """Return the values of all ranks, on all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -31,7 +31,7 @@ def on_all(mine: Any) -> list[Any]:
 
 @dataclass
 class Outcome:
-    """What a call did on one rank: returned a report, or raised an error, which may have a report too."""
+    """The outcome of a call on one rank: a report, or an error and possibly its report."""
 
     error: str = ""
     text: str = ""
@@ -48,28 +48,28 @@ class Outcome:
 
 
 def each_rank(call: Callable[..., Report], *things: Any, **options: Any) -> list[Outcome]:
-    """Make a call on all ranks; return, on all of them, what each one's did."""
-    # In a group of its own: a rank that returns too early must not answer messages of the others' calls.
+    """Make a call on all ranks; return all outcomes on all ranks."""
+    # Uses a separate group: a rank that returns early must not interfere with collectives of its peers.
     group = dist.new_group()
     try:
         mine = Outcome(report=call(*things, **options))
     except Exception as error:  # noqa: BLE001
         mine = Outcome(type(error).__name__, str(error), getattr(error, "report", None))
-    print(mine.error or "returned", mine.text)  # shown for a rank that then waits for the others in vain
+    print(mine.error or "returned", mine.text)  # shown if a rank waits in vain
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, mine, group=group)
     return outcomes
 
 
 def all_raise(outcomes: list[Outcome], error: str = "OutOfSync") -> Outcome:
-    """Assert that all ranks raised one error with one text and one report, and return it."""
+    """Assert that all ranks raised the same error, text and report; return the outcome."""
     assert [outcome.error for outcome in outcomes] == [error] * len(outcomes), outcomes
     assert all(outcome == outcomes[0] for outcome in outcomes)
     return outcomes[0]
 
 
 def all_pass(outcomes: list[Outcome]) -> Report:
-    """Assert that no rank raised and that all have one report, and return it."""
+    """Assert that no rank raised and that all returned the same report; return it."""
     assert [outcome.text for outcome in outcomes] == [""] * len(outcomes)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0].report is not None
@@ -77,7 +77,7 @@ def all_pass(outcomes: list[Outcome]) -> Report:
 
 
 class Net(nn.Module):
-    """A small net, with or without BatchNorm."""
+    """A small network, with or without BatchNorm."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Net(nn.Module):
 
 
 def trained(norm: bool = False, steps: int = 2) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    """Train on unlike data under plain DDP, so that parameters stay equal and BatchNorm's statistics do not."""
+    """Train on different data per rank under plain DDP: equal parameters, different BatchNorm statistics."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(norm))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

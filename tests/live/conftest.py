@@ -1,4 +1,4 @@
-"""What the tests here share: modules whose assertions explain themselves as those of a test do, and the benchmarks."""
+"""Assertion rewriting for helper modules, and the benchmarks."""
 
 import sys
 from pathlib import Path
@@ -12,6 +12,6 @@ pytest.register_assert_rewrite("agreement", "healing")
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process import the benchmarks, which are not installed."""
+    """Make the benchmarks importable, which are not installed."""
     if ROOT not in sys.path:
         monkeypatch.syspath_prepend(ROOT)

@@ -1,4 +1,4 @@
-"""What the tests of `resync` share: the bits that a rank holds, read without syncheck, and a call on all ranks."""
+"""Helpers for tests of `resync`: the bits of a rank, read without syncheck, and a call on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncheck.live import Resync, check, resync
 
 
 def bits(*parts: Any) -> dict[str, Any]:
-    """Return all tensors and values of modules and of whatever has a state dict, tensors as bytes, by name."""
+    """Return all tensors and values of modules and stateful objects by name, tensors as bytes."""
     found: dict[str, Any] = {}
     for i, part in enumerate(parts):
         if isinstance(part, torch.nn.Module):
@@ -38,9 +38,9 @@ def _plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def healed(*parts: Any, bad: tuple[int, ...], source: int, named: bool = False, **options: Any) -> Resync:
-    """Resync on all ranks; assert that all are then the source as it was, and that only the bad ones differed.
+    """Resync on all ranks; assert that all equal the source afterwards, and that only the bad ranks differed before.
 
-    bad: the ranks that differ from the source before. named: give the source. options: of `resync` and `check`.
+    bad: the ranks that differ from the source before. named: pass source=. options: of `resync` and `check`.
     """
     before = on_all(bits(*parts))
     assert [rank for rank, held in enumerate(before) if held != before[source]] == list(bad)
@@ -53,7 +53,7 @@ def healed(*parts: Any, bad: tuple[int, ...], source: int, named: bool = False, 
 
 
 def untouched(*parts: Any, **options: Any) -> str:
-    """Assert that resync is refused on all ranks alike and changes nothing; return the error's text."""
+    """Assert that resync raises the same error on all ranks and changes nothing; return the text."""
     before = on_all(bits(*parts))
     outcomes = each_rank(resync, *parts, **options)
     assert [outcome.error for outcome in outcomes] == ["UsageError"] * len(outcomes), outcomes

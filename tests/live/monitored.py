@@ -1,4 +1,4 @@
-"""A training of a few steps under a monitor, with a fault planted on the way."""
+"""A short training under a monitor, with an injected fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Watched:
-    """A training under a monitor. returned: what `step` gave, by step."""
+    """A training under a monitor. returned: the result of `step`, by step."""
 
     norm: bool = False
     plant: Callable[[int, Any], None] = lambda step, model: None
@@ -34,7 +34,7 @@ class Watched:
         return self.monitor
 
     def step(self, step: int) -> None:
-        """Train one step, plant what is due, and tell the monitor."""
+        """Train one step, inject the fault if due, and call the monitor."""
         self.optimizer.zero_grad()
         self.model(torch.randn(8, 4)).square().sum().backward()
         self.optimizer.step()
@@ -42,7 +42,7 @@ class Watched:
         self.returned[step] = self.monitor.step()
 
     def run(self, steps: int, **options: Any) -> Report | None:
-        """Train under the monitor as a context; returns its last report."""
+        """Train with the monitor as a context manager; return its last report."""
         with self.start(**options):
             for step in range(1, steps + 1):
                 self.step(step)
@@ -60,6 +60,6 @@ def flip_at(step: int, rank: int) -> Callable[[int, Any], None]:
 
 
 def printer(**options: Any) -> tuple[Console, io.StringIO]:
-    """Return a console, and what it has printed; no terminal unless asked for."""
+    """Return a console and its output; by default not a terminal."""
     out = io.StringIO()
     return Console(file=out, **options), out

@@ -1,9 +1,9 @@
-"""Ranks that fall silent in the middle of `syncheck.live.check`: what do the others end with?
+"""Ranks that stop responding in the middle of `syncheck.live.check`: how do their peers end?
 
-    python mortal.py PLACE...
+    python mortal.py POINT...
 
-For each place three ranks are forked. Rank 1, or at places of the leader rank 0, ends, stops or stays away there.
-Printed is one JSON: by place, for each rank that was left, the error that it raised and its text.
+Each point forks three ranks. Rank 1, or the leader rank 0 at the leader's points, exits, stops or stays away there.
+Prints one JSON object: by point and remaining rank, the class and text of its error.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ import torch
 import torch.distributed as dist
 
 from syncheck.errors import SyncheckError
-from syncheck.live import check, exchange
+from syncheck.live import check
+from syncheck.live.exchange import comparison
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 RANKS = 3
-# Seconds. Where a rank has ended, the others learn it at once or when their messages time out; where one has stopped or
-# stays away, only then.
+# Seconds. Peers notice an exited rank at once or at the timeout of their messages; a stopped or absent rank only at the
+# timeout.
 TIMEOUT = 10
 SHORT = 2
 
 
 def die() -> None:
-    """End this process at once."""
+    """Exit at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop() -> None:
-    """Stop this process: its connections stay open, and it does not answer."""
+    """Stop this process: its connections stay open, but it does not respond."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def away() -> None:
-    """Stay alive, and away from the call."""
+    """Stay alive, but never make the call."""
     time.sleep(60)
 
 
 def at_gather(number: int, end: Callable[[], None]) -> None:
-    """Fall silent where the check sends its message of this number to all."""
+    """Fail at the n-th gather of the check."""
     real, calls = dist.all_gather_object, []
 
     def gather(*args: Any, **options: Any) -> None:
@@ -63,30 +64,30 @@ def at_gather(number: int, end: Callable[[], None]) -> None:
 
 
 def at_bytes(end: Callable[[], None]) -> None:
-    """Fall silent where the check asks for bytes."""
-    real, calls = exchange.answer, []
+    """Fail when the check requests bytes."""
+    real, calls = comparison.read_pieces, []
 
     def answer(*args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:  # after a first answer
+        if len(calls) == 2:  # after the first response
             end()
         return real(*args)
 
-    exchange.answer = answer
+    comparison.read_pieces = answer
 
 
 def at_judging(end: Callable[[], None]) -> None:
-    """Fall silent on the rank that compares, with all bytes there."""
-    real = exchange.judge
+    """Fail on the comparing rank, after it received all bytes."""
+    real = comparison.judge
 
     def judge(*args: Any, **options: Any) -> Any:
         real(*args, **options)
         end()
 
-    exchange.judge = judge
+    comparison.judge = judge
 
 
-# By place: the rank, what it does, and the timeout of the group.
+# By point: the rank, its fault, and the timeout of the group.
 PLACES: dict[str, tuple[int, Callable[[], None], int]] = {
     "before the call": (1, die, TIMEOUT),
     "before the first message": (1, lambda: at_gather(1, die), TIMEOUT),
@@ -106,7 +107,7 @@ PLACES: dict[str, tuple[int, Callable[[], None], int]] = {
 
 
 def run_rank(rank: int, place: str, folder: Path) -> None:
-    """Make the check on one rank, and write what it ended with."""
+    """Run the check on one rank and write the outcome."""
     silent, fall_silent, timeout = PLACES[place]
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=timeout)
@@ -127,7 +128,7 @@ def run_rank(rank: int, place: str, folder: Path) -> None:
 
 
 def run(place: str) -> dict[int, str]:
-    """Fork the ranks and wait for those that are left; what does not end is ended and told of."""
+    """Fork the ranks and wait for the survivors; kill and report hanging ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks: dict[int, int] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def only(report: Report) -> Finding:
-    """Return the one finding of a report, whatever else is mentioned."""
+    """Return the only finding of a report."""
     (found,) = [finding for group in report.groups for finding in group.findings if finding.fails]
     return found
 
@@ -90,8 +90,8 @@ def test_objects_of_one_process_are_no_job() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_what_a_fix_says_of_allow_can_be_pasted(syncheck_rank: Any) -> None:
-    """allow="SYN201", as fixes have it, is taken by `check` and `resync` as by all else; each text is one entry."""
+def test_allow_of_a_fix_can_be_pasted(syncheck_rank: Any) -> None:
+    """`check` and `resync` accept allow="SYN201" as printed in fixes; a string is one entry."""
     model, optimizer = trained(norm=True)
     report = all_pass(each_rank(check, model, optimizer, allow="SYN201"))
     assert report.verdict == "in_sync"
@@ -103,8 +103,8 @@ def test_what_a_fix_says_of_allow_can_be_pasted(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("saved", [True, False], ids=["state dict", "module"])
-def test_the_state_dict_of_an_optimizer_hides_no_model(syncheck_rank: Any, saved: bool) -> None:
-    """A model beside an optimizer's state dict is compared with it: a flipped bit of a weight is found."""
+def test_optimizer_state_dict_beside_a_model(syncheck_rank: Any, saved: bool) -> None:
+    """A flipped bit of a model is found beside an optimizer's state dict."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)

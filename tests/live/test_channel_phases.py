@@ -1,4 +1,4 @@
-"""A rank that fails anywhere between two messages of a call: all ranks raise its error at once, and can go on."""
+"""If a rank fails anywhere between two messages, all ranks raise its error at once, and the next call works."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from agreement import on_all
 from torch import nn
 
-from syncheck.live import channel, check, exchange, repair, resync
+from syncheck.live import channel, check, resync
 from syncheck.live.channel import Channel
+from syncheck.live.exchange import comparison
+from syncheck.live.repair import resynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +24,7 @@ ERRORS = (RuntimeError, TypeError, ImportError, MemoryError)
 
 @dataclass
 class Plan:
-    """Where one rank fails: before or after its message of some number. points: how many it has passed."""
+    """The rank that fails, and the number of the point at which it fails. points: passed so far."""
 
     rank: int
     at: int
@@ -33,7 +35,7 @@ PLAN = Plan(-1, 0)
 
 
 def point(rank: int) -> None:
-    """Pass a moment at which this rank's own code runs; fail if it is the one of the plan."""
+    """Pass a point in this rank's own code; fail if the plan selects it."""
     if rank == PLAN.rank:
         PLAN.points += 1
         if PLAN.points == PLAN.at:
@@ -41,12 +43,12 @@ def point(rank: int) -> None:
 
 
 class Failing(Channel):
-    """A channel whose rank passes a point before and after each message, and in all work that is done within one."""
+    """A channel with a point before and after each message, and in all work within a phase."""
 
     inside = False
 
     def _own(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Return work of the caller, which runs within a phase."""
+        """Wrap work of the caller that runs within a phase."""
 
         def worked(*given: Any) -> Any:
             self.inside = False
@@ -61,7 +63,7 @@ class Failing(Channel):
         return worked
 
     def _phase(self, talk: Callable[[], Any]) -> Any:
-        """Let the channel talk: its own messages are part of this phase."""
+        """Run a phase, whose inner messages have no points."""
         if self.inside:
             return talk()
         point(self.rank)
@@ -81,19 +83,19 @@ class Failing(Channel):
     def share(self, make: Any, senders: Any, kind: str) -> Any:
         return self._phase(lambda: super(Failing, self).share(self._own(make), senders, kind))
 
-    def carry(self, rows: Any) -> None:
+    def broadcast_rows(self, rows: Any) -> None:
         owned = [(row, source, self._own(arrived)) for row, source, arrived in rows]
-        self._phase(lambda: super(Failing, self).carry(owned))
+        self._phase(lambda: super(Failing, self).broadcast_rows(owned))
 
-    def led(self, work: Any, answer: Any) -> Any:
-        return self._phase(lambda: super(Failing, self).led(self._own(work), self._own(answer)))
+    def run_on_leader(self, work: Any, respond: Any) -> Any:
+        return self._phase(lambda: super(Failing, self).run_on_leader(self._own(work), self._own(respond)))
 
-    def ask(self, rank: int, what: Any) -> Any:
-        return self._phase(lambda: super(Failing, self).ask(rank, what))
+    def request(self, rank: int, message: Any) -> Any:
+        return self._phase(lambda: super(Failing, self).request(rank, message))
 
 
 def differing(rank: int) -> tuple[Any, ...]:
-    """Return a model and an optimizer whose tensors and values differ on rank 1; the structure differs on rank 2."""
+    """Return a model and an optimizer that differ on rank 1 in tensors and values, and on rank 2 in structure."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if rank == 1 else 0.2)
@@ -108,7 +110,7 @@ def unlike(rank: int) -> tuple[Any, ...]:
 
 
 def conversation(call: Callable[..., Any], make: Callable[[int], tuple[Any, ...]], rank: int) -> str:
-    """Make a call on this rank and return what it raised."""
+    """Make a call on this rank and return its error."""
     try:
         call(*make(rank))
     except Exception as error:  # noqa: BLE001
@@ -125,15 +127,15 @@ def conversation(call: Callable[..., Any], make: Callable[[int], tuple[Any, ...]
 def test_a_rank_that_fails_at_any_point_makes_all_raise(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, call: Any, make: Any, few: int
 ) -> None:
-    """Each rank fails in turn at each point of the call; all raise its error, and the next call works."""
+    """If a rank fails at any point of the call, all ranks raise its error, and the next call works."""
     monkeypatch.setattr(channel, "_FEW", few)
-    for module in (exchange, repair):
+    for module in (comparison, resynchronization):
         monkeypatch.setattr(module, "Channel", Failing)
     for rank in range(RANKS):
         for at in range(1, 100):
             PLAN.rank, PLAN.at, PLAN.points = rank, at, 0
             raised = on_all(conversation(call, make, syncheck_rank.rank))
-            if not on_all(PLAN.points >= at)[rank]:  # the call has no more points
+            if not on_all(PLAN.points >= at)[rank]:  # the call has no further points
                 assert raised == [""] * RANKS
                 assert at > 6
                 break

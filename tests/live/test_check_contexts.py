@@ -1,4 +1,4 @@
-"""`check` wherever a training may call it: under torch's modes, in compiled code, during backward."""
+"""`check` in every context of a training: torch modes, compiled code, backward."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ CONTEXTS = {
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("fault", [False, True])
-def test_a_check_sees_the_same_under_every_mode(fault: bool) -> None:
-    """Under each of torch's modes the report, with random states, is the one without it, and all tensors are read."""
+def test_check_is_independent_of_torch_modes(fault: bool) -> None:
+    """In each torch mode, the report including RNG states equals the report without the mode."""
     model, optimizer = trained()
     torch.manual_seed(7)
     wide = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256).t()
@@ -75,7 +75,7 @@ def test_a_check_sees_the_same_under_every_mode(fault: bool) -> None:
         flip(model.module.fc.weight, index=6)
         wide[3, 5] += 1
     things = model.module, optimizer, odd
-    # Others than torch's are seeded by the clock.
+    # Generators other than torch's are seeded by the clock.
     usual = check(things, rng=True, exclude=("rng.python*", "rng.numpy*"))
     assert usual.verdict == ("out_of_sync" if fault else "in_sync")
     assert [diff.name for diff in usual.groups[0].tensors] == (["fc.weight", "wide"] if fault else [])
@@ -90,8 +90,8 @@ def test_a_check_sees_the_same_under_every_mode(fault: bool) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_random_states_have_values_wherever_tensors_are_made() -> None:
-    """Where new tensors have no values unless told, the generators' states are compared all the same."""
+def test_random_states_on_a_meta_default_device() -> None:
+    """RNG states are compared even if the default device is meta."""
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
@@ -105,7 +105,7 @@ def test_random_states_have_values_wherever_tensors_are_made() -> None:
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.slow
 def test_a_check_within_compiled_code(fault: bool) -> None:
-    """Called by a compiled function, on a compiled model, the check runs as itself and names tensors unwrapped."""
+    """A check within compiled code, on a compiled model, runs uncompiled and uses unwrapped names."""
     model, optimizer = trained()
     if fault and dist.get_rank() == 1:
         flip(model.module.fc.weight)
@@ -131,7 +131,7 @@ def test_a_check_within_compiled_code(fault: bool) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_check_between_backward_and_step_and_inside_backward() -> None:
-    """In a gradient's hook, while DDP reduces, and before the step, it is in sync; training goes on as without it."""
+    """In a gradient hook during DDP's reduction, and before the step, ranks are in sync and training is unaffected."""
     found: list[str] = []
 
     def run(checked: bool) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What `check` fetches of tensors that differ: not more than it may, in few messages, and the numbers are right."""
+"""Bytes that `check` fetches of differing tensors: within the budget, in few messages, with correct numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from agreement import Net, all_pass, all_raise, each_rank, flip, trained
 
 import syncheck
-from syncheck.live import check, exchange
+from syncheck.live import check
 from syncheck.live.channel import Channel
 from syncheck.live.digest import host as digest_host
-from syncheck.live.exchange import holdings
-from syncheck.live.memory import held
+from syncheck.live.exchange import comparison, manifest
+from syncheck.live.memory import tensor_bytes
+from syncheck.messages import Grouping
 from syncheck.testing import message
 
 if TYPE_CHECKING:
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def apart(rank: int) -> dict[str, torch.Tensor]:
-    """Return tensors of 40, 400 and 4,000 bytes that differ on rank 1, and one that does not."""
+    """Return tensors of 40, 400 and 4,000 bytes that differ on rank 1, and one equal tensor."""
     sizes = {"large": 1000, "small": 10, "middle": 100}
     return {name: torch.full((size,), 1.0 + (rank == 1)) for name, size in sizes.items()} | {"same": torch.ones(9)}
 
 
-# --- how much ---
+# --- budget ---
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_beyond_the_budget_digests_tell(syncheck_rank: Rank) -> None:
-    """What does not fit into the budget, the largest first, is named with its ranks and without numbers, and why."""
+def test_tensors_beyond_the_budget(syncheck_rank: Rank) -> None:
+    """Tensors beyond the budget, the largest first, are reported with ranks and a reason, without numbers."""
     state = apart(syncheck_rank.rank)
     for budget, beyond in ((0, ["large", "middle", "small"]), (40, ["large", "middle"]), (440, ["large"]), (4440, [])):
         report = all_pass(each_rank(check, state, budget=budget))
@@ -47,14 +48,13 @@ def test_beyond_the_budget_digests_tell(syncheck_rank: Rank) -> None:
         assert [finding.ranks for finding in group.findings if finding.fails] == [(1,)]
         text = message(report)
         assert all(name in text for name in ("large", "middle", "small"))
-        tensors = f"{len(beyond)} tensor{'s' if len(beyond) > 1 else ''}"
-        assert (f"by digest alone {tensors} beyond the budget of {budget} bytes" in text) == bool(beyond)
-        assert ("with a larger budget=" in text) == (len(beyond) == 3)
+        over = [note.parameters for note in group.grouping if note.code is Grouping.OVER_BUDGET]
+        assert over == ([{"tensors": len(beyond), "budget": budget}] if beyond else [])
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_budget_is_for_what_is_asked_for(syncheck_rank: Rank) -> None:
-    """Differing moments that nobody asked for take nothing of the budget from the parameters."""
+def test_excluded_tensors_use_no_budget(syncheck_rank: Rank) -> None:
+    """Differing moments that only= excludes use no budget."""
     torch.manual_seed(syncheck_rank.rank)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -68,7 +68,7 @@ def test_the_budget_is_for_what_is_asked_for(syncheck_rank: Rank) -> None:
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.slow
 def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """500 small tensors and 40 MB in other strides take a dozen messages, and the numbers are those of saved files."""
+    """500 small tensors and 40 MB in other strides take a dozen messages, with the numbers of saved files."""
     rank = syncheck_rank.rank
     torch.manual_seed(0)
     state = {f"t{i:03}": torch.randn(7, 11) + (rank == 1) * 2.0**-i for i in range(500)}
@@ -76,16 +76,16 @@ def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: py
     state["wide"][17, 1] -= rank
     state["wide"][3999, 2499] += 3 * (rank == 2)
     asked: list[int] = []
-    ask = Channel.ask
+    request = Channel.request
 
-    def counted(self: Channel, rank: int, what: Any) -> Any:
+    def counted(self: Channel, rank: int, message: Any) -> Any:
         asked.append(rank)
-        return ask(self, rank, what)
+        return request(self, rank, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Channel, "ask", counted)
+        patch.setattr(Channel, "request", counted)
         live = all_pass(each_rank(check, state))
-    # Of each of two ranks three windows of the large tensor; the small ones, of rank 1 alone, fit into one.
+    # Three windows of the large tensor from each of two ranks; the small tensors, of rank 1 alone, fit into one window.
     assert len(asked) == (7 if rank == 0 else 0)
     torch.save(state, syncheck_rank.shared / f"run_rank{rank}.pth")
     syncheck_rank.barrier()
@@ -95,23 +95,23 @@ def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: py
     assert live.counts == files.counts
 
 
-# --- ranks with other algorithms ---
+# --- different algorithms ---
 
 
 @pytest.mark.syncheck(ranks=3)
 def test_digests_of_other_algorithms_are_never_compared(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is without xxhash: equal ranks are in sync all the same, and a flipped bit on rank 2 is found."""
+    """If rank 1 lacks xxhash, equal ranks are in sync, and a flipped bit on rank 2 is found."""
     model, optimizer = trained(norm=True)
     model.module.norm.reset_running_stats()
     with monkeypatch.context() as patch:
         if syncheck_rank.rank == 1:
-            patch.setattr(digest_host, "default", lambda: digest_host.COMMON)
+            patch.setattr(digest_host, "default_algorithm", lambda: digest_host.COMMON)
         report = all_pass(each_rank(check, model, optimizer))
         assert (report.verdict, report.counts.identical) == ("in_sync", report.counts.tensors)
         if syncheck_rank.rank == 2:
             flip(model.module.head.weight)
         report = all_pass(each_rank(check, model, optimizer))
-        # Beyond the budget only digests tell, and those that tell are of one algorithm.
+        # Beyond the budget, digests of the agreed algorithm are compared.
         untold = all_pass(each_rank(check, model, optimizer, budget=0))
     for found in (report, untold):
         assert [(diff.name, diff.minority) for diff in found.groups[0].tensors] == [("head.weight", (2,))]
@@ -126,7 +126,7 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 class Stubborn(Exception):
-    """An error that no other rank can be told of as it is."""
+    """An error that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("not to be pickled")
@@ -136,25 +136,25 @@ def stubborn(*_: Any, **__: Any) -> Any:
     raise Stubborn("a\nb" * 1000)
 
 
-# Where something is planted: on which rank, what is raised by what, and what all ranks are told.
+# The failing rank, the patched function, its replacement, and the error on all ranks.
 FAILING: dict[str, tuple[int, Any, str, Callable[..., Any], str]] = {
-    "judging": (0, exchange, "judge", fails, "rank 0: MemoryError: no room"),
-    "an error that cannot be sent": (0, exchange, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
-    "a report that cannot be sent": (0, exchange, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
-    "reading the leader's bytes": (0, held.Held, "__getitem__", fails, "rank 0: MemoryError: no room"),
-    "reading another's bytes": (1, held.Held, "__getitem__", fails, "rank 1: MemoryError: no room"),
-    "an answer that cannot be sent": (1, exchange, "answer", lambda *_: [lambda: 1], "rank 1: "),
-    "an answer with too little": (1, exchange, "answer", lambda *_: [], "rank 0: ValueError: zip()"),
-    "hashing": (2, holdings, "digest_all", fails, "rank 2: MemoryError: no room"),
-    "the digests of its tensors": (1, holdings, "_joined", fails, "rank 1: MemoryError: no room"),
-    "its list of tensors": (1, holdings, "catalogue_of", fails, "rank 1: MemoryError: no room"),
+    "judging": (0, comparison, "judge", fails, "rank 0: MemoryError: no room"),
+    "an error that cannot be sent": (0, comparison, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
+    "a report that cannot be sent": (0, comparison, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
+    "reading the leader's bytes": (0, tensor_bytes.TensorBytes, "__getitem__", fails, "rank 0: MemoryError: no room"),
+    "reading another's bytes": (1, tensor_bytes.TensorBytes, "__getitem__", fails, "rank 1: MemoryError: no room"),
+    "an answer that cannot be sent": (1, comparison, "read_pieces", lambda *_: [lambda: 1], "rank 1: "),
+    "an answer with too little": (1, comparison, "read_pieces", lambda *_: [], "rank 0: ValueError: zip()"),
+    "hashing": (2, manifest, "digest_all", fails, "rank 2: MemoryError: no room"),
+    "the digests of its tensors": (1, manifest, "_join_digests", fails, "rank 1: MemoryError: no room"),
+    "its list of tensors": (1, manifest, "make_manifest", fails, "rank 1: MemoryError: no room"),
 }
 
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("what", FAILING)
-def test_a_rank_that_fails_anywhere_tells_all(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Whatever goes wrong on one rank, all raise one RankFailed with one text, and the next check works."""
+def test_any_failure_is_raised_on_all_ranks(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Any error on one rank makes all raise the same RankFailed, and the next check works."""
     rank, where, name, does, says = FAILING[what]
     state = apart(syncheck_rank.rank)
     if syncheck_rank.rank == 2:
@@ -169,27 +169,27 @@ def test_a_rank_that_fails_anywhere_tells_all(syncheck_rank: Rank, monkeypatch: 
     assert all_pass(each_rank(check, state)).verdict == "out_of_sync"
 
 
-# --- tensors that change meanwhile ---
+# --- concurrent changes ---
 
 
 def after_digests(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
-    """Change something once all digests have been exchanged."""
-    real = holdings.exchange
+    """Make a change after all digests were exchanged."""
+    real = manifest.exchange_manifests
 
     def exchanged(*args: Any) -> Any:
         found = real(*args)
         change()
         return found
 
-    monkeypatch.setattr(exchange, "exchange", exchanged)
+    monkeypatch.setattr(comparison, "exchange_manifests", exchanged)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_what_changes_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is written between digest and bytes makes a report of what was read, and no crash."""
+def test_a_tensor_that_changes_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a tensor changes between digest and bytes, the report reflects the bytes, and nothing crashes."""
     rank = syncheck_rank.rank
     for first, then, verdict, different in (
-        (1.0 + rank, 1.0, "in_sync", []),  # by now nothing differs: equal in value, as far as anybody can tell
+        (1.0 + rank, 1.0, "in_sync", []),  # the values are equal by now
         (1.0 + rank, 5.0 + 2 * rank, "out_of_sync", ["w"]),
         (1.0, 1.0 + rank, "in_sync", []),  # missed until the next check
     ):
@@ -205,11 +205,13 @@ def test_what_changes_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.Mo
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_tensor_that_shrinks_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of another size than was told, on either side, is an error on all ranks and no wrong number."""
+    """If a tensor shrinks during a check, all ranks raise, and no number is wrong."""
     for odd in (0, 1):
         state = {"w": torch.full((100,), float(syncheck_rank.rank))}
         with monkeypatch.context() as patch:
             if syncheck_rank.rank == odd:
                 after_digests(patch, lambda state=state: state["w"].resize_(3))
             outcome = all_raise(each_rank(check, state), "RankFailed")
-        assert outcome.text.startswith(f"rank {odd}: w: 12 bytes from byte 0 on, 400 needed: its size changed during")
+        assert outcome.text.startswith(
+            f"rank {odd}: w: size changed during the check (found 12 bytes from byte 0 on, expected 400)"
+        )

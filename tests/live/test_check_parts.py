@@ -1,4 +1,4 @@
-"""What `check` compares of one replica, and what it is given: each with a planted difference, and without."""
+"""The parts of a replica that `check` compares, and its arguments, each with and without an injected difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Rich(nn.Module):
-    """A net with tied weights, a buffer that no state dict holds, and an extra state."""
+    """A network with tied weights, a non-persistent buffer, and an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Rich(nn.Module):
 
 
 def replica(groups: int = 0) -> tuple[Rich, torch.optim.Optimizer, Any]:
-    """Return a net after a step with its optimizer and scaler. groups: order of the optimizer's two groups."""
+    """Return a network after a step with its optimizer and scaler. groups: order of the optimizer's two groups."""
     torch.manual_seed(0)
     model = Rich()
     listed = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.first.bias, model.last.bias], "lr": 0.1}]
@@ -78,7 +78,7 @@ def scale(model: Rich, optimizer: Any, scaler: Any) -> None:
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
 
 
-# What is planted on rank 1, and the names that the report gives.
+# The fault on rank 1, and the reported names.
 PLANTED: dict[str, tuple[Callable[..., None], list[str]]] = {
     "a buffer that is not saved": (transient, ["mask"]),
     "an extra state": (extra, ["_extra_state.history", "_extra_state.scale"]),
@@ -90,7 +90,7 @@ PLANTED: dict[str, tuple[Callable[..., None], list[str]]] = {
 
 
 def named(report: Report) -> list[str]:
-    """Return the names of what differs, tensors first."""
+    """Return the names of all differences, tensors first."""
     group = report.groups[0]
     return [diff.name for diff in group.tensors] + [value.name for value in group.values if value.counts]
 
@@ -98,7 +98,7 @@ def named(report: Report) -> list[str]:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("what", PLANTED)
 def test_every_part_of_a_replica_is_compared(syncheck_rank: Any, what: str) -> None:
-    """A difference in one part on rank 1 is found by its name, and nothing else; without it all is in sync."""
+    """A difference in one part on rank 1 is reported by name, and nothing else."""
     parts = replica()
     assert all_pass(each_rank(check, *parts)).verdict == "in_sync"
     plant, names = PLANTED[what]
@@ -109,8 +109,8 @@ def test_every_part_of_a_replica_is_compared(syncheck_rank: Any, what: str) -> N
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_states_are_compared_by_parameter_and_groups_by_place(syncheck_rank: Any) -> None:
-    """Rank 1's optimizer has its groups in another order: the states agree by name, the groups' members do not."""
+def test_optimizer_states_by_name_and_groups_by_position(syncheck_rank: Any) -> None:
+    """If rank 1's optimizer has another group order, states agree by name, and group members differ."""
     parts = replica(groups=syncheck_rank.rank)
     report = all_pass(each_rank(check, *parts))
     group = report.groups[0]
@@ -121,15 +121,15 @@ def test_states_are_compared_by_parameter_and_groups_by_place(syncheck_rank: Any
     }
 
 
-# --- random states ---
+# --- RNG states ---
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
 def test_random_states_are_compared_when_asked(syncheck_rank: Any, generator: str) -> None:
-    """Equal seeds are in sync; another one on rank 1 is named with rng=True, and is nobody's business without.
+    """With rng=True, different seeds are reported; without it they are ignored.
 
-    The replica is called by the names of classes, of which none is internal.
+    The replica's path consists of class names, without internal classes.
     """
     state = {"w": torch.ones(3)}
     seeds = {"torch": torch.manual_seed, "python": random.seed, "numpy": np.random.seed}
@@ -147,7 +147,7 @@ def test_random_states_are_compared_when_asked(syncheck_rank: Any, generator: st
     assert all_pass(each_rank(check, state)).verdict == "in_sync"
     if generator == "python":
         random.seed(1)
-        if syncheck_rank.rank:  # the same words, and a number more that is kept for the next call
+        if syncheck_rank.rank:  # the same words, and a cached normal variate
             random.setstate((*random.getstate()[:2], 0.5))
         before = before[0], random.getstate(), before[2]
         report = all_pass(each_rank(check, state, rng=True))
@@ -158,7 +158,7 @@ def test_random_states_are_compared_when_asked(syncheck_rank: Any, generator: st
 
 @pytest.mark.syncheck(ranks=2)
 def test_another_generator_of_numpy_is_compared(syncheck_rank: Any) -> None:
-    """Where numpy's global generator is not the usual one its state counts too, and one rank fails for none."""
+    """The state of a non-default numpy generator is compared, and no rank fails."""
     usual = np.random.get_bit_generator()
     for case in (lambda rank: np.random.PCG64(5), lambda rank: np.random.PCG64(5 + rank)):
         np.random.set_bit_generator(case(syncheck_rank.rank))
@@ -174,7 +174,7 @@ def test_another_generator_of_numpy_is_compared(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_single_text_is_one_pattern(syncheck_rank: Any) -> None:
-    """A text for include, exclude or only is one pattern and not its letters, of which `*` would take all."""
+    """A string for include, exclude or only is one pattern, not a sequence of letters."""
     state = {"a": torch.ones(2), "ab": torch.full((2,), float(syncheck_rank.rank))}
     assert all_pass(each_rank(check, state, include="a*")).verdict == "out_of_sync"
     kept = all_pass(each_rank(check, state, exclude="*b"))
@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("on", ["all ranks", "rank 1"])
 def test_wrong_arguments_raise_on_all_ranks(syncheck_rank: Any, on: str) -> None:
-    """A wrong argument, on all ranks or on one, is one UsageError with one text on all ranks."""
+    """An invalid argument, on all ranks or on one, is the same UsageError on all ranks."""
     for what, (options, says) in WRONG.items():
         given = options if on == "all ranks" or syncheck_rank.rank == 1 else {}
         outcome = all_raise(each_rank(check, {"w": torch.ones(1)}, **given), "UsageError")
@@ -208,16 +208,16 @@ def test_wrong_arguments_raise_on_all_ranks(syncheck_rank: Any, on: str) -> None
 
 @pytest.mark.syncheck(ranks=4)
 def test_a_mesh_that_does_not_fit_is_refused(syncheck_rank: Any) -> None:
-    """A mesh without names, or without some of the group's ranks, raises one UsageError on all ranks."""
+    """A mesh without names, or without some of the group's ranks, raises the same UsageError on all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     state = {"w": torch.ones(1)}
     outcome = all_raise(each_rank(check, state, mesh=init_device_mesh("cpu", (2, 2))), "UsageError")
-    assert outcome.text.startswith("mesh= has no names of dimensions")
+    assert outcome.text.startswith("mesh= has no dimension names")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     outcome = all_raise(each_rank(check, state, mesh=mesh["dp"], group=dist.group.WORLD), "UsageError")
-    assert "ranks 0, 2: mesh= is without ranks 1, 3 of the group" in outcome.text
-    # A mesh of one dimension is a group too.
+    assert "ranks 0, 2: mesh= does not contain ranks 1, 3 of the group" in outcome.text
+    # A one-dimensional mesh is a group too.
     report = each_rank(check, {"w": torch.full((1,), float(syncheck_rank.rank % 2))}, mesh=mesh["dp"])
     assert {outcome.report.verdict for outcome in report} == {"in_sync"}
     assert [outcome.report.groups[0].ranks for outcome in report] == [(0, 2), (1, 3)] * 2

@@ -1,4 +1,4 @@
-"""A differential test: what `check` tells of ranks is what `syncheck.compare` tells of the files that they save."""
+"""A differential test: `check` on ranks agrees with `syncheck.compare` on the files that the ranks save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEDS = [range(40), pytest.param(range(40, 200), marks=[pytest.mark.slow, pytest
 
 
 def values(chosen: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return numbers of a dtype and shape, now and then with what is not finite, and in other strides."""
+    """Return numbers of a dtype and shape, sometimes non-finite or strided."""
     found = torch.tensor([chosen.uniform(-9, 9) for _ in range(torch.Size(shape).numel())], dtype=torch.float64)
     found = found.abs() if dtype == torch.uint8 else found
     if dtype.is_floating_point and found.numel() and chosen.random() < 0.2:
@@ -40,7 +40,7 @@ def values(chosen: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def state_of(chosen: random.Random) -> State:
-    """Return a checkpoint: a model with BatchNorm's statistics, a few odd tensors, an optimizer after a step."""
+    """Return a checkpoint: a model with BatchNorm statistics, unusual tensors, an optimizer after a step."""
     torch.manual_seed(chosen.randrange(99))
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = chosen.choice([torch.optim.AdamW, torch.optim.Adagrad])(model.parameters(), lr=0.1)
@@ -57,7 +57,7 @@ def state_of(chosen: random.Random) -> State:
 
 
 def tensors_of(state: State) -> list[tuple[State, str]]:
-    """Return where each tensor of a checkpoint is."""
+    """Return the container and key of each tensor of a checkpoint."""
     found = [(state["model"], name) for name in state["model"]]
     for of in state.get("optimizer", {}).get("state", {}).values():
         found += [(of, name) for name in of]
@@ -74,7 +74,7 @@ def bit(chosen: random.Random, into: State, name: str) -> None:
 
 
 def noise(chosen: random.Random, into: State, name: str) -> None:
-    """Change elements here and there."""
+    """Change some elements."""
     tensor = into[name].clone()
     if tensor.numel():
         for _ in range(chosen.choice([1, 3, 50])):
@@ -84,32 +84,32 @@ def noise(chosen: random.Random, into: State, name: str) -> None:
 
 
 def others(chosen: random.Random, into: State, name: str) -> None:
-    """Take other values everywhere."""
+    """Change all elements."""
     into[name] = values(chosen, into[name].dtype, tuple(into[name].shape))
 
 
 def gone(chosen: random.Random, into: State, name: str) -> None:
-    """Be without it."""
+    """Remove the tensor."""
     into.pop(name)
 
 
 def converted(chosen: random.Random, into: State, name: str) -> None:
-    """Have another dtype."""
+    """Change the dtype."""
     into[name] = into[name].to(chosen.choice(DTYPES))
 
 
 def reshaped(chosen: random.Random, into: State, name: str) -> None:
-    """Have another shape."""
+    """Change the shape."""
     into[name] = into[name].reshape(-1)
 
 
 def restrided(chosen: random.Random, into: State, name: str) -> None:
-    """Lie in another order, which is no difference."""
+    """Change the strides, which is not a difference."""
     into[name] = into[name].t().contiguous().t() if into[name].dim() == 2 else into[name].clone()
 
 
 def negative_zero(chosen: random.Random, into: State, name: str) -> None:
-    """Have zeros of the other sign, which are equal."""
+    """Negate zeros, which is not a difference."""
     into[name] = torch.where(into[name] == 0, -into[name], into[name]) if into[name].is_floating_point() else into[name]
 
 
@@ -119,12 +119,12 @@ FAULTS: tuple[Callable[[random.Random, State, str], None], ...] = (
 
 
 def case(seed: int, rank: int) -> State:
-    """Return what a rank holds in a case. All ranks hold the same but for what is planted on some."""
+    """Return this rank's objects for a case: equal on all ranks except for faults on some."""
     chosen = random.Random(seed)
     state = state_of(random.Random(chosen.randrange(9999)))
     for _ in range(chosen.choice([0, 1, 1, 2, 3, 8])):
         odd, fault, number = chosen.randrange(RANKS), chosen.choice(FAULTS), chosen.randrange(9999)
-        together = chosen.random() < 0.2  # then on all ranks but one
+        together = chosen.random() < 0.2  # then on all ranks except one
         drawn = random.Random(number)
         if (rank == odd) != together:
             fault(drawn, *drawn.choice(tensors_of(state)))
@@ -149,8 +149,8 @@ def _evidence(finding: Finding) -> list[str]:
 
 @pytest.mark.syncheck(ranks=RANKS, timeout=500)
 @pytest.mark.parametrize("seeds", SEEDS, ids=["some", "many"])
-def test_a_check_tells_what_files_would_tell(syncheck_rank: Rank, seeds: range) -> None:
-    """Random checkpoints with random faults: verdict, counts, numbers and findings are those of files, on all ranks."""
+def test_check_agrees_with_compare(syncheck_rank: Rank, seeds: range) -> None:
+    """For random checkpoints with random faults, verdict, counts, numbers and findings are equal."""
     rank, verdicts, found = syncheck_rank.rank, set(), []
     for seed in seeds:
         state = case(seed, rank)

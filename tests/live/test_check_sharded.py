@@ -1,4 +1,4 @@
-"""`check` of what ranks hold in parts: HSDP, FSDP2, tensor parallelism; the copies of each part are compared."""
+"""`check` of sharded models (HSDP, FSDP2, tensor parallelism) compares the copies of each shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Uneven(nn.Module):
-    """A net of which no dimension can be divided evenly, and a bias of one element, of which some ranks hold none."""
+    """A network with no evenly divisible dimension and a bias of one element, so that some ranks hold no element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Uneven(nn.Module):
 
 
 def sharded(mesh: Any) -> tuple[Any, Any]:
-    """Return a net under FSDP2 over a mesh after two steps, with its optimizer; equal on copies of a part."""
+    """Return a network under FSDP2 over a mesh after two steps, with its optimizer; copies of a shard are equal."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def sharded(mesh: Any) -> tuple[Any, Any]:
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=4)
 def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
-    """In a mesh of 2 x 2 copies of parts agree; an element that differs in one rank's part names that pair of ranks."""
+    """In a 2 x 2 mesh copies of shards agree; a changed element in one rank's shard names the pair of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = sharded(mesh)
     report = all_pass(each_rank(check, model, optimizer))
@@ -60,7 +60,7 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
     for tensor, name, odd, pair, code in (
         (model.fc.weight, "fc.weight", 3, (1, 3), "SYN220"),
         (optimizer.state[model.fc.weight]["exp_avg"], "optimizer.fc.weight.exp_avg", 0, (0, 2), "SYN220"),
-        # Ranks 1 and 3 have none of its one element, which is all that there is.
+        # Ranks 1 and 3 hold none of its single element.
         (model.out.bias, "out.bias", 2, (0, 2), "SYN299"),
     ):
         local = tensor.to_local()
@@ -81,7 +81,7 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=2)
 def test_shards_alone_are_not_compared(syncheck_rank: Rank) -> None:
-    """Under pure FSDP only buffers have copies; with buffers left out nothing is compared, and that is undecided."""
+    """Under pure FSDP only buffers have copies; without buffers nothing is compared, and the verdict is undecided."""
     model, optimizer = sharded(init_device_mesh("cpu", (2,)))
     report = all_pass(each_rank(check, model, optimizer))
     counts = report.groups[0].kinds
@@ -96,7 +96,7 @@ def test_shards_alone_are_not_compared(syncheck_rank: Rank) -> None:
 
 
 class Block(nn.Module):
-    """A norm, and two layers as tensor parallelism divides them."""
+    """A norm and two tensor-parallel layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
 
 def parallel(mesh: Any, norms: str) -> Any:
-    """Return a block divided over the dimension tp of a mesh. norms: plain tensors, or replicated DTensors."""
+    """Return a block sharded over the mesh dimension tp. norms: plain tensors, or replicated DTensors."""
     from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -125,8 +125,8 @@ def parallel(mesh: Any, norms: str) -> Any:
 
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("norms", ["plain", "DTensors"])
-def test_what_tensor_parallel_ranks_share_is_compared(syncheck_rank: Rank, norms: str) -> None:
-    """Of 2 x 2 ranks of dp and tp, parts are compared along dp; a norm that every rank has along both."""
+def test_replicated_tensors_of_tensor_parallel_ranks(syncheck_rank: Rank, norms: str) -> None:
+    """On a 2 x 2 mesh of dp and tp, shards are compared along dp, and a replicated norm along both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallel(mesh, norms)
     report = all_pass(each_rank(check, model, mesh=mesh))
@@ -141,11 +141,11 @@ def test_what_tensor_parallel_ranks_share_is_compared(syncheck_rank: Rank, norms
 
 
 @pytest.mark.syncheck(ranks=4)
-def test_plain_parts_are_compared_along_dp(syncheck_rank: Rank) -> None:
-    """With mesh= plain tensors that differ along tp are parts; one that differs along dp is a fault."""
+def test_plain_shards_are_compared_along_dp(syncheck_rank: Rank) -> None:
+    """With mesh=, plain tensors that differ along tp are shards; a difference along dp is a fault."""
     rank = syncheck_rank.rank
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    # Sizes too are unlike along tp.
+    # Sizes also differ along tp.
     state = {"up.weight": torch.full((2 + rank % 2,), float(rank % 2)), "norm.weight": torch.ones(3)}
     report = all_pass(each_rank(check, state, mesh=mesh))
     assert (report.verdict, report.counts.identical) == ("in_sync", 2)

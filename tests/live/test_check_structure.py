@@ -1,4 +1,4 @@
-"""`check` where ranks hold unlike things: it reports, never hangs, and is never in sync where nothing was compared."""
+"""`check` on ranks with different structures reports, never hangs, and is never in sync if nothing was compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncheck.live import check
 
 
 def plain(optimizer: str = "AdamW") -> tuple[nn.Module, Any]:
-    """Return a net and an optimizer after a step, the same on every rank."""
+    """Return a network and an optimizer after a step, equal on every rank."""
     torch.manual_seed(0)
     model = Net(norm=True)
     stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
@@ -67,16 +67,17 @@ UNLIKE: dict[str, tuple[Any, str, str | tuple[int, ...]]] = {
 
 
 def text_of(outcome: Outcome) -> str:
-    """Return all that the findings and the tensors say."""
+    """Return the text of all findings and tensors."""
     assert outcome.report is not None
     group = outcome.report.groups[0]
-    return repr((group.findings, group.tensors, group.values))
+    findings = [f"{finding.evidence} {finding.tensors} {finding.values}" for finding in group.findings]
+    return "\n".join([*findings, *(f"{diff.name} {diff.detail}" for diff in group.tensors), repr(group.values)])
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("what", UNLIKE)
-def test_unlike_structures_are_reported(syncheck_rank: Any, what: str) -> None:
-    """Whatever else rank 1 holds, both ranks get one report that is out of sync and says what is unlike."""
+def test_different_structures_are_reported(syncheck_rank: Any, what: str) -> None:
+    """For any structure on rank 1, both ranks return the same out-of-sync report about the difference."""
     other, code, says = UNLIKE[what]
     things = other(*plain()) if syncheck_rank.rank else (*plain(), scaler())
     outcomes = each_rank(check, *things)
@@ -89,7 +90,7 @@ def test_unlike_structures_are_reported(syncheck_rank: Any, what: str) -> None:
         assert says in text_of(outcomes[0])
 
 
-# Things of which nothing can be compared, on all ranks.
+# Objects without comparable tensors, on all ranks.
 NOTHING: dict[str, Any] = {
     "no tensors": lambda: nn.Identity(),
     "an empty dict": dict,
@@ -106,7 +107,7 @@ NOTHING: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("what", NOTHING)
 def test_nothing_compared_is_never_in_sync(what: str) -> None:
-    """Where no tensor of any rank can be compared the verdict is undecided, exit code 2."""
+    """If no tensor of any rank can be compared, the verdict is undecided with exit code 2."""
     report = all_pass(each_rank(check, NOTHING[what]()))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
 
@@ -115,7 +116,7 @@ def test_nothing_compared_is_never_in_sync(what: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("what", ["sparse", "quantized", "nested", "meta tensors"])
 def test_a_tensor_that_is_not_read_is_counted(what: str) -> None:
-    """Beside a tensor that is compared, one that is not is listed with the reason, and counted."""
+    """A tensor that cannot be compared is listed with the reason, and counted."""
     odd = NOTHING[what]()
     odd = odd["w"] if isinstance(odd, dict) else odd.head.weight
     report = all_pass(each_rank(check, {"good": torch.ones(2), "odd": odd}))
@@ -127,15 +128,17 @@ def test_a_tensor_that_is_not_read_is_counted(what: str) -> None:
 # --- groups ---
 
 
-def test_without_a_process_group_check_says_so() -> None:
-    """Outside a process group it is a UsageError that says what is needed."""
-    with pytest.raises(UsageError, match=r"no process group: .* needs torch.distributed.init_process_group\(\)"):
+def test_check_without_a_process_group() -> None:
+    """Without a process group, the UsageError names the missing call."""
+    with pytest.raises(
+        UsageError, match=r"no process group to compare across; call torch.distributed.init_process_group\(\)"
+    ):
         check(nn.Linear(2, 2))
 
 
 @pytest.mark.syncheck(ranks=1)
 def test_a_group_of_one_is_undecided() -> None:
-    """A rank alone has nothing to compare with: undecided, exit code 2, and no error."""
+    """One rank has no replica to compare with: undecided, exit code 2, no error."""
     model, optimizer = plain()
     report = check(model, optimizer)
     assert (report.verdict, report.exit_code) == ("undecided", 2)
@@ -144,7 +147,7 @@ def test_a_group_of_one_is_undecided() -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_only_the_members_of_a_subgroup_are_compared(syncheck_rank: Any) -> None:
-    """Ranks 1 and 2 agree though rank 0 differs; rank 0 is told alone that it is no member, and nobody waits for it."""
+    """Ranks 1 and 2 agree although rank 0 differs; only rank 0 raises because it is no member."""
     group = dist.new_group([2, 1])
     state = {"w": torch.full((3,), 1.0 if syncheck_rank.rank else 2.0)}
     outsider, *members = each_rank(check, state, group=group)
@@ -152,17 +155,19 @@ def test_only_the_members_of_a_subgroup_are_compared(syncheck_rank: Any) -> None
     assert (report.verdict, report.groups[0].ranks) == ("in_sync", (1, 2))
     assert (outsider.error, outsider.text) == (
         "UsageError",
-        "rank 0 is not in the process group given; call this on its members only",
+        "rank 0 is not in group=; call this on its members only",
     )
     everyone = all_pass(each_rank(check, state))
     assert everyone.groups[0].tensors[0].clusters == ((1, 2), (0,))
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_group_that_is_none_is_refused() -> None:
-    """What is no process group, or one that was destroyed, is a UsageError that says what is needed."""
+def test_an_invalid_group_is_refused() -> None:
+    """An invalid or destroyed process group is a UsageError."""
     gone = dist.new_group()
     dist.destroy_process_group(gone)
     for group, kind in (("world", "str"), ([0, 1], "list"), (gone, "ProcessGroup")):
         outcome = all_raise(each_rank(check, {"w": torch.ones(1)}, group=group), "UsageError")
-        assert outcome.text == f"group= of class {kind}: needs a process group of torch.distributed that still exists"
+        assert (
+            outcome.text == f"group= of class {kind}: expected a torch.distributed process group that was not destroyed"
+        )

@@ -1,4 +1,4 @@
-"""A digest is a function of the bytes in C order, whatever computes it, and sees every change of them."""
+"""Digests are a function of the bytes in C order on every device, and detect every change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from syncheck.errors import UsageError
-from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all, root
+from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all, hash_digests
 
 ALGORITHMS = [XXH3, COMMON, LANES]
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
@@ -67,14 +67,14 @@ KNOWN = {
 @every_algorithm
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_answers(name: str, algorithm: str) -> None:
-    """The digests of some bytes never change: ranks of different versions may be compared, and files outlive them."""
+    """The digests of known bytes never change, because other versions and stored files depend on them."""
     data, answers = KNOWN[name]
     found = digest_all([np.frombuffer(data, np.uint8), torch.tensor(list(data), dtype=torch.uint8)], algorithm)
     assert [(algorithm, answers[algorithm])] * 2 == [(told, digest.hex()) for told, digest in found]
 
 
 def test_the_common_algorithm_is_that_of_fingerprints() -> None:
-    """COMMON takes hashlib alone: BLAKE2b of 128 bits over all bytes in one piece."""
+    """COMMON is 128-bit BLAKE2b from hashlib, over all bytes in one piece."""
     data = random(9 << 20)
     assert value(data, COMMON) == hashlib.blake2b(data.numpy(), digest_size=16).digest()
 
@@ -82,7 +82,7 @@ def test_the_common_algorithm_is_that_of_fingerprints() -> None:
 @every_algorithm
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_flipped_bit_anywhere(algorithm: str, dtype: torch.dtype) -> None:
-    """Each single bit of a small tensor of every dtype changes the digest, and no two of these digests are equal."""
+    """Each single bit of a small tensor of every dtype changes the digest, and no two digests are equal."""
     count = 40 // dtype.itemsize + 1
     data = random(count * dtype.itemsize)
     flipped = [data]
@@ -95,8 +95,8 @@ def test_one_flipped_bit_anywhere(algorithm: str, dtype: torch.dtype) -> None:
 
 
 @every_algorithm
-def test_what_order_free_digests_do_not_see(algorithm: str) -> None:
-    """Permuted, swapped, turned, sign-flipped, constant and all-zero tensors of many lengths all differ."""
+def test_reordered_and_constant_tensors(algorithm: str) -> None:
+    """Permuted, swapped, rotated, sign-flipped, constant and zero tensors of many lengths have different digests."""
     some = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     swapped = some.clone()
     swapped[[3, 9]] = some[[9, 3]]
@@ -113,8 +113,8 @@ def test_what_order_free_digests_do_not_see(algorithm: str) -> None:
 
 @every_algorithm
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_are_not_in_it(algorithm: str, dtype: torch.dtype) -> None:
-    """A transposed, expanded, stepped, permuted or shifted view has the digest of its copy in C order."""
+def test_strides_do_not_matter(algorithm: str, dtype: torch.dtype) -> None:
+    """A transposed, expanded, stepped, permuted or offset view has the digest of its copy in C order."""
     base = random(24 * 10 * dtype.itemsize).view(dtype).reshape(4, 6, 10)
     row = random(99 * dtype.itemsize).view(dtype)
     views = [
@@ -128,7 +128,7 @@ def test_strides_are_not_in_it(algorithm: str, dtype: torch.dtype) -> None:
 
 @every_algorithm
 def test_conjugated_and_negated_views(algorithm: str) -> None:
-    """What torch conjugates and negates only when it is read is read so."""
+    """Lazily conjugated and negated tensors are resolved."""
     some = torch.randn(7, 5, dtype=torch.complex64)
     views = [some.conj(), some.t().conj(), some.conj().imag, some[:1, :1].conj().imag, some.conj()[2, 3]]
     copies = [view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for view in views]
@@ -138,7 +138,7 @@ def test_conjugated_and_negated_views(algorithm: str) -> None:
 
 @every_algorithm
 def test_large_views_are_copied_in_parts(algorithm: str) -> None:
-    """Tensors of more than one part, in C order or not and at odd addresses, have the digest of their bytes."""
+    """Tensors of several parts, in any memory order and alignment, have the digest of their bytes."""
     data = random((17 << 20) + 5)
     transposed = data[: 17 << 20].view(torch.float64).view(-1, 1024).t()
     views = [transposed, data[3:], transposed[None], data[8:].view(1, -1)]
@@ -148,7 +148,7 @@ def test_large_views_are_copied_in_parts(algorithm: str) -> None:
 
 @every_algorithm
 def test_arrays(algorithm: str) -> None:
-    """An array of numpy has the digest of the tensor with its bytes: in any order, read-only, ml_dtypes."""
+    """A numpy array has the digest of the tensor with its bytes: any order, read-only, ml_dtypes."""
     some = np.arange(60, dtype=np.float32).reshape(5, 12)
     fixed = some.copy()
     fixed.flags.writeable = False
@@ -170,7 +170,7 @@ def test_arrays(algorithm: str) -> None:
 
 @every_algorithm
 def test_modes_of_torch_change_nothing(algorithm: str) -> None:
-    """Modes of autograd, autocast and determinism leave one digest, and no random number is drawn."""
+    """Autograd, autocast and determinism modes do not change digests, and no random number is drawn."""
     some = torch.randn(300)
     parameter = torch.nn.Parameter(some.clone())
     expected = value(some, algorithm)
@@ -186,7 +186,7 @@ def test_modes_of_torch_change_nothing(algorithm: str) -> None:
         assert value(parameter, algorithm) == expected
     finally:
         torch.use_deterministic_algorithms(False)
-    with torch.device("meta"):  # where new tensors go unless told
+    with torch.device("meta"):  # the default device
         assert value(parameter, algorithm) == expected
     assert torch.equal(torch.random.get_rng_state(), before)
     assert parameter.grad is None
@@ -194,8 +194,8 @@ def test_modes_of_torch_change_nothing(algorithm: str) -> None:
 
 
 @every_algorithm
-def test_subclasses_have_no_say(algorithm: str) -> None:
-    """A subclass that redefines what torch's functions do has the digest of its bytes."""
+def test_subclasses_are_ignored(algorithm: str) -> None:
+    """A subclass that overrides torch functions has the digest of its bytes."""
 
     class Loud(torch.Tensor):
         @classmethod
@@ -209,18 +209,18 @@ def test_subclasses_have_no_say(algorithm: str) -> None:
 
 @every_algorithm
 def test_a_freed_storage_is_an_error(algorithm: str) -> None:
-    """A tensor whose storage was freed, as FSDP1 does, or cut, is refused with its number: to read it is a crash."""
+    """A tensor whose storage was freed, as in FSDP1, or truncated, raises with its number instead of crashing."""
     for bad, kept in itertools.product([torch.randn(4, 4), torch.randn(5, 3)[1:].t()], (0, 59)):
         bad.untyped_storage().resize_(kept)
-        with pytest.raises(UsageError, match=r"tensor 1, float32 .* its storage holds (0|59) bytes"):
+        with pytest.raises(UsageError, match=r"tensor 1, float32 .* its storage has (0|59) of"):
             digest_all([torch.ones(1), bad], algorithm)
     empty = torch.empty(3, 0)
     empty.untyped_storage().resize_(0)
     assert value(empty, algorithm) == value(torch.empty(0), algorithm)
 
 
-def test_names_and_places() -> None:
-    """Digests come in the order of their sources, with the algorithm's name, and no source is no digest."""
+def test_names_and_order() -> None:
+    """Digests have the order of their sources and the algorithm's name; no source gives no digest."""
     assert digest_all([]) == []
     sources = [torch.ones(3), np.ones(5), torch.randn(100_000), torch.ones(4).expand(2, 4), torch.empty(0)]
     assert digest_all(sources) == [digest_all([source])[0] for source in sources]
@@ -230,20 +230,20 @@ def test_names_and_places() -> None:
         digest_all(sources, "sha1")
 
 
-def test_one_digest_over_all() -> None:
-    """The root differs when a digest, an algorithm, the order or the number of digests does."""
+def test_combined_hash() -> None:
+    """The combined hash changes with any digest, algorithm, order or number of digests."""
     first, second = digest_all([torch.ones(3), torch.ones(4)])
     other = (COMMON, first[1])
     lists = [[first, second], [second, first], [first], [first, second, second], [other, second], []]
-    roots = [root(digests) for digests in lists]
+    roots = [hash_digests(digests) for digests in lists]
     assert len(set(roots)) == len(lists)
     assert {len(found) for found in roots} == {16}
-    assert root([first, second]) == roots[0]
+    assert hash_digests([first, second]) == roots[0]
 
 
 @pytest.mark.parametrize("algorithm", [None, XXH3, COMMON])
 def test_a_stream_is_the_digest_of_its_bytes(algorithm: str | None) -> None:
-    """Bytes that come in blocks of any size, from a file, have the digest of a tensor that holds them."""
+    """Bytes from a file in blocks of any size have the digest of a tensor with the same bytes."""
     data = random((12 << 20) + 321)
     expected = value(data, algorithm)
     for size in (1 << 16, 4 << 20, (4 << 20) - 1, (4 << 20) + 1, 12 << 20, 1 << 30):

@@ -1,4 +1,4 @@
-"""On a GPU the kernel and the eager form give the digests that the eager form gives on the CPU."""
+"""On a GPU the kernel and the eager implementation give the digests of the eager implementation on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def some_tensors() -> list[torch.Tensor]:
-    """Return tensors on the CPU: of every length up to 20 bytes, of many programs, in other orders, at odd places."""
+    """Return CPU tensors: every length up to 20 bytes, many programs, other memory orders, unaligned."""
     base = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensors = [base[:count] for count in (*range(20), 65535, 65536, 65537, len(base))]
     tensors += [
@@ -24,19 +24,19 @@ def some_tensors() -> list[torch.Tensor]:
 
 
 def test_the_kernel_gives_the_digest_of_the_cpu() -> None:
-    """One launch for all tensors gives what the eager form gives on the CPU and on the GPU, and the kernel was used."""
+    """One launch for all tensors gives the digests of the eager implementation, and uses the kernel."""
     here = some_tensors()
     there = [tensor.cuda() for tensor in here]
     expected = digest_all(here, LANES)
     assert digest_all(there) == expected
     assert not digest_lanes.KERNEL.broken
-    assert digest_lanes.start(there, digest_lanes.add_eagerly).read() == [value for _, value in expected]
+    assert digest_lanes.start_digests(there, digest_lanes.add_eagerly).read() == [value for _, value in expected]
     for algorithm in (XXH3, COMMON):
         assert digest_all(there, algorithm) == digest_all(here, algorithm)
 
 
 def test_views_on_the_gpu() -> None:
-    """Views in other orders, at odd addresses and conjugated are read as their copies in C order."""
+    """Views in other orders, unaligned and conjugated, have the digest of their copies in C order."""
     base = torch.randn(40, 30, device="cuda")
     row = torch.arange(5000, device="cuda").to(torch.uint8)
     views = [base.t(), base[:, ::2], base[3:, 1:], base[5, 6], base[:1, :1].expand(50, 2), row[3:], row[1:4998:7]]
@@ -46,7 +46,7 @@ def test_views_on_the_gpu() -> None:
 
 
 def test_one_bit_on_the_gpu() -> None:
-    """One flipped bit at the start, within and at the end of a large tensor changes its digest, on any stream."""
+    """One flipped bit at the start, middle and end of a large tensor changes its digest, on any stream."""
     base = torch.zeros(10_000_001, dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         variants = [base.clone() for _ in range(4)]
@@ -58,7 +58,7 @@ def test_one_bit_on_the_gpu() -> None:
 
 
 def test_modes_on_the_gpu() -> None:
-    """Inside autocast, inference mode and deterministic mode the digest is the same, and no random number is drawn."""
+    """Autocast, inference and deterministic modes do not change digests, and no random number is drawn."""
     some = torch.nn.Parameter(torch.randn(1000, device="cuda"))
     expected = digest_all([some])
     before = torch.cuda.get_rng_state()

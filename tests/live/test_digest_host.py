@@ -1,4 +1,4 @@
-"""Digests on the CPU: threads share the work and change nothing, and xxhash may be absent."""
+"""Digests on the CPU: the number of threads changes nothing, and xxhash may be missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def some_tensors() -> list[torch.Tensor]:
-    """Return tensors in C order and not, small and of several chunks."""
+    """Return tensors in C order and other orders, small and of several chunks."""
     large = torch.randint(0, 256, ((9 << 20) + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     small = [large[i * 1000 : i * 1000 + i] for i in range(50)]
     medium = [large[i << 17 : (i + 1) << 17].view(torch.float32) for i in range(16)]
@@ -30,13 +30,13 @@ def some_tensors() -> list[torch.Tensor]:
 @pytest.fixture
 def without_xxhash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    digest_host.xxhash.cache_clear()
+    digest_host.load_xxhash.cache_clear()
     yield
-    digest_host.xxhash.cache_clear()
+    digest_host.load_xxhash.cache_clear()
 
 
 def test_the_digest_is_that_of_the_package_xxhash() -> None:
-    """Up to a chunk it is xxh3-128 as the package gives it, beyond the xxh3-128 of the chunks' digests."""
+    """Up to one chunk the digest is the package's xxh3-128, beyond that the xxh3-128 of the chunk digests."""
     data = some_tensors()[0]
     size = 4 << 20
     chunk = data[:size]
@@ -48,7 +48,7 @@ def test_the_digest_is_that_of_the_package_xxhash() -> None:
 
 @pytest.mark.parametrize("algorithm", [XXH3, COMMON])
 def test_any_number_of_threads_gives_the_same(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One, two and more threads give the same digests, and more than one do take part."""
+    """One, two and more threads give the same digests, and several threads take part."""
     seen = set()
     joined = threading.Thread.start
 
@@ -65,21 +65,21 @@ def test_any_number_of_threads_gives_the_same(algorithm: str, monkeypatch: pytes
         assert len(seen) == threads - 1
     seen.clear()
     digest_all(sources[1:20], algorithm, threads=5)
-    assert not seen  # too little to share
+    assert not seen  # too small to share
 
 
 def test_a_rank_takes_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one machine share its CPUs; what torchrun says is taken, anything else is one rank."""
+    """Ranks of one machine share its CPUs, by torchrun's variable; other values count as one rank."""
     monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     for told, threads in (("3", 4), ("12", 1), ("100", 1), ("", 12), ("many", 12), ("0", 12)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-        assert digest_host.usual_threads() == threads
+        assert digest_host.default_threads() == threads
     monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(500)), raising=False)
-    assert digest_host.usual_threads() == digest_host.MOST_THREADS
+    assert digest_host.default_threads() == digest_host.MAX_THREADS
 
 
-def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in any thread ends all of them and is raised by the call, and no thread is left."""
+def test_errors_of_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in any thread ends all threads and is raised by the call."""
     before = threading.active_count()
 
     def failing(data: memoryview) -> bytes:
@@ -87,7 +87,7 @@ def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
             raise MemoryError("no room")
         return xxhash.xxh3_128_digest(data)
 
-    monkeypatch.setattr(digest_host, "_one_shot", lambda _: failing)
+    monkeypatch.setattr(digest_host, "_get_hash_function", lambda _: failing)
     with pytest.raises(MemoryError, match="no room"):
         digest_all(some_tensors()[:1], threads=3)
     assert threading.active_count() == before
@@ -95,7 +95,7 @@ def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("without_xxhash")
 def test_without_xxhash() -> None:
-    """Without the package the digest is BLAKE2 and says so; xxh3 asked for by name is an error that says what to do."""
+    """Without the package the digest is BLAKE2, and an explicit request for xxh3 raises."""
     sources = some_tensors()
     found = digest_all(sources)
     assert found == digest_all(sources, COMMON)
@@ -110,8 +110,8 @@ def test_without_xxhash() -> None:
 
 
 @pytest.mark.parametrize("starting", [0, 1, 2])
-def test_a_thread_that_cannot_start_is_done_without(starting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system has no more threads, those that started are joined, and the digests are the same."""
+def test_a_thread_that_cannot_start(starting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system has no more threads, the started threads are joined, and the digests are the same."""
     started: list[threading.Thread] = []
     real = threading.Thread.start
 
@@ -129,8 +129,8 @@ def test_a_thread_that_cannot_start_is_done_without(starting: int, monkeypatch: 
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_an_interrupt_leaves_no_thread_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends the call, no thread goes on reading memory that the caller may free."""
+def test_an_interrupt_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any exception, no thread reads memory that the caller may free."""
     started: list[threading.Thread] = []
     real = threading.Thread.start
 

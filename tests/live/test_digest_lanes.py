@@ -1,4 +1,4 @@
-"""The sums of mixed words that a GPU computes: held against Python's integers, here on the CPU."""
+"""The sums of mixed words for GPUs, compared with Python integers on the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def murmur(x: int) -> int:
 
 
 def python_digest(data: bytes) -> bytes:
-    """Write the docstring of `digest_lanes` in integers."""
+    """Compute the definition in the docstring of `digest_lanes` with Python integers."""
     step_a, step_b = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
     padded = data + bytes(-len(data) % 8)
     words = [int.from_bytes(padded[start : start + 8], "little") for start in range(0, len(padded), 8)]
@@ -63,21 +63,21 @@ def as_tensor(data: bytes) -> torch.Tensor:
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.binary(max_size=70), min_size=1, max_size=4))
 def test_integers_of_python_agree(datas: list[bytes]) -> None:
-    """The eager form gives what the definition gives in Python's integers, whatever the bytes and their number."""
+    """The eager implementation agrees with Python integers for bytes of any number."""
     assert lanes([as_tensor(data) for data in datas]) == [python_digest(data) for data in datas]
 
 
 def test_splitmix_is_splitmix() -> None:
-    """The first lane over zeros sums the numbers that the published generator gives for the seed 0."""
+    """The first lane over zeros sums the numbers of the published generator for seed 0."""
     published = [16294208416658607535, 7960286522194355700, 487617019471545679]
     assert [splitmix(i * 0x9E3779B97F4A7C15 % WORDS) for i in (1, 2, 3)] == published
-    sums = digest_lanes.start([torch.zeros(3, dtype=torch.int64)]).sums
+    sums = digest_lanes.start_digests([torch.zeros(3, dtype=torch.int64)]).sums
     assert int(sums[0, 0]) % WORDS == sum(published) % WORDS
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "float32"])
 def test_avalanche(kind: str) -> None:
-    """A flipped bit of the input flips each bit of the digest in about half of the cases, also in plain data."""
+    """A flipped input bit flips each bit of the digest in about half of the cases, even in regular data."""
     draw = torch.Generator().manual_seed(0)
     if kind == "float32":
         base = torch.randn(40, 6, generator=draw).view(torch.int64)
@@ -95,13 +95,13 @@ def test_avalanche(kind: str) -> None:
     bits = bits.reshape(193, 40, 128).to(torch.int64)
     changed = (bits[1:] ^ bits[0]).double()
     assert abs(float(changed.mean()) - 0.5) < 0.003
-    # By bit of the input 5,120 bits of digests, by bit of the digest 7,680 tensors: five standard deviations.
+    # 5,120 digest bits per input bit, 7,680 tensors per digest bit: five standard deviations.
     assert float((changed.mean((1, 2)) - 0.5).abs().max()) < 0.035
     assert float((changed.mean((0, 1)) - 0.5).abs().max()) < 0.03
 
 
 def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the parts that are copied or worked on, the digest is that of the whole."""
+    """The digest does not depend on the size of parts."""
     some = torch.arange(1000, dtype=torch.int16)
     rows = some.view(10, 100)
     views = [some, some[1:], rows.t(), some.view(torch.uint8)[3:1500], some[::3], rows[:9, 1:9]]
@@ -115,8 +115,8 @@ def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         digest_lanes.add_eagerly(rows, sums)
 
     monkeypatch.setattr(digest_lanes.parts, "MOST_COPIED", 256)
-    monkeypatch.setattr(digest_lanes.parts.in_parts, "__defaults__", (128,))
-    assert digest_lanes.start(views, add).read() == expected
+    monkeypatch.setattr(digest_lanes.parts.iterate_parts, "__defaults__", (128,))
+    assert digest_lanes.start_digests(views, add).read() == expected
     assert len(calls) > 20
 
 
@@ -133,21 +133,21 @@ base = torch.randint(0, 256, (200_001,), dtype=torch.uint8, generator=draw)
 tensors = [base[:count] for count in (*range(20), 65535, 65536, 65537, 131072, 200_001)]
 tensors += [base[3:5000], base[8:80_000].view(torch.int64), base[:6000].view(60, 100).t(), base[7], base[:0]]
 tensors += [torch.zeros(1000), torch.ones(64), -torch.ones(64), torch.randn(9, dtype=torch.complex64).conj()]
-digest_parts.in_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
-digests = digest_lanes.start(tensors, digest_kernel.add).read()
-assert digests == digest_lanes.start(tensors, digest_lanes.add_eagerly).read()
-assert digest_lanes.start(tensors[:9], digest_lanes.KERNEL.add).read() == digests[:9]
+digest_parts.iterate_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
+digests = digest_lanes.start_digests(tensors, digest_kernel.add_rows).read()
+assert digests == digest_lanes.start_digests(tensors, digest_lanes.add_eagerly).read()
+assert digest_lanes.start_digests(tensors[:9], digest_lanes.KERNEL.add).read() == digests[:9]
 assert not digest_lanes.KERNEL.broken, digest_lanes.KERNEL.broken
 flipped = [base.clone() for _ in range(3)]
 for tensor, place in zip(flipped, (0, 100_000, 200_000)):
     tensor[place] ^= 1
-assert len(set(digest_lanes.start([base, *flipped], digest_kernel.add).read())) == 4
+assert len(set(digest_lanes.start_digests([base, *flipped], digest_kernel.add_rows).read())) == 4
 class OnGpu:
     is_cuda = True
 
 
 try:
-    digest_kernel.add([], OnGpu())
+    digest_kernel.add_rows([], OnGpu())
 except RuntimeError as error:  # it would read addresses of the GPU
     print("AGREE", len(digests), error)
 """
@@ -165,8 +165,8 @@ def run(program: str, tmp_path: Path, **environment: str) -> str:
 
 @needs_triton
 @pytest.mark.slow
-def test_the_kernel_agrees_with_the_eager_form(tmp_path: Path) -> None:
-    """The code of the kernel, run by Triton's interpreter, gives the eager form's digests: all tails, odd views."""
+def test_the_kernel_agrees_with_the_eager_implementation(tmp_path: Path) -> None:
+    """The kernel in Triton's interpreter agrees with the eager implementation on all tails and unaligned views."""
     assert run(PROGRAM, tmp_path, TRITON_INTERPRET="1").startswith("AGREE 34 Triton's interpreter")
 
 
@@ -192,12 +192,12 @@ print("COMPILED")
 
 @needs_triton
 def test_the_kernel_compiles(tmp_path: Path) -> None:
-    """Triton compiles the kernel for two kinds of GPU, which needs none: the fallback would hide that it does not."""
+    """Triton compiles the kernel for two kinds of GPU without a GPU; the fallback would hide a failure."""
     assert run(COMPILES, tmp_path, TRITON_INTERPRET="0") == "COMPILED\n"
 
 
-def test_without_a_kernel_the_eager_form_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton is absent or fails, the eager form gives the digest, the reason is kept, and it is not retried."""
+def test_fallback_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Triton is missing or fails, the eager implementation computes the digest, and the reason is kept."""
     some = [torch.randn(100), torch.randn(7, 3).t()]
     expected = lanes(some)
     for error in (ImportError("no Triton"), RuntimeError("Failed to find C compiler")):
@@ -208,8 +208,8 @@ def test_without_a_kernel_the_eager_form_does_it(monkeypatch: pytest.MonkeyPatch
             raise error
 
         kernel = type(digest_lanes.KERNEL)()
-        monkeypatch.setattr(digest_kernel, "add", fails)
-        assert [digest_lanes.start(some, kernel.add).read() for _ in range(3)] == [expected] * 3
+        monkeypatch.setattr(digest_kernel, "add_rows", fails)
+        assert [digest_lanes.start_digests(some, kernel.add).read() for _ in range(3)] == [expected] * 3
         assert len(tried) == 1
         assert str(error) in kernel.broken
         assert kernel.fallback == kernel.broken
@@ -219,8 +219,8 @@ def test_without_a_kernel_the_eager_form_does_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("Triton: out of memory")]
 )
-def test_memory_that_is_short_once_does_not_end_the_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One out-of-memory is answered by the eager form, and said; the next digest is the kernel's again."""
+def test_the_kernel_is_retried_after_out_of_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one out-of-memory error, which uses the fallback, the next digest uses the kernel again."""
     some = [torch.randn(100), torch.randn(7, 3).t()]
     expected = lanes(some)
     kernel, tried = type(digest_lanes.KERNEL)(), []
@@ -231,22 +231,22 @@ def test_memory_that_is_short_once_does_not_end_the_kernel(error: Exception, mon
             raise error
         digest_lanes.add_eagerly(rows, sums)
 
-    monkeypatch.setattr(digest_kernel, "add", add)
-    assert digest_lanes.start(some, kernel.add).read() == expected
+    monkeypatch.setattr(digest_kernel, "add_rows", add)
+    assert digest_lanes.start_digests(some, kernel.add).read() == expected
     assert type(error).__name__ in kernel.fallback
     kernel.fallback = ""
-    assert digest_lanes.start(some, kernel.add).read() == expected
+    assert digest_lanes.start_digests(some, kernel.add).read() == expected
     assert (kernel.fallback, kernel.broken, len(tried)) == ("", "", 2)
 
 
 def test_without_triton(tmp_path: Path) -> None:
-    """Without the package the modules import, and the kernel says so in its reason."""
+    """Without Triton the modules import, and the kernel has the reason."""
     program = (
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import torch\n"
         "from syncheck.live.digest import lanes as digest_lanes\n"
-        "digest_lanes.start([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
+        "digest_lanes.start_digests([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
         "print(digest_lanes.KERNEL.broken)\n"
     )
     assert "Triton is not installed" in run(program, tmp_path)

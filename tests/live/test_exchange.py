@@ -1,6 +1,6 @@
-"""`assert_in_sync` on real gloo ranks: all come to one answer, which says where the ranks differ and by how much.
+"""`assert_in_sync` on real gloo ranks: all get one report, with the differing ranks and the size of the difference.
 
-A planted fault makes the ranks differ, and the same test without it must pass.
+An injected fault makes the ranks differ, and the same test without the fault must pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.syncheck(ranks=2)
 def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP ranks with their optimizers pass; two short messages do, and neither model nor random numbers change."""
+    """DDP ranks with their optimizers pass with two short messages, and nothing changes."""
     model, optimizer = trained()
     before = [p.detach().clone() for p in model.parameters()]
     torch.manual_seed(syncheck_rank.rank)
@@ -53,24 +53,24 @@ def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatc
     assert report.counts.identical == report.counts.tensors == 4 + 3 * 4
     assert [replica.rank for replica in report.groups[0].replicas] == [0, 1]
     assert len(sent) == 2
-    assert sum(sent) < 2000  # the parameters alone are larger with their states
+    assert sum(sent) < 2000  # the parameters alone are larger
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_values_that_are_equal_in_other_bits_pass(syncheck_rank: Any) -> None:
-    """0.0 and -0.0 are equal, and a NaN of the same bits is identical, as between files."""
+    """As between files, 0.0 equals -0.0, and NaNs with the same bits are equal."""
     nan = float("nan")
     state = {"w": torch.tensor([0.0 if syncheck_rank.rank else -0.0, nan]), "n": torch.tensor(nan)}
     counts = all_pass(each_rank(assert_in_sync, state)).counts
     assert (counts.equal, counts.identical) == (1, 1)
 
 
-# --- one rank is off ---
+# --- one rank differs ---
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_flipped_bit_raises_on_all_ranks(syncheck_rank: Any) -> None:
-    """One bit of one weight on rank 1 of 2 makes both ranks raise one text that says where and by how much."""
+    """One flipped bit on rank 1 of 2 makes both ranks raise the same text, with location and size."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight, index=6)
@@ -85,7 +85,7 @@ def test_a_flipped_bit_raises_on_all_ranks(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=4)
 def test_the_odd_one_of_four_ranks_is_named(syncheck_rank: Any) -> None:
-    """With a majority of three the finding names rank 2 alone, and all four ranks raise the same."""
+    """With a majority of three the finding names only rank 2, on all four ranks."""
     model, optimizer = trained()
     if syncheck_rank.rank == 2:
         flip(model.module.fc.weight, index=6)
@@ -110,13 +110,13 @@ def test_batchnorm_under_plain_ddp_is_named() -> None:
     ids=str,
 )
 def test_options_hold_across_ranks(excused: dict[str, Any]) -> None:
-    """What excuses BatchNorm's drift between files excuses it between ranks."""
+    """Options that tolerate BatchNorm drift between files tolerate it between ranks."""
     all_pass(each_rank(assert_in_sync, *trained(norm=True), **excused))
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_missing_tensor_does_not_hang(syncheck_rank: Any) -> None:
-    """Ranks with other sets of tensors take part in the same messages, and all raise SYN101."""
+    """Ranks with different sets of tensors exchange the same messages, and all raise SYN101."""
     state = {"w": torch.ones(3), "v": torch.ones(2)}
     if syncheck_rank.rank == 1:
         state |= {"extra": torch.ones(5), "more": torch.ones(1)}
@@ -130,7 +130,7 @@ def test_a_missing_tensor_does_not_hang(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_another_dtype_is_named(syncheck_rank: Any) -> None:
-    """A rank in another precision is SYN102 on all ranks, with nothing fetched that cannot be compared."""
+    """A rank with another precision is SYN102 on all ranks, and nothing is fetched in vain."""
     model, _ = trained()
     outcome = all_raise(each_rank(assert_in_sync, model.module.bfloat16() if syncheck_rank.rank == 1 else model.module))
     assert outcome.codes == ["SYN102"]
@@ -139,7 +139,7 @@ def test_another_dtype_is_named(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_optimizer_state_on_one_rank_only_is_found(syncheck_rank: Any) -> None:
-    """Optimizer state that only rank 0 has, as after loading on rank 0 alone, was not restored on rank 1."""
+    """Optimizer state on rank 0 only, as after loading on rank 0, is reported as not restored on rank 1."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -152,7 +152,7 @@ def test_optimizer_state_on_one_rank_only_is_found(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_values_are_compared(syncheck_rank: Any) -> None:
-    """Another learning rate on one rank fails though all tensors agree."""
+    """Another learning rate on one rank fails although all tensors agree."""
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = 0.5 if syncheck_rank.rank else 0.25
     outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
@@ -168,7 +168,7 @@ def test_values_are_compared(syncheck_rank: Any) -> None:
 def test_large_tensors_are_fetched_a_window_at_a_time(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """Differences in the first, a middle and the last block are all measured, whatever the strides and the window."""
+    """Differences in the first, a middle and the last block are measured for all strides and windows."""
     monkeypatch.setattr(fetching, "WINDOW", window)
     big = torch.arange(600_000.0)
     wide = torch.arange(3000.0).reshape(30, 100).t()
@@ -188,7 +188,7 @@ def test_large_tensors_are_fetched_a_window_at_a_time(
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_wrapper_on_one_rank_only_is_no_difference(syncheck_rank: Any, fault: bool) -> None:
-    """Names are compared unwrapped: DDP on rank 0 and the bare module on rank 1 agree, and a fault is still found."""
+    """Names are normalized: DDP on rank 0 and the bare module on rank 1 agree, and a fault is still found."""
     model, _ = trained()
     if fault and syncheck_rank.rank == 1:
         flip(model.module.head.bias)

@@ -1,4 +1,4 @@
-"""`assert_in_sync` on real gloo ranks where a rank fails or the call is wrong: all ranks raise one text, none waits."""
+"""`assert_in_sync` on real gloo ranks with failures or invalid calls: all ranks raise the same text, none waits."""
 
 from __future__ import annotations
 
@@ -11,57 +11,58 @@ from agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed
-from syncheck.live import check, exchange
+from syncheck.live import check
 from syncheck.live.channel import Channel
 from syncheck.live.digest import digest_all, lanes
-from syncheck.live.exchange import holdings
-from syncheck.live.memory import held
+from syncheck.live.exchange import comparison, manifest
+from syncheck.live.memory import tensor_bytes
+from syncheck.messages import Grouping
 from syncheck.testing import assert_in_sync
 
 
 class Broken:
-    """An object whose state cannot be had."""
+    """An object whose state_dict() raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("the state was not\nconsolidated")
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_rank_whose_snapshot_fails_tells_the_others(syncheck_rank: Any) -> None:
-    """An exception on rank 1 becomes the same error on all ranks, which names the rank; none waits."""
+def test_a_failing_snapshot_raises_on_all_ranks(syncheck_rank: Any) -> None:
+    """An exception on rank 1 becomes the same error on all ranks, which names the rank."""
     model, optimizer = trained()
     outcomes = each_rank(assert_in_sync, model, Broken() if syncheck_rank.rank == 1 else optimizer)
     assert all_raise(outcomes, "RankFailed").text == "rank 1: RuntimeError: the state was not\\nconsolidated"
 
 
 def unreadable(*_: Any) -> bytes:
-    """Stand in for bytes that could be hashed, and can no longer be read."""
+    """Replacement for reading bytes that fails."""
     raise RuntimeError("device lost")
 
 
 def without_room(*_: Any, **__: Any) -> Any:
-    """Stand in for a comparison that runs out of memory."""
+    """Replacement for a comparison that runs out of memory."""
     raise MemoryError("no room")
 
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("in_judge, says", [(False, "RuntimeError: device lost"), (True, "MemoryError: no room")])
-def test_a_rank_that_fails_in_the_middle_tells_the_others(
+def test_a_failure_in_the_middle_raises_on_all_ranks(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, in_judge: bool, says: str
 ) -> None:
-    """A rank that fails while the others wait for its bytes, or while it compares, makes all raise its error."""
+    """If a rank fails while its peers wait for its bytes, or while it compares, all raise its error."""
     if syncheck_rank.rank == 1 and in_judge:
-        monkeypatch.setattr(exchange, "judge", without_room)
+        monkeypatch.setattr(comparison, "judge", without_room)
     elif syncheck_rank.rank == 1:
-        monkeypatch.setattr(held.Held, "__getitem__", unreadable)
-    # In the second case nothing differs, so that no message is due after the first one.
+        monkeypatch.setattr(tensor_bytes.TensorBytes, "__getitem__", unreadable)
+    # In the second case nothing differs, so no message follows the first.
     value = 0.0 if in_judge else float(syncheck_rank.rank)
     outcomes = each_rank(assert_in_sync, {"a": torch.full((3,), value), "b": torch.full((3,), value)})
     assert all_raise(outcomes, "RankFailed").text == f"rank 1: {says}"
 
 
 STATE = {"w": torch.ones(1)}
-# What rank 0 gives, what the others give, and the options of each of the two.
+# The objects of rank 0, the objects of the other ranks, and the options of both.
 MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "a class": ((nn.Linear,), (STATE,), {}, {}),
     "a path": ((STATE, "file.pth"), (STATE, "file.pth"), {}, {}),
@@ -85,7 +86,7 @@ MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     ],
 )
 def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, what: str, says: str) -> None:
-    """A wrong call, even on one rank only, is a UsageError on all."""
+    """An invalid call, even on one rank only, is a UsageError on all."""
     first, others, firsts_options, others_options = MISUSES[what]
     if syncheck_rank.rank == 0:
         outcomes = each_rank(assert_in_sync, *first, **firsts_options)
@@ -95,16 +96,16 @@ def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, what: str, says: st
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_paths_in_a_named_group_raise_on_all_ranks(syncheck_rank: Any) -> None:
-    """With group= every rank takes part, so that paths on rank 1 alone make both raise instead of rank 0 waiting."""
+def test_paths_in_a_group_raise_on_all_ranks(syncheck_rank: Any) -> None:
+    """With group= every rank takes part, so paths on rank 1 only make both ranks raise."""
     things: Any = STATE if syncheck_rank.rank == 0 else "file.pth"
     outcome = all_raise(each_rank(assert_in_sync, things, group=dist.group.WORLD), "UsageError")
-    assert outcome.text.startswith("rank 1: a path is not what a rank holds in memory")
+    assert outcome.text.startswith("rank 1: across ranks, only objects in memory can be compared")
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_rank_in_another_collective_is_told_clearly(syncheck_rank: Any) -> None:
-    """A message that is none of the comparison's makes it fail with the reason, and is not taken for one of them."""
+def test_a_mismatched_collective(syncheck_rank: Any) -> None:
+    """A foreign message ends the comparison with the reason, and is not misread."""
     told = ""
     if syncheck_rank.rank == 0:
         with pytest.raises(RankFailed) as caught:
@@ -112,7 +113,7 @@ def test_a_rank_in_another_collective_is_told_clearly(syncheck_rank: Any) -> Non
         told = str(caught.value)
     else:
         dist.all_gather_object([None] * 2, {"loss": 1.0})
-    assert syncheck_rank.gather(told)[0].startswith("rank 1 sent something that is no part of this comparison")
+    assert syncheck_rank.gather(told)[0].startswith("mismatched collective: rank 1 sent")
 
 
 class Unloadable:
@@ -134,48 +135,46 @@ def load(error: type[Exception]) -> Any:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("error", [TypeError, ImportError, ValueError, EOFError, RuntimeError])
-def test_an_error_in_a_rank_s_own_code_is_told_as_what_it_is(error: type[Exception]) -> None:
-    """A message that rank 1 cannot unpickle is its failure, however it comes, and no mismatch of collective calls."""
+def test_a_message_that_cannot_be_unpickled(error: type[Exception]) -> None:
+    """A message that rank 1 cannot unpickle is its failure, and not a mismatched collective."""
     wanted = f"rank 1: {error.__name__}: no module named x"
 
     def asked(talk: Channel) -> Any:
-        return talk.led(lambda: talk.ask(1, Unloadable(error)), lambda what: what)
+        return talk.run_on_leader(lambda: talk.request(1, Unloadable(error)), lambda what: what)
 
     ways = [
         lambda talk: talk.gather(Unloadable(error), "x"),
         lambda talk: talk.share(lambda: Unloadable(error), [0, 1, 2], "x"),
-        lambda talk: talk.led(lambda: Unloadable(error), lambda what: what),
+        lambda talk: talk.run_on_leader(lambda: Unloadable(error), lambda what: what),
         asked,
     ]
     for way in ways:
         talk = Channel()
-        outcomes = each_rank(lambda talk=talk, way=way: talk.together(lambda: way(talk)))
+        outcomes = each_rank(lambda talk=talk, way=way: talk.run_together(lambda: way(talk)))
         assert all_raise(outcomes, "RankFailed").text == wanted
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_digests_without_the_fused_kernel_are_told_in_the_report(
-    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank whose kernel had no memory is named in a note of the report of all ranks, once."""
+def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose kernel ran out of memory is in the report of all ranks, once."""
 
     def short(sources: Any, algorithm: Any = None) -> Any:
-        if syncheck_rank.rank == 1 and algorithm is None:  # not where ranks agree on another algorithm
+        if syncheck_rank.rank == 1 and algorithm is None:  # not if ranks agree on another algorithm
             lanes.KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
         return digest_all(sources, algorithm)
 
-    monkeypatch.setattr(holdings, "digest_all", short)
+    monkeypatch.setattr(manifest, "digest_all", short)
     for value in (0.0, float(syncheck_rank.rank)):
         report = each_rank(check, {"w": torch.full((2,), value)})[0].report
-        [note] = [note for note in report.groups[0].notes if "fused kernel" in note]
-        assert "rank 1: OutOfMemoryError: CUDA out of memory" in note
+        [note] = [note for note in report.groups[0].grouping if note.code is Grouping.SLOW_DIGESTS]
+        assert note.parameters == {"ranks": (1,), "reason": "OutOfMemoryError: CUDA out of memory"}
     monkeypatch.undo()
     report = each_rank(check, {"w": torch.ones(2)})[0].report
-    assert not [note for note in report.groups[0].notes if "fused kernel" in note]
+    assert not [note for note in report.groups[0].grouping if note.code is Grouping.SLOW_DIGESTS]
 
 
 def two_of_a_kind() -> dict[str, tuple[Any, Any]]:
-    """Return pairs that are replicas outside a process group, and in one may be parts of a replica as well."""
+    """Return pairs that are replicas outside a process group, and may be parts of one replica inside."""
     torch.manual_seed(0)  # the same on all ranks: across ranks nothing differs
     a, b = Net(norm=True), Net(norm=True)
     one, two = (torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((a, 0.1), (b, 0.2)))
@@ -195,19 +194,19 @@ def two_of_a_kind() -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("what", two_of_a_kind())
-def test_two_of_a_kind_are_never_taken_for_parts_of_one_replica(what: str) -> None:
-    """Two models that differ, the same on all ranks, do not pass in a group: the call has to say what is meant."""
+def test_two_of_a_kind_are_ambiguous(what: str) -> None:
+    """Two different models, the same on all ranks, do not pass in a group without across_ranks=."""
     first, second = two_of_a_kind()[what]
     outcome = all_raise(each_rank(assert_in_sync, first, second), "UsageError")
-    assert "say across_ranks=True" in outcome.text
+    assert "across_ranks=True" in outcome.text
     assert {o.error for o in each_rank(assert_in_sync, first, second, across_ranks=False)} == {"OutOfSync"}
-    if what != "optimizers":  # without momentum they have no tensors
+    if what != "optimizers":  # without momentum there are no tensors
         all_pass(each_rank(assert_in_sync, first, second, across_ranks=True))
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_unlike_parts_of_a_replica_need_no_word() -> None:
-    """Networks of other layers, and a model with its average beside an optimizer, can only be parts of one replica."""
+def test_different_parts_are_not_ambiguous() -> None:
+    """Networks with different layers, and a model with its average beside an optimizer, are parts of one replica."""
     torch.manual_seed(0)
     nets = Net(), nn.Linear(3, 3)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

@@ -1,4 +1,4 @@
-"""Files of which each rank reads its own: the report is that of one process that sees them all."""
+"""Ranks that each read their own file report the same as one process that reads all files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from syncheck.live.channel import Channel
 from syncheck.live.digest import COMMON
 from syncheck.live.exchange import stored
 from syncheck.live.files import compare_files
+from syncheck.messages import Grouping
 from syncheck.report import json_document
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ENTRIES: list[dict[str, Any]] = json.loads((FIXTURES / "MANIFEST.json").read_text(encoding="utf-8"))["fixtures"]
 MOST = 4  # ranks at a time
-# One of each kind of difference; the others are compared by the slow tests.
+# One fixture per kind of difference; the slow tests compare the remaining fixtures.
 ALWAYS = {
     "desync/bit_flip_exp_avg",
     "desync/bn_local_stats",
@@ -40,14 +41,14 @@ ALWAYS = {
 
 
 def last_files(folder: str) -> list[Path]:
-    """The files of a fixture's last step, by rank; found without reading them."""
+    """Return the files of a fixture's last step by rank, without reading them."""
     found = sorted((FIXTURES / folder).rglob("*.*"), key=lambda file: (len(str(file)), str(file)))
     last = found[-1].parent
     return [file for file in found if file.parent == last]
 
 
 def cases() -> list[Any]:
-    """Each fixture, to be run on as many ranks as it has files."""
+    """Return each fixture, for as many ranks as it has files."""
     found = []
     for entry in ENTRIES:
         ranks = len(last_files(entry["folder"]))
@@ -55,36 +56,34 @@ def cases() -> list[Any]:
             marks = [pytest.mark.syncheck(ranks=ranks), *([] if entry["folder"] in ALWAYS else [pytest.mark.slow])]
             found.append(pytest.param(entry["folder"], ranks, id=entry["folder"], marks=marks))
     assert {case.values[0] for case in found} >= ALWAYS
-    return sorted(found, key=lambda case: case.values[1])  # processes are used again by tests of as many ranks
+    return sorted(found, key=lambda case: case.values[1])  # processes are reused by tests of the same number of ranks
 
 
 def collective(path: Path | str, pattern: str = "x", **options: Any) -> syncheck.Report:
-    """Compare this rank's file with those of the others."""
+    """Compare this rank's file with the files of the other ranks."""
     channel = Channel()
     chosen = syncheck.Options(**options)
-    return channel.together(lambda: compare_files(channel, str(path), pattern, chosen))
+    return channel.run_together(lambda: compare_files(channel, str(path), pattern, chosen))
 
 
 def told(report: syncheck.Report) -> Any:
-    """The JSON document without what tells how the files were found."""
+    """Return the JSON document without the fields about finding files."""
     document = json_document.document(report, "")
     for group in document["groups"]:
-        group["notes"] = [
-            note for note in group["notes"] if note not in (files.NOTE, "grouped by the metadata in the files")
-        ]
+        group["notes"] = group["notes"][1:]  # the first note is about grouping
     return json.loads(json_document.written(document))
 
 
 @pytest.mark.parametrize("folder, ranks", cases())
-def test_the_report_is_that_of_one_process(syncheck_rank: Any, folder: str, ranks: int) -> None:
-    """Every number, finding and verdict is that of a comparison by one process that reads all files."""
+def test_report_equals_the_report_of_one_process(syncheck_rank: Any, folder: str, ranks: int) -> None:
+    """Every number, finding and verdict equals the comparison by one process."""
     there = last_files(folder)
     report = all_pass(each_rank(collective, there[syncheck_rank.rank]))
     assert told(report) == told(syncheck.compare(*there))
 
 
 def written(rank: Any, name: str, by: float = 0.0, **metadata: Any) -> Path:
-    """Write this rank's file. by: what is added to all weights of it."""
+    """Write this rank's file. by: offset of all its weights."""
     state: dict[str, Any] = changed(network(), "weight", by=by)
     if metadata:
         state["syncheck"] = syncheck.metadata(rank=rank.rank, world_size=rank.world_size, **metadata)
@@ -95,7 +94,7 @@ def written(rank: Any, name: str, by: float = 0.0, **metadata: Any) -> Path:
 
 @pytest.mark.syncheck(ranks=2)
 def test_safetensors(syncheck_rank: Any) -> None:
-    """safetensors files are compared as those of torch.save are."""
+    """safetensors files are compared like torch.save files."""
     mine = written(syncheck_rank, "r_{}.safetensors", by=float(syncheck_rank.rank))
     report = all_pass(each_rank(collective, mine))
     assert report.verdict == "out_of_sync"
@@ -105,7 +104,7 @@ def test_safetensors(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=4)
 def test_hosts_are_those_of_the_training(syncheck_rank: Any) -> None:
-    """Files that differ by the host that trained them are told so, wherever they are compared."""
+    """Findings about hosts use the host of the training, not of the comparison."""
     node = syncheck_rank.rank // 2
     mine = written(syncheck_rank, "rank_{}.pth", by=0.5 * node, run="mine", step=5, host=f"gpu{node}")
     report = all_pass(each_rank(collective, mine))
@@ -128,8 +127,8 @@ for rank in range(2):
 
 @pytest.mark.syncheck(ranks=2)
 def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
-    """A folder of torch.distributed.checkpoint for each rank is compared as a file is; a folder of all is one thing."""
-    if syncheck_rank.rank == 0:  # outside of this group: torch 2.6 cannot save for one of several ranks
+    """A torch.distributed.checkpoint folder per rank is compared like a file; a shared folder is one file."""
+    if syncheck_rank.rank == 0:  # outside this group: torch 2.6 cannot save for one of several ranks
         subprocess.run([sys.executable, "-c", FOLDERS], cwd=syncheck_rank.shared, check=True, timeout=60)
     syncheck_rank.barrier()
     mine = syncheck_rank.shared / f"rank_{syncheck_rank.rank}"
@@ -137,31 +136,31 @@ def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
     assert [(diff.name, diff.mismatched, diff.max_abs) for diff in report.groups[0].tensors] == [("fc.bias", 4, 1.0)]
     assert {replica.format for replica in report.groups[0].replicas} == {"dcp"}
     refused = all_raise(each_rank(collective, syncheck_rank.shared), "UsageError").text
-    assert refused == f"{syncheck_rank.shared}: 2 checkpoints; needs the one of this rank"
+    assert refused == f"{syncheck_rank.shared}: 2 checkpoints; expected the checkpoint of this rank"
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("by", [0.0, 1.0])
-def test_ranks_of_which_one_lacks_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, by: float) -> None:
-    """Where ranks have unlike digest algorithms they agree on one: equal files are in sync, and others are not."""
+def test_one_rank_without_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """If one rank lacks xxhash, ranks agree on an algorithm: equal files are in sync, different files are not."""
     if syncheck_rank.rank == 1:
-        monkeypatch.setattr(stored, "default", lambda: COMMON)
+        monkeypatch.setattr(stored, "default_algorithm", lambda: COMMON)
     mine = written(syncheck_rank, "rank_{}.pth", by=by * syncheck_rank.rank)
     report = all_pass(each_rank(collective, mine))
     assert (report.verdict, report.groups[0].counts.different) == (("in_sync", 0), ("out_of_sync", 5))[by > 0]
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_what_is_left_out_is_not_read(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that --include leaves out are counted by their names, and no byte of them is read."""
+def test_excluded_tensors_are_not_read(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors outside --include are counted by name, and their bytes are not read."""
     read: list[int] = []
-    real = stored.Stored.digest
+    real = stored.FileBytes.digest
 
-    def digest(self: stored.Stored, algorithm: str | None) -> tuple[str, bytes]:
+    def digest(self: stored.FileBytes, algorithm: str | None) -> tuple[str, bytes]:
         read.append(1)
         return real(self, algorithm)
 
-    monkeypatch.setattr(stored.Stored, "digest", digest)
+    monkeypatch.setattr(stored.FileBytes, "digest", digest)
     mine = written(syncheck_rank, "rank_{}.pth", by=float(syncheck_rank.rank))
     report = all_pass(each_rank(collective, mine, include=("*.bias", "fc.weight")))
     assert len(read) == 4
@@ -172,20 +171,20 @@ def test_what_is_left_out_is_not_read(syncheck_rank: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_name_where_the_files_have_none(syncheck_rank: Any) -> None:
-    """A run that no metadata names is called by what its paths have in common."""
+def test_name_without_metadata(syncheck_rank: Any) -> None:
+    """A run without a name in metadata is named by the common part of its paths."""
     mine = written(syncheck_rank, "rank_{}.pth")
     report = all_pass(each_rank(collective, mine, "ckpts/mine_rank*"))
     assert (report.groups[0].name, report.verdict) == ("mine", "in_sync")
-    assert report.groups[0].notes[0] == files.NOTE
+    assert report.groups[0].grouping[0].code is Grouping.LIVE_FILES
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_one_file_seen_from_two_machines(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file on a disk that two machines share is one file, whatever they call the disk; equal files are two."""
+    """A file on a shared disk is recognized on two machines; equal copies are two files."""
     (tmp_path / "boot").write_text(f"machine {syncheck_rank.rank}")
     monkeypatch.setattr(files, "_BOOT", tmp_path / "boot")
     mine = written(syncheck_rank, "rank_{}.pth")
     assert all_pass(each_rank(collective, mine)).verdict == "in_sync"
     outcomes = each_rank(collective, syncheck_rank.shared / "rank_0.pth")
-    assert all_raise(outcomes, "UsageError").text.startswith("ranks 0 and 1 read one and the same file: ")
+    assert all_raise(outcomes, "UsageError").text.startswith("ranks 0 and 1 read the same file: ")

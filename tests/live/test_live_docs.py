@@ -1,4 +1,4 @@
-"""The examples of docs/live.md do what it says."""
+"""The examples of docs/live.md run as described."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), f
 
 
 def surroundings(norm: bool) -> dict[str, Any]:
-    """Return what the examples take for given: a model under DDP, its optimizer, batches, a loss, a step."""
+    """Return the names that the examples assume: a model under DDP, its optimizer, batches, a loss, a step."""
     model, optimizer = trained(norm)
     loss = nn.MSELoss()
 
@@ -37,7 +37,7 @@ def surroundings(norm: bool) -> dict[str, Any]:
 
 @pytest.mark.syncheck(ranks=2)
 def test_examples_of_the_guide_run(syncheck_rank: Rank) -> None:
-    """Each block runs after those before it: plain DDP's drift is printed, warned of, and allowed."""
+    """Each block runs after its predecessors: drift of plain DDP is printed, warned about, and allowed."""
     names = surroundings(norm=True)
 
     def run() -> Report:
@@ -55,7 +55,7 @@ def test_examples_of_the_guide_run(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_the_function_of_the_guide_stops_on_errors(syncheck_rank: Rank) -> None:
-    """The function that the guide gives raises OutOfSync on all ranks for a flipped bit."""
+    """The guide's function raises OutOfSync on all ranks for a flipped bit."""
     names = surroundings(norm=True)
     flip_at(1, rank=1)(1, names["model"].module)
     exec("from syncheck.live import SyncMonitor", names)

@@ -1,4 +1,4 @@
-"""What is in memory, seen as a checkpoint is: the same names, kinds and values as a file of torch.save has."""
+"""Snapshots of objects in memory have the names, kinds and values of a torch.save file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ import torch
 from torch import nn
 
 import syncheck
-from syncheck.comparison.group import Selection, compare_group
+from syncheck.api import Found, judge
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import classify_tensors
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.digest import digest_all
 from syncheck.live.memory import snapshot
-from syncheck.live.memory.held import Held
+from syncheck.live.memory.tensor_bytes import TensorBytes
+from syncheck.messages import Note, Refusal
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
 
 class Net(nn.Module):
-    """A net with BatchNorm, a frozen layer, a persistent and a transient buffer, and tied weights if asked for."""
+    """A network with BatchNorm, a frozen layer, both kinds of buffers, and optionally tied weights."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Net(nn.Module):
 
 
 def trained(optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, tied: bool = False, steps: int = 2) -> Any:
-    """Return a net, and its optimizer after a few steps; the same at every call."""
+    """Return a network and its optimizer after a few steps; the same at every call."""
     torch.manual_seed(0)
     model = Net(tied)
     stepper = (optimizer or adamw)(model.parameters())
@@ -71,7 +73,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
-    """Return all that is known of each tensor of a snapshot, its bytes included."""
+    """Return all fields of each tensor of a snapshot, with its bytes."""
     shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
     parameters = [name for name, tensor in snapshot.tensors.items() if tensor.parameter]
     kinds, guessed, _ = classify_tensors(shapes, snapshot.metadata, parameters=parameters)
@@ -140,7 +142,7 @@ def dtypes() -> Any:
 def layouts() -> Any:
     base = torch.arange(24.0).reshape(2, 3, 4)
 
-    def wave() -> torch.Tensor:  # torch.save takes one dtype a storage
+    def wave() -> torch.Tensor:  # torch.save allows one dtype per storage
         return torch.complex(base, -base)
 
     return {
@@ -164,11 +166,11 @@ CHECKPOINTS = [plain, nested, two_groups, tied, described, with_helpers, dtypes,
 
 @pytest.mark.parametrize("make", CHECKPOINTS, ids=lambda make: make.__name__)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_checkpoint_in_memory_is_what_its_file_is(make: Callable[[], Any], tmp_path: Path) -> None:
-    """Names, their order, kinds, dtypes, shapes, bytes and values equal those that the file's reader finds."""
+def test_snapshot_equals_the_snapshot_of_the_file(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Names, order, kinds, dtypes, shapes, bytes and values equal the snapshot of the file."""
     tree = make()
     if make is layouts:
-        tree["subclass"] = tree["subclass"].as_subclass(torch.Tensor)  # a local class cannot be pickled
+        tree["subclass"] = tree["subclass"].as_subclass(torch.Tensor)  # local classes cannot be pickled
         tree["needs_grad"] = tree["needs_grad"].detach()
     torch.save(tree, tmp_path / "checkpoint.pth")
     file, memory = syncheck.read(str(tmp_path / "checkpoint.pth")), snapshot(tree)
@@ -181,8 +183,8 @@ def test_a_checkpoint_in_memory_is_what_its_file_is(make: Callable[[], Any], tmp
 
 
 @pytest.mark.parametrize("make, with_tied", [(adamw, False), (sgd, True)])
-def test_modules_are_what_a_described_file_is(make: Any, with_tied: bool, tmp_path: Path) -> None:
-    """A module and its optimizer give the names and kinds of a file with a metadata block, and transient buffers."""
+def test_modules_equal_a_file_with_metadata(make: Any, with_tied: bool, tmp_path: Path) -> None:
+    """A module and its optimizer have the names and kinds of a file with metadata, plus non-persistent buffers."""
     model, optimizer = trained(make, tied=with_tied)
     block = syncheck.metadata(run="r", rank=0, world_size=1, model=model, optimizer=optimizer)
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "syncheck": block}
@@ -195,7 +197,7 @@ def test_modules_are_what_a_described_file_is(make: Any, with_tied: bool, tmp_pa
 
 
 def test_a_module_knows_its_kinds() -> None:
-    """Buffers, frozen parameters and BatchNorm's momentum are known and not guessed, whatever wraps the module."""
+    """Buffers, frozen parameters and BatchNorm momentum are exact in any wrapper."""
     model, _ = trained()
     for wrapped in (model, nn.DataParallel(model), torch.compile(model), torch.compile(nn.DataParallel(model))):
         metadata = snapshot(wrapped).metadata
@@ -207,7 +209,7 @@ def test_a_module_knows_its_kinds() -> None:
 
 @pytest.mark.parametrize("name", ["rng", "random_state", "ema", "scaler", "optimizer"])
 def test_a_submodule_may_have_any_name(name: str) -> None:
-    """A layer that is called as what trainers keep beside a model is compared as parameters and buffers."""
+    """A layer named like a trainer's checkpoint key is compared as parameters and buffers."""
 
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -224,7 +226,7 @@ def test_a_submodule_may_have_any_name(name: str) -> None:
 
 
 def test_wrappers_are_taken_off_before_comparing() -> None:
-    """A compiled and data-parallel module is in sync with the plain one, kinds and optimizer states included."""
+    """A compiled data-parallel module is in sync with the plain module, with kinds and optimizer states."""
     model, optimizer = trained()
     wrapped = torch.compile(nn.DataParallel(copy.deepcopy(model)))
     second = adamw(wrapped.parameters())
@@ -232,13 +234,13 @@ def test_wrappers_are_taken_off_before_comparing() -> None:
     report = assert_in_sync((model, optimizer), (wrapped, second))
     kinds = report.groups[0].kinds
     assert kinds["buffer"].identical == 2
-    assert kinds["optimizer"].identical == 2 * 6  # exp_avg and exp_avg_sq of all but the frozen bias
-    assert not [note for note in report.groups[0].notes if "guessed" in note]
+    assert kinds["optimizer"].identical == 2 * 6  # exp_avg and exp_avg_sq of all parameters but the frozen bias
+    assert not [note for note in report.groups[0].notes if note.code is Note.KINDS_GUESSED]
 
 
 @pytest.mark.parametrize("name", ["conv.bias", "bn.running_mean", "scale", "mask", "head.weight"])
 def test_any_changed_bit_of_a_module_is_found(name: str) -> None:
-    """A flipped bit in a parameter, frozen or not, or in any kind of buffer makes two modules differ by that alone."""
+    """A flipped bit in any parameter or buffer is the only difference."""
     model, _ = trained()
     other = copy.deepcopy(model)
     assert_in_sync(model, other)
@@ -250,7 +252,7 @@ def test_any_changed_bit_of_a_module_is_found(name: str) -> None:
 
 
 def test_optimizer_states_are_named_by_identity() -> None:
-    """The states of an optimizer over some parameters in its own order carry those parameters' names."""
+    """States of an optimizer over some parameters in any order have the parameters' names."""
     model, _ = trained()
     chosen = [model.head.weight, model.bn.weight]
     optimizer = torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
@@ -260,8 +262,8 @@ def test_optimizer_states_are_named_by_identity() -> None:
     assert {"optimizer.head.weight.momentum_buffer", "optimizer.bn.weight.momentum_buffer"} <= names
 
 
-def test_several_modules_and_optimizers_keep_apart() -> None:
-    """Two models with an optimizer each are named by position, and each state by its own model's parameter."""
+def test_several_modules_and_optimizers() -> None:
+    """Two models with an optimizer each are named by position, and states by their own model's parameters."""
     (first, one), (second, two) = trained(), trained(sgd)
     taken = snapshot(first, second, one, two)
     assert {"model.0.fc.weight", "model.1.fc.weight", "optimizer.0.model.0.fc.weight.exp_avg"} <= set(taken.tensors)
@@ -271,8 +273,8 @@ def test_several_modules_and_optimizers_keep_apart() -> None:
     assert {"student.fc.weight", "teacher.mask", "optimizer.student.fc.weight.exp_avg"} <= names
 
 
-def test_helpers_are_read_by_their_state() -> None:
-    """A scheduler and a scaler beside a model give the values that a trainer would save."""
+def test_schedulers_and_scalers() -> None:
+    """A scheduler and a scaler have the values that a trainer would save."""
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -282,7 +284,7 @@ def test_helpers_are_read_by_their_state() -> None:
 
 
 def test_a_learning_rate_that_differs_fails() -> None:
-    """Optimizers with equal tensors and another learning rate are out of sync."""
+    """Optimizers with equal tensors and different learning rates are out of sync."""
     model, optimizer = trained()
     other, second = copy.deepcopy((model, optimizer))
     second.param_groups[0]["lr"] = 0.5
@@ -292,7 +294,7 @@ def test_a_learning_rate_that_differs_fails() -> None:
 
 
 def test_extra_state_is_compared() -> None:
-    """What a module gives as its extra state is part of the replica."""
+    """A module's extra state is part of the replica."""
 
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -301,24 +303,24 @@ def test_extra_state_is_compared() -> None:
     assert snapshot(Extra(2, 3)).tensors["_extra_state.amax"].shape == (2,)
 
 
-def refused() -> list[tuple[str, Any, str]]:
+def refused() -> list[tuple[str, Any, Message]]:
     with torch.random.fork_rng():
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     return [
-        ("meta", torch.empty(3, device="meta"), "a meta tensor: it has no values"),
-        ("sparse", torch.eye(3).to_sparse(), "a sparse tensor"),
-        ("csr", torch.eye(3).to_sparse_csr(), "a sparse tensor"),
-        ("quantized", quantized, "a quantized tensor"),
-        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
-        ("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
-        ("lazy", nn.LazyLinear(3).weight, "a parameter of a lazy module that has not run yet: it has no values"),
-        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "dtype bits8 is not read"),
+        ("meta", torch.empty(3, device="meta"), Refusal.META()),
+        ("sparse", torch.eye(3).to_sparse(), Refusal.SPARSE()),
+        ("csr", torch.eye(3).to_sparse_csr(), Refusal.SPARSE()),
+        ("quantized", quantized, Refusal.QUANTIZED()),
+        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), Refusal.NESTED()),
+        ("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), Refusal.NESTED()),
+        ("lazy", nn.LazyLinear(3).weight, Refusal.LAZY()),
+        ("float4", torch.zeros(4, dtype=torch.uint8).view(torch.bits8), Refusal.DTYPE(name="bits8")),
     ]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_has_no_comparable_bytes_is_refused_with_the_reason() -> None:
-    """Meta, sparse, quantized and nested tensors are counted as not compared, in the words of the file reader."""
+def test_tensors_without_comparable_bytes_are_refused() -> None:
+    """Meta, sparse, quantized and nested tensors are refused for the same reasons as in files."""
     for name, tensor, reason in refused():
         assert snapshot({"w": tensor}).tensors["w"].refused == reason, name
         report = compare({"w": tensor}, {"w": tensor})
@@ -327,20 +329,20 @@ def test_what_has_no_comparable_bytes_is_refused_with_the_reason() -> None:
 
 
 def test_a_wrapper_subclass_is_refused() -> None:
-    """A tensor that only wraps others has no bytes of its own, and is not taken for the zeros in its place."""
+    """A tensor subclass that wraps other tensors is refused instead of read as zeros."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     [tensor] = snapshot({"w": TwoTensor(torch.ones(2), torch.ones(2))}).tensors.values()
-    assert tensor.refused == "a wrapper tensor that is not read"
+    assert tensor.refused == Refusal.WRAPPER()
 
 
 def test_a_snapshot_copies_nothing_and_changes_nothing() -> None:
-    """A contiguous tensor is read where it lies; neither the model nor the random numbers are touched."""
+    """A contiguous tensor is read in place; model and RNG state do not change."""
     model, optimizer = trained()
     before = copy.deepcopy((model, optimizer))
     rng = torch.get_rng_state()
     held = snapshot(model, optimizer).tensors["fc.weight"].data
-    assert isinstance(held, Held)
+    assert isinstance(held, TensorBytes)
     first = held[0:4]
     with torch.no_grad():
         model.fc.weight[0, 0] += 1
@@ -353,7 +355,7 @@ def test_a_snapshot_copies_nothing_and_changes_nothing() -> None:
 
 
 def test_a_module_is_compared_with_its_file(tmp_path: Path) -> None:
-    """A module agrees with the file of its state dict, whose lack of the transient buffers is no difference."""
+    """A module agrees with the file of its state dict, which lacks non-persistent buffers."""
     model, _ = trained()
     torch.save(model.state_dict(), tmp_path / "model.pth")
     assert_in_sync(model, tmp_path / "model.pth")
@@ -365,7 +367,7 @@ def test_a_module_is_compared_with_its_file(tmp_path: Path) -> None:
 
 
 def test_transient_buffers_are_compared_at_any_depth() -> None:
-    """A buffer that no state dict holds is compared where each thing has its module, in whatever containers."""
+    """Non-persistent buffers are compared if every object has its module, in any container."""
     first, second = trained()[0], trained()[0]
     second.mask[0] += 1
     with pytest.raises(OutOfSync) as caught:
@@ -373,19 +375,19 @@ def test_transient_buffers_are_compared_at_any_depth() -> None:
     assert [diff.name for diff in caught.value.report.groups[0].tensors] == ["s.mask"]
 
 
-def test_one_module_alone_says_what_to_do() -> None:
-    """A single module outside a process group, and a module beside its optimizer, are errors that name the way out."""
+def test_errors_of_a_single_module() -> None:
+    """A single module outside a process group, and a module beside its optimizer, are errors with a solution."""
     model, optimizer = trained()
-    with pytest.raises(UsageError, match="needs two or more"):
+    with pytest.raises(UsageError, match="one object to compare"):
         assert_in_sync(model)
-    with pytest.raises(UsageError, match="give tuples"):
+    with pytest.raises(UsageError, match="pass tuples"):
         assert_in_sync(model, optimizer)
     with pytest.raises(UsageError, match="class type cannot be compared"):
         assert_in_sync(nn.Linear, nn.Linear)
 
 
 def test_a_buffer_on_one_replica_only_is_a_buffer() -> None:
-    """A buffer that only the second module has is reported as a buffer, not as a parameter."""
+    """A buffer of the second module only is reported as a buffer, not as a parameter."""
     first, second = trained()[0], trained()[0]
     second.register_buffer("late", torch.ones(1))
     [diff] = compare(first, second).groups[0].tensors
@@ -393,7 +395,7 @@ def test_a_buffer_on_one_replica_only_is_a_buffer() -> None:
 
 
 def test_digests_follow_the_values() -> None:
-    """Equal values have one digest whatever their strides, and another byte gives another digest."""
+    """Equal values have equal digests for any strides, and a changed byte changes the digest."""
     base = torch.arange(12.0).reshape(3, 4)
     strided, plain, array, other = digest_all([base.t().contiguous().t(), base, base.numpy(), base + 1])
     assert strided == plain == array
@@ -401,16 +403,16 @@ def test_digests_follow_the_values() -> None:
 
 
 def test_bytes_of_odd_views_are_read_as_they_are() -> None:
-    """One element with a step has its bytes, and damaged booleans of a strided tensor keep their damage."""
+    """A strided single element and damaged booleans are read bit by bit."""
     one = torch.arange(4.0)[::2][:1]
-    assert Held(one)[0:4] == bytes(4)
+    assert TensorBytes(one)[0:4] == bytes(4)
     damaged = torch.tensor([[1, 0], [77, 1]], dtype=torch.uint8).view(torch.bool).t()
-    assert Held(damaged)[0:4] == bytes([1, 77, 0, 1])
+    assert TensorBytes(damaged)[0:4] == bytes([1, 77, 0, 1])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_a_device_are_compared() -> None:
-    """A module on the GPU is in sync with its copy on the CPU, and a change there is found."""
+    """A module on the GPU is in sync with its CPU copy, and a change is found."""
     model, _ = trained()
     other = copy.deepcopy(model).cuda()
     assert_in_sync(model, other)
@@ -419,8 +421,8 @@ def test_tensors_on_a_device_are_compared() -> None:
     assert compare(model, other).counts.different == 1
 
 
-def test_groups_of_one_snapshot_are_alone() -> None:
-    """A snapshot is an ordinary record: the comparison of one replica says that there is nothing to compare with."""
-    group = compare_group(ReplicaGroup("model", None, ((0, snapshot({"w": np.ones(2)})),), ""), Selection())
-    assert group.verdict == "alone"
+def test_a_single_snapshot_has_no_replica() -> None:
+    """The comparison of a single snapshot is undecided for lack of a replica."""
+    report = judge(Found((ReplicaGroup("model", None, ((0, snapshot({"w": np.ones(2)})),), ()),)))
+    assert report.groups[0].verdict == "alone"
     assert "torch" in sys.modules

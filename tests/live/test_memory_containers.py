@@ -1,4 +1,4 @@
-"""Tensors in objects of any class: each is compared, or counted as not compared, with its class in a note."""
+"""Tensors in objects of any class are compared, or counted as not compared with a note about the class."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from syncheck.live.memory import snapshot
+from syncheck.messages import Note, Refusal
 from syncheck.testing import compare
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Counter:
 
 
 class Holder(enum.Enum):
-    """Members may be of any type."""
+    """Attributes of any type."""
 
     ONE = 1
 
@@ -168,7 +169,7 @@ COUNTED: dict[str, Callable[[Any], Any]] = {
 
 
 def states(make: Callable[[Any], Any], where: str) -> tuple[Any, Any]:
-    """Return two states that differ in one tensor only, which is somewhere in an object."""
+    """Return two states that differ only in one tensor inside an object."""
     wrap: dict[str, Callable[[Any], Any]] = {
         "top": lambda made: {"obj": made, "same": torch.zeros(1)},
         "deep": lambda made: {"model": {"same": torch.zeros(1)}, "extra": [({"obj": [made]},)]},
@@ -185,7 +186,7 @@ PLACES = ["top", "deep", "in an object", "in slots"]
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("what", COMPARED)
 def test_a_tensor_in_an_object_is_compared(what: str, where: str) -> None:
-    """Whatever the container, the tensor that differs is found, and equal ones are in sync."""
+    """In any container a different tensor is found, and equal tensors are in sync."""
     first, second = states(COMPARED[what], where)
     report = compare(first, second)
     assert report.verdict == "out_of_sync", report.groups[0].notes
@@ -197,16 +198,18 @@ def test_a_tensor_in_an_object_is_compared(what: str, where: str) -> None:
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("what", COUNTED)
 def test_a_tensor_that_cannot_be_read_is_counted(what: str, where: str) -> None:
-    """The tensor is counted as not compared, and a note does not claim that it was."""
+    """The tensor is counted as not compared, and no note claims otherwise."""
     report = compare(*states(COUNTED[what], where))
     assert report.counts.not_compared == 1, report.groups[0].notes
     [hidden] = [diff for diff in report.groups[0].tensors if diff.status == "not_compared"]
     assert hidden.detail
-    claims = [note for note in report.groups[0].notes if "tensors in them were:" in note]
-    if what != "array of objects":  # which is refused by its dtype
-        kind = hidden.detail.rpartition("class ")[2].partition(",")[0]
-        assert any(note.startswith("not read in full") and kind in note for note in report.groups[0].notes)
-        assert not any(kind in claim for claim in claims)
+    notes = report.groups[0].notes
+    if what != "array of objects":  # refused because of its dtype
+        refusal = hidden.detail.parameters["refusal"]
+        assert refusal.code is Refusal.IN_UNREAD_OBJECT
+        kind = refusal.parameters["name"]
+        assert any(note.code is Note.NOT_READ_IN_FULL and kind in note.parameters["objects"] for note in notes)
+        assert not any(note.code is Note.UNKNOWN_CLASSES and kind in note.parameters["classes"] for note in notes)
 
 
 def plain_objects() -> dict[str, Any]:
@@ -243,7 +246,7 @@ def plain_objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", plain_objects())
 def test_objects_without_tensors_are_not_counted(name: str) -> None:
-    """What holds no tensor makes no noise in the counts and no difference."""
+    """Objects without tensors appear in no count and no difference."""
     report = compare(*({"w": torch.ones(1), "obj": plain_objects()[name]} for _ in range(2)))
     assert report.verdict == "in_sync"
     assert (report.counts.identical, report.counts.not_compared) == (1, 0)
@@ -259,7 +262,7 @@ def test_a_tensor_that_is_compared_elsewhere_is_not_counted() -> None:
 
 
 def test_a_snapshot_of_a_training_counts_nothing() -> None:
-    """Modules, optimizers, schedulers and their state dicts hold no object that is searched in vain."""
+    """A snapshot of modules, optimizers, schedulers and their state dicts reports no hidden tensors."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -276,7 +279,7 @@ def test_a_snapshot_of_a_training_counts_nothing() -> None:
 
 
 def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
-    """What is neither a parameter nor a buffer is not compared, and a note names it."""
+    """Tensors that are neither parameters nor buffers are not compared, and a note names them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert not snapshot(model).notes
     model[1].same = model[1].running_mean
@@ -284,12 +287,12 @@ def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
     model[1].cache = torch.ones(1)
     model[0].weight.main_grad = torch.ones(2)
     [note] = snapshot(model).notes
-    assert "BatchNorm1d.cache" in note
-    assert "Parameter.main_grad" in note
+    assert "BatchNorm1d.cache" in note.parameters["objects"]
+    assert "Parameter.main_grad" in note.parameters["objects"]
 
 
 def test_buffers_that_are_not_saved_are_compared_in_modules_of_objects() -> None:
-    """A module in an object is a module: all its buffers count where no thing is a file or a state dict."""
+    """Non-persistent buffers of a module inside an object are compared, unless one side is a file or state dict."""
 
     def net(value: float) -> Any:
         model = nn.Linear(2, 2, bias=False)

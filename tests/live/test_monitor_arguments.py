@@ -1,4 +1,4 @@
-"""What a monitor needs to be made, and what it does without a process group."""
+"""Arguments of a monitor, and its behavior without a process group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from syncheck.records import Report
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"every": 0}, "every=0: needs a whole number, 1 or more"),
-        ({"every": 2.5}, "every=2.5: needs a whole number, 1 or more"),
-        ({"start": -1}, "start=-1: needs a whole number, 0 or more"),
-        ({"on_desync": "stop"}, "on_desync='stop': needs one of raise, warn, resync, or a function of a report"),
-        ({"writer": "runs"}, "writer='runs': needs an object with add_scalar(tag, value, step)"),
-        ({"console": "log"}, "console='log': needs a rich Console, False for none, or None for one on stderr"),
+        ({"every": 0}, "every=0: must be an integer, at least 1"),
+        ({"every": 2.5}, "every=2.5: must be an integer, at least 1"),
+        ({"start": -1}, "start=-1: must be an integer, at least 0"),
+        ({"on_desync": "stop"}, "on_desync='stop': must be raise, warn, resync, or a function of a report"),
+        ({"writer": "runs"}, "writer='runs': expected an object with add_scalar(tag, value, step)"),
+        ({"console": "log"}, "console='log': expected a rich Console"),
         ({"exclud": "bn*"}, "exclud=: no such option; syncheck.live.check takes "),
         ({"allow": "SYN999"}, "SYN999"),
         ({"only": ("weights",)}, "weights"),
@@ -33,31 +33,31 @@ from syncheck.records import Report
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], says: str) -> None:
-    """An argument that no step could make right is a UsageError when the monitor is made, not at the first check."""
+    """Invalid arguments raise UsageError in the constructor, not at the first check."""
     with pytest.raises(syncheck.UsageError) as caught:
         SyncMonitor(Net(), **options)
     assert says in str(caught.value)
 
 
 def test_a_wrong_step_is_refused() -> None:
-    """A step that is no number of steps is a UsageError."""
-    with pytest.raises(syncheck.UsageError, match="step='5': needs a whole number, 0 or more"):
+    """An invalid step number is a UsageError."""
+    with pytest.raises(syncheck.UsageError, match="step='5': must be an integer, at least 0"):
         SyncMonitor(Net()).step("5")  # type: ignore[arg-type]
 
 
 def test_without_a_process_group_it_warns_once() -> None:
-    """In a single process the same script runs: the monitor says once that there is nothing to compare with."""
+    """In a single process the same script runs, and the monitor warns once."""
     console, out = printer()
     with SyncMonitor(Net(), every=1, console=console) as monitor:
         reports = [monitor.step() for _ in range(3)]
     assert [report and report.verdict for report in reports] == ["undecided"] * 3
     (line,) = out.getvalue().splitlines()
-    assert line.startswith("syncheck: warning: step 1: could not tell: there is no process group, so there is nothing")
+    assert line.startswith("syncheck: warning: step 1: could not tell: no process group to compare across")
     assert "init_process_group()" in line
 
 
-def test_one_class_says_out_of_sync() -> None:
-    """Assertions and monitors raise one class: an AssertionError with exit code 1, several lines and a report."""
+def test_out_of_sync_is_one_class() -> None:
+    """Assertions and monitors raise the same class: an AssertionError with exit code 1, several lines and a report."""
     assert testing.OutOfSync is errors.OutOfSync is syncheck.OutOfSync
     error = syncheck.OutOfSync("replicas are out of sync\n\n  fc.weight", Report("out_of_sync", ()))
     assert isinstance(error, AssertionError)
@@ -71,7 +71,7 @@ def test_one_class_says_out_of_sync() -> None:
 
 
 def test_importing_it_loads_neither_torch_nor_rich() -> None:
-    """A program that may monitor pays for torch and rich only when it does."""
+    """Creating a monitor imports neither torch nor rich before use."""
     code = (
         "import sys; from syncheck.live import SyncMonitor; "
         "print([name for name in ('torch', 'rich', 'numpy') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""`reference=` of a comparison of ranks."""
+"""`reference=` in a comparison of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.syncheck(ranks=3)
 def test_ranks_of_a_process_group(syncheck_rank: Rank) -> None:
-    """On real ranks each has the same answer, against the rank that was named; an unknown one is an error on all."""
+    """All ranks have the same report against the chosen rank; an unknown rank is an error on all."""
     held = {"w": np.full(2, (0, 3, 4)[syncheck_rank.rank], np.float32)}
     (group,) = compare(held, reference=1).groups
     assert (group.tensors[0].max_abs, group.tensors[0].minority) == (3.0, (0, 2))
@@ -26,7 +26,7 @@ def test_ranks_of_a_process_group(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_a_reference_among_equal_ranks() -> None:
-    """The last of three equal ranks may be named too, and an unknown one is an error though nothing differs."""
+    """The last of three equal ranks is a valid reference; an unknown rank is an error even without differences."""
     report = compare({"w": np.ones(2, np.float32)}, reference=2)
     assert report.verdict == "in_sync"
     assert [replica.rank for replica in report.groups[0].replicas] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Tensors whose bytes cannot be compared: an assertion never passes over them in silence."""
+"""Tensors whose bytes cannot be compared never pass an assertion silently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOOD = torch.ones(2)
 
 
 def odd(value: float = 1.0) -> dict[str, Any]:
-    """Return tensors that are not compared, each of three elements or rows."""
+    """Return refused tensors, each of three elements or rows."""
     dense = torch.full((3, 3), value)
     with torch.random.fork_rng():
         quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
@@ -35,10 +35,10 @@ def odd(value: float = 1.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_what_was_not_compared_fails_an_assertion(what: str) -> None:
-    """One comparable tensor beside a refused one is no pass: the text names it, and exclude= leaves it out."""
+def test_uncompared_tensors_fail_an_assertion(what: str) -> None:
+    """A comparable tensor beside a refused one fails: the text names the refused tensor, and exclude= skips it."""
     first, second = ({"good": GOOD, "odd": odd(value)[what]} for value in (1.0, 2.0))
-    assert compare(first, second).verdict == "in_sync"  # the command line's contract, which counts it
+    assert compare(first, second).verdict == "in_sync"  # as on the command line, which counts it
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync(first, second)
     assert "COULD NOT TELL: 1 tensor could not be compared: odd (" in str(caught.value)
@@ -47,8 +47,8 @@ def test_what_was_not_compared_fails_an_assertion(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_one_that_is_refused_on_one_replica_only_is_a_difference(what: str) -> None:
-    """A tensor that is dense on one replica and sparse, quantized or without values on another is SYN102."""
+def test_a_tensor_refused_on_one_replica_only(what: str) -> None:
+    """A tensor that is dense on one replica and sparse, quantized or meta on another is SYN102."""
     with pytest.raises(OutOfSync, match="SYN102"):
         assert_in_sync({"good": GOOD, "odd": torch.ones(3, 3)}, {"good": GOOD, "odd": odd()[what]})
 
@@ -62,8 +62,8 @@ def test_one_that_is_refused_on_one_replica_only_is_a_difference(what: str) -> N
     ],
     ids=["shape", "dtype", "kind"],
 )
-def test_refused_tensors_that_are_unlike_are_a_difference(first: Any, second: Any, says: str) -> None:
-    """Where shape, dtype or kind of refused tensors is known and not the same, they cannot be equal."""
+def test_different_refused_tensors(first: Any, second: Any, says: str) -> None:
+    """Refused tensors with a different shape, dtype or kind are a difference."""
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync({"good": GOOD, "odd": first}, {"good": GOOD, "odd": second})
     assert "SYN102" in str(caught.value)
@@ -72,7 +72,7 @@ def test_refused_tensors_that_are_unlike_are_a_difference(first: Any, second: An
 
 @pytest.mark.syncheck(ranks=2)
 def test_refused_tensors_fail_across_ranks(syncheck_rank: Any) -> None:
-    """Sparse tensors that differ between ranks raise the same text on all of them."""
+    """Sparse tensors that differ between ranks raise the same text on all ranks."""
     value = odd(1.0 + syncheck_rank.rank)["sparse"]
     outcome = all_raise(each_rank(assert_in_sync, {"good": GOOD, "odd": value}))
     assert "1 tensor could not be compared: odd (a sparse tensor)" in outcome.text

@@ -1,4 +1,4 @@
-"""`resync` on real gloo ranks: a planted fault of each kind is healed bit by bit, on the bad rank only."""
+"""`resync` on real gloo ranks repairs each kind of injected fault bit by bit, on the bad rank only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_flipped_bit_is_healed(syncheck_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """One bit of one weight on rank 1 of 3: it takes rank 0's, nothing else is sent, and rank 0 logs what was done."""
+def test_a_flipped_bit_is_repaired(syncheck_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One flipped bit on rank 1 of 3: only this tensor is copied from rank 0, which logs the repair."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
@@ -38,8 +38,8 @@ def test_a_flipped_bit_is_healed(syncheck_rank: Any, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_log_that_fails_stops_no_rank(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank alone logs what was done; if that fails, it must not be the only rank that raises."""
+def test_a_failing_log_does_not_raise(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the log of the first rank fails, this rank does not raise alone."""
 
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
@@ -53,7 +53,7 @@ def test_a_log_that_fails_stops_no_rank(syncheck_rank: Any, monkeypatch: pytest.
 
 @pytest.mark.syncheck(ranks=3)
 def test_the_first_rank_can_be_the_bad_one(syncheck_rank: Any) -> None:
-    """Where rank 0 is in the minority the model is that of rank 1, and a moment is healed as a weight is."""
+    """If rank 0 is in the minority, parameters and moments come from rank 1."""
     model, optimizer = trained()
     if syncheck_rank.rank == 0:
         flip(optimizer.state[model.module.head.bias]["exp_avg_sq"])
@@ -62,8 +62,8 @@ def test_the_first_rank_can_be_the_bad_one(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_independent_faults_take_a_rank_that_has_none(syncheck_rank: Any) -> None:
-    """Ranks 0 and 1 differ in another tensor each: rank 2, healthy in both, is the source of both."""
+def test_independent_faults_have_a_healthy_source(syncheck_rank: Any) -> None:
+    """If ranks 0 and 1 differ in one tensor each, rank 2 is the source of both."""
     model, optimizer = trained()
     if syncheck_rank.rank < 2:
         flip(model.module.fc.bias if syncheck_rank.rank else model.module.fc.weight)
@@ -73,8 +73,8 @@ def test_independent_faults_take_a_rank_that_has_none(syncheck_rank: Any) -> Non
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_nothing_is_done_where_nothing_differs() -> None:
-    """Ranks in sync stay as they are, and the summary says so."""
+def test_ranks_in_sync_do_not_change() -> None:
+    """Ranks in sync do not change, and the summary has nothing to do."""
     model, optimizer = trained()
     before = bits(model, optimizer)
     done: Any = all_pass(each_rank(resync, model, optimizer))
@@ -104,7 +104,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
 def test_lost_optimizer_state_is_created(
     syncheck_rank: Any, make: Callable[[nn.Module], torch.optim.Optimizer], states: int
 ) -> None:
-    """Rank 2 lost its optimizer's state: after a resync it trains on, bit by bit as ranks that never lost theirs."""
+    """Rank 2 lost its optimizer state: after resync it trains bit by bit like the other ranks."""
     torch.manual_seed(0)
     model, twin = (DistributedDataParallel(net) for net in (Net(), Net()))
     twin.load_state_dict(model.state_dict())
@@ -124,8 +124,8 @@ def test_lost_optimizer_state_is_created(
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_state_that_only_the_bad_rank_has_is_removed(syncheck_rank: Any) -> None:
-    """Rank 1 has moments of a parameter that no other rank has stepped: they go, and so does its place."""
+def test_surplus_state_is_removed(syncheck_rank: Any) -> None:
+    """Moments of a parameter on rank 1 only are removed, with their entry."""
     model, optimizer = trained()
     if syncheck_rank.rank != 1:
         del optimizer.state[model.module.head.weight]
@@ -137,7 +137,7 @@ def test_state_that_only_the_bad_rank_has_is_removed(syncheck_rank: Any) -> None
 
 @pytest.mark.syncheck(ranks=3)
 def test_a_momentum_of_none_becomes_a_tensor(syncheck_rank: Any) -> None:
-    """Rank 0 has momentum_buffer=None, as after a state dict of a fresh SGD; it gets the others' buffer."""
+    """Rank 0 has momentum_buffer=None, like the state dict of a fresh SGD; it gets the buffer of its peers."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = momentum(model)
@@ -150,7 +150,7 @@ def test_a_momentum_of_none_becomes_a_tensor(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_a_learning_rate_is_set(syncheck_rank: Any) -> None:
-    """Another lr and betas on rank 1 are set in its parameter group, which stays the object that schedulers hold."""
+    """Other lr and betas on rank 1 are set in place in its parameter group, which schedulers refer to."""
     model, optimizer = trained()
     [group] = optimizer.param_groups
     if syncheck_rank.rank == 1:
@@ -166,7 +166,7 @@ def test_a_learning_rate_is_set(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_a_scaler_and_a_scheduler_are_set(syncheck_rank: Any) -> None:
-    """Rank 2's scaler backed off and its scheduler is ahead: both load the others' state."""
+    """Rank 2's scaler backed off and its scheduler is ahead: both load the state of the other ranks."""
     model, optimizer = trained()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
@@ -180,7 +180,7 @@ def test_a_scaler_and_a_scheduler_are_set(syncheck_rank: Any) -> None:
 
 
 class Cached(Net):
-    """A net with a buffer that no state dict holds, and with an extra state."""
+    """A network with a non-persistent buffer and an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,8 +195,8 @@ class Cached(Net):
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_buffers_and_extra_states_are_healed(syncheck_rank: Any) -> None:
-    """A buffer that is not persistent is copied; an extra state, which is a copy, is set as a whole."""
+def test_buffers_and_extra_states_are_repaired(syncheck_rank: Any) -> None:
+    """A non-persistent buffer is copied; an extra state, which is a copy, is set as a whole."""
     model = Cached()
     torch.manual_seed(0)
     for p in model.parameters():
@@ -212,9 +212,9 @@ def test_buffers_and_extra_states_are_healed(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_batchnorm_of_plain_ddp_takes_the_rank_that_is_named(syncheck_rank: Any) -> None:
-    """Statistics that differ on both ranks become those of rank 0, with source=0."""
+def test_batchnorm_of_plain_ddp_with_a_source(syncheck_rank: Any) -> None:
+    """With source=0, statistics that differ on both ranks are copied from rank 0."""
     model, optimizer = trained(norm=True)
     done = healed(model, optimizer, bad=(1,), source=0, named=True)
     assert [of.name for of in done.copied] == ["norm.running_mean", "norm.running_var"]
-    assert "from rank 0 (named by the caller)" in done.summary
+    assert "from rank 0 (chosen by the caller)" in done.summary

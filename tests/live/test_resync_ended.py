@@ -1,4 +1,4 @@
-"""`resync` where a rank's process ends in the middle: the others raise and end, too."""
+"""`resync` if a rank's process exits in the middle: the other ranks raise and exit too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ model = torch.nn.Linear(300, 300)
 if rank == 2:
     model.weight.data += 1
 if rank == 1:
-    state._row = lambda *_: os._exit(7)
+    state._make_row = lambda *_: os._exit(7)
 try:
     resync(model)
 except RankFailed as error:
@@ -40,8 +40,8 @@ except RankFailed as error:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
-    """Rank 1's process ends while bytes are due: ranks 0 and 2 raise RankFailed, and no process is left."""
+def test_peers_of_an_exited_rank_raise(tmp_path: Path) -> None:
+    """If rank 1 exits while bytes are due, ranks 0 and 2 raise RankFailed, and no process remains."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     started = [
@@ -59,6 +59,6 @@ def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in started] == [0, 7, 0], said
     for out, _ in (said[0], said[2]):
-        assert out.startswith("resync failed on the way: rank ")
-        assert "a rank has ended" in out
-        assert "Some tensors may be copied and others not; calling it again with source=0 is safe" in out
+        assert out.startswith("resync failed during the repair: rank ")
+        assert "rank has exited" in out
+        assert "Some tensors may be copied already; calling it again with source=0 is safe" in out

@@ -1,4 +1,4 @@
-"""`resync` where a tensor has several replica groups, as under HSDP: a source for each, by the report's own groups."""
+"""`resync` of tensors with several replica groups, as under HSDP: one source per group of the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncheck.errors import UsageError
 from syncheck.live import resync
 from syncheck.live.channel import Channel
 from syncheck.live.repair import state
-from syncheck.live.repair.plan import planned
+from syncheck.live.repair.plan import plan_repair
 from syncheck.records import Counts, Replica, Report, Shards, TensorDiff, ValueDiff
 
 PAIRS = ((0, 2), (1, 3))
@@ -31,7 +31,7 @@ def lacking(ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
 
 
 def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> list[Any]:
-    """Plan a repair; return of each job the name, the source, the targets, and whether it copies and loads."""
+    """Plan a repair; return name, source, targets, and the kind of transfer of each job."""
     group = make_group(
         "model", None, "out_of_sync",
         tuple(Replica("model", rank, "memory", 1, 16) for rank in range(size)), Counts(),
@@ -39,33 +39,33 @@ def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: t
         values=tuple(diff for diff in found if isinstance(diff, ValueDiff)),
         shards=shards,
     )  # fmt: skip
-    plan = planned(Report("out_of_sync", (group,)), source)
-    return [(job.name, job.source, job.targets, job.copies, job.loads) for job in plan]
+    plan = plan_repair(Report("out_of_sync", (group,)), source)
+    return [(job.name, job.source, job.targets, job.sends_bytes, job.sets_entry) for job in plan]
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
-    """Rank 2's shard is healed from rank 0 and rank 1's from rank 3; a group that agrees is left alone."""
+    """Rank 2's shard is copied from rank 0 and rank 1's from rank 3; equal groups do not change."""
     both = differing("w", TRIPLES, (0, 4), (2,), (3, 5), (1,))
     assert jobs(6, "majority", both) == [("w", 0, (2,), True, False), ("w", 3, (1,), True, False)]
     assert jobs(6, "majority", differing("w", TRIPLES, (3, 5), (1,))) == [("w", 3, (1,), True, False)]
 
 
-def test_a_rank_that_is_faulty_in_one_tensor_is_no_source_of_another() -> None:
-    """Rank 0 is in the majority of w, and not of v: w comes from rank 2."""
+def test_a_source_is_healthy_in_all_tensors() -> None:
+    """Rank 0 is in the majority of w but not of v, so w comes from rank 2."""
     found = jobs(6, "majority", differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,)))
     assert [job[:3] for job in found] == [("w", 2, (4,)), ("v", 2, (0,))]
 
 
 def test_two_replicas_have_no_majority() -> None:
-    """Where the groups are pairs neither side is the healthy one; an error names five tensors and counts the others."""
+    """In pairs there is no majority; the error lists five tensors and counts the rest."""
     with pytest.raises(UsageError, match=r"no majority: w; source=RANK"):
         jobs(4, "majority", differing("w", PAIRS, (0,), (2,)))
     with pytest.raises(UsageError, match=r"w3, w4 and 7 more; source=RANK"):
         jobs(2, "majority", *(differing(f"w{i}", ((0, 1),), (0,), (1,)) for i in range(12)))
 
 
-def test_a_rank_that_is_named_stands_for_its_replica() -> None:
-    """source=2 is in one pair; the other takes rank 3, which stands beside it in the mesh, or has a majority."""
+def test_a_chosen_rank_represents_its_replica() -> None:
+    """source=2 is in one pair; the other pair uses rank 3 at the same mesh position, or a majority."""
     assert [job[:3] for job in jobs(4, 2, differing("w", PAIRS, (0,), (2,), (1,), (3,)))] == [
         ("w", 2, (0,)), ("w", 3, (1,)),
     ]  # fmt: skip
@@ -74,20 +74,20 @@ def test_a_rank_that_is_named_stands_for_its_replica() -> None:
 
 
 def test_lost_state_is_created_or_removed() -> None:
-    """What two of three ranks lack is removed from the third; what one of three lacks is created there.
+    """State missing on two of three ranks is removed from the third; state missing on one of three is created.
 
-    A report does not say which ranks hold the same part of what one of them lacks.
+    A report does not have the replica groups of missing tensors.
     """
     assert jobs(3, "majority", lacking((0, 1, 2), (1,))) == [("optimizer.w.exp_avg", 0, (1,), False, True)]
     assert jobs(3, "majority", lacking((0, 1, 2), (0, 2))) == [("optimizer.w.exp_avg", 0, (1,), True, True)]
     parts = Shards("model parallel", "parts along tp", 2, 2)
     for source in (0, 3):
-        with pytest.raises(UsageError, match=r"no other rank is known to hold a copy of optimizer\.w\.exp_avg; load"):
+        with pytest.raises(UsageError, match=r"no other rank has a copy of optimizer\.w\.exp_avg; load"):
             jobs(4, source, lacking((0, 1, 2, 3), (0, 1, 2)), shards=(parts,))
 
 
 def test_values_vote_too() -> None:
-    """A rank with another learning rate is no source of a tensor; NaN is equal to NaN."""
+    """A rank with another learning rate is never a source; NaN equals NaN."""
     nan = float("nan")
     rate = ValueDiff("optimizer.param_groups.0.lr", {0: 0.5, 1: 0.1, 2: 0.1}, counts=True)
     note = ValueDiff("loss", {0: nan, 1: nan, 2: 0.1}, counts=False)
@@ -100,7 +100,7 @@ def test_values_vote_too() -> None:
 
 
 def hybrid(names: tuple[int, int]) -> Any:
-    """Return a net under HSDP over a mesh of this shape, and an optimizer that has stepped."""
+    """Return a network under HSDP over a mesh of this shape, and its optimizer after a step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -114,7 +114,7 @@ def hybrid(names: tuple[int, int]) -> Any:
 
 
 def local_bits(model: Any, optimizer: Any) -> list[Any]:
-    """Return the local bytes of a sharded model and of its optimizer's state."""
+    """Return the local bytes of a sharded model and its optimizer state."""
     states = [state for p in model.parameters() for state in optimizer.state[p].values()]
     tensors = [*model.parameters(), *states]
     return [(t.to_local() if hasattr(t, "to_local") else t).detach().numpy().tobytes() for t in tensors]
@@ -123,10 +123,10 @@ def local_bits(model: Any, optimizer: Any) -> list[Any]:
 @needs_fsdp2
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
-def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> None:
-    """Under HSDP of two copies of two shards source=2 heals rank 0 and, for the other shard, rank 1 from rank 3.
+def test_hybrid_shards_are_repaired_within_their_group(syncheck_rank: Any) -> None:
+    """Under HSDP with two copies of two shards, source=2 repairs rank 0, and rank 1 from rank 3.
 
-    Without a rank named, pairs have no majority.
+    Without source=, pairs have no majority.
     """
     model, optimizer = hybrid((2, 2))
     before = on_all(local_bits(model, optimizer))
@@ -147,7 +147,7 @@ def test_hybrid_shards_are_healed_within_their_copies(syncheck_rank: Any) -> Non
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=3)
 def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
-    """With three copies a flipped bit in one is healed from the two others."""
+    """With three copies, a flipped bit in one copy is repaired from the other two."""
     model, optimizer = hybrid((3, 1))
     before = on_all(local_bits(model, optimizer))
     if syncheck_rank.rank == 0:
@@ -159,20 +159,20 @@ def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("batch, device", [(1, "cpu"), (40, "cpu"), (1 << 20, "cpu"), (40, "elsewhere")])
-def test_pieces_reach_their_group_alone(
+def test_broadcasts_overwrite_their_group_only(
     syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, batch: int, device: str
 ) -> None:
-    """Tensors of some ranks, of unlike sizes, are copied among these in batches of any size; the rest keep theirs.
+    """Tensors of some ranks, of different sizes, are copied within their group in batches of any size.
 
-    So they are where the backend does not send from their device, and the bytes go through another one.
+    Also if the backend does not send from the tensors' device, and the bytes go through another device.
     """
     monkeypatch.setattr(state, "BATCH", batch)
-    monkeypatch.setattr(state, "device_of", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(state, "get_device", lambda kind: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
     rank = syncheck_rank.rank
     pair, whole = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
-    sizes = [state.size_of(tensor, None) for tensor in (pair, whole)]
+    sizes = [state.get_size(tensor, None) for tensor in (pair, whole)]
     assert sizes == [(20, device), (24, device)]
-    state.broadcast(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
+    state.broadcast_tensors(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
     assert on_all(pair.tolist()) == [[2.0] * 5, [1.0] * 5, [2.0] * 5]
     assert torch.equal(whole, torch.ones(2, 3))

@@ -1,4 +1,4 @@
-"""`resync` and what models are made of: dtypes, strides, ties, wrappers, shards, masters."""
+"""`resync` of all kinds of models: dtypes, strides, ties, wrappers, shards, fp32 masters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def holding(**tensors: torch.Tensor) -> nn.Module:
-    """Return a module of these tensors: parameters those that can be trained, the others buffers."""
+    """Return a module with some tensors: parameters if trainable, otherwise buffers."""
     module = nn.Module()
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -50,8 +50,8 @@ def kinds() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_every_dtype_and_layout_is_healed(syncheck_rank: Any) -> None:
-    """bfloat16, float8, complex, bool, NaN, 0-dim, empty, channels_last, transposed, sliced: each bit by bit."""
+def test_every_dtype_and_layout_is_repaired(syncheck_rank: Any) -> None:
+    """bfloat16, float8, complex, bool, NaN, 0-dim, empty, channels_last, transposed, sliced: repaired bit by bit."""
     tensors = kinds()
     if syncheck_rank.rank == 1:
         for tensor in tensors.values():
@@ -66,7 +66,7 @@ def test_every_dtype_and_layout_is_healed(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_tied_weights_stay_tied(syncheck_rank: Any) -> None:
-    """A tensor with two names is healed and is one tensor still."""
+    """A repaired tensor with two names remains one tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -77,7 +77,7 @@ def test_tied_weights_stay_tied(syncheck_rank: Any) -> None:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model)  # never called, and so never compiled
+    return torch.compile(model)  # never called, so never compiled
 
 
 def both(model: nn.Module) -> nn.Module:
@@ -86,8 +86,8 @@ def both(model: nn.Module) -> nn.Module:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, compiled, both])
-def test_wrapped_models_are_healed(syncheck_rank: Any, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Under DDP, torch.compile or both, names are those of the model, and lost state finds its parameter."""
+def test_wrapped_models_are_repaired(syncheck_rank: Any, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Under DDP, torch.compile or both, names are the model's, and lost state finds its parameter."""
     torch.manual_seed(0)
     inner = Net()
     model = wrap(inner)
@@ -102,7 +102,7 @@ def test_wrapped_models_are_healed(syncheck_rank: Any, wrap: Callable[[nn.Module
 
 
 class Mixed(torch.optim.Optimizer):
-    """fp32 masters of half-precision parameters, saved as Megatron saves them."""
+    """fp32 masters of half-precision parameters, saved like Megatron."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = list(model.parameters())
@@ -122,8 +122,8 @@ class Mixed(torch.optim.Optimizer):
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_masters_are_healed(syncheck_rank: Any) -> None:
-    """A bit of an fp32 master, which no model shows, and a moment and lr of the optimizer inside."""
+def test_masters_are_repaired(syncheck_rank: Any) -> None:
+    """A bit of an fp32 master, and a moment and lr of the inner optimizer are repaired."""
     torch.manual_seed(0)
     model = Net().to(torch.bfloat16)
     optimizer = Mixed(model)
@@ -140,7 +140,7 @@ def test_masters_are_healed(syncheck_rank: Any) -> None:
 
 
 class Stepper(torch.optim.Optimizer):
-    """An optimizer whose state is numbers and nested tensors."""
+    """An optimizer whose state has numbers and nested tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 0.1, "nested": {"decay": 0.5}})
@@ -149,8 +149,8 @@ class Stepper(torch.optim.Optimizer):
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_numbers_and_nested_state_are_healed(syncheck_rank: Any) -> None:
-    """A step that is a number, a tensor in a list and a value in a dict of a parameter group are set."""
+def test_numbers_and_nested_state_are_repaired(syncheck_rank: Any) -> None:
+    """A numeric step, a tensor in a list, and a value in a dict of a parameter group are set."""
     model = Net()
     torch.manual_seed(0)
     for p in model.parameters():
@@ -186,8 +186,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("fault", ["lost", "fewer", "more"])
-def test_lists_of_an_optimizer_are_healed(syncheck_rank: Any, fault: str) -> None:
-    """LBFGS keeps its history in lists: lost, too short and too long ones become the source's, and train."""
+def test_lists_of_an_optimizer_are_repaired(syncheck_rank: Any, fault: str) -> None:
+    """Missing, short and long history lists of LBFGS are replaced by the source's, and training continues."""
     model, optimizer = by_lbfgs()
     state = optimizer.state[model.fc.weight]
     if syncheck_rank.rank == 1:
@@ -196,13 +196,13 @@ def test_lists_of_an_optimizer_are_healed(syncheck_rank: Any, fault: str) -> Non
         for name in ("old_dirs", "old_stps", "ro") if fault != "lost" else ():
             state[name] = state[name][1:] if fault == "fewer" else [*state[name], state[name][0].clone()]
     healed(model, optimizer, bad=(1,), source=0)
-    step(model, optimizer)  # not one step more or less, and no error
+    step(model, optimizer)  # no step skipped or repeated, and no error
     held = on_all(bits(model, optimizer))
     assert held[0] == held[1] == held[2]
 
 
 class Helper:
-    """Keeps plain values in containers, and has a state dict, as schedulers have."""
+    """Keeps plain values in containers, with a state dict, like a scheduler."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -220,16 +220,16 @@ LESS: dict[str, Any] = {"steps": [1], "deep": [], "named": {}}
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize(("right", "wrong"), [(FULL, LESS), (LESS, FULL)])
-def test_lists_of_values_are_healed(syncheck_rank: Any, right: dict[str, Any], wrong: dict[str, Any]) -> None:
-    """Lists in a state dict that are longer or shorter than the source's, and nested ones, become equal to them."""
+def test_lists_of_values_are_repaired(syncheck_rank: Any, right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Nested, longer and shorter lists in a state dict are replaced by the source's."""
     helper = Helper(wrong if syncheck_rank.rank == 2 else right)
     all_pass(each_rank(resync, (holding(ones=torch.ones(2)), helper)))
     assert helper.values == right
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_two_optimizers_are_told_apart(syncheck_rank: Any) -> None:
-    """Of a generator's and a discriminator's optimizer, the one with the fault is healed."""
+def test_two_optimizers(syncheck_rank: Any) -> None:
+    """With the optimizers of a generator and a discriminator, the faulty optimizer is repaired."""
     torch.manual_seed(0)
     models = Net(), Net()
     optimizers = tuple(torch.optim.Adagrad(model.parameters()) for model in models)
@@ -245,10 +245,10 @@ def test_two_optimizers_are_told_apart(syncheck_rank: Any) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
-def test_it_works_inside_other_modes(syncheck_rank: Any, mode: Callable[[], Any]) -> None:
-    """In no_grad, inference mode and autocast the same is done, and what was created can be trained with.
+def test_resync_in_torch_modes(syncheck_rank: Any, mode: Callable[[], Any]) -> None:
+    """The repair is the same in no_grad, inference mode and autocast, and created state can be trained.
 
-    Tensors that were made in inference mode are overwritten in each of them.
+    Tensors created in inference mode are overwritten in each mode.
     """
     model, optimizer = trained()
     with torch.inference_mode():
@@ -268,8 +268,8 @@ def test_it_works_inside_other_modes(syncheck_rank: Any, mode: Callable[[], Any]
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_learning_rate_that_is_a_tensor_is_healed(syncheck_rank: Any) -> None:
-    """A tensor lr is overwritten in place, and one that is a number on the bad rank becomes a tensor."""
+def test_a_tensor_learning_rate_is_repaired(syncheck_rank: Any) -> None:
+    """A tensor lr is overwritten in place, and a float lr on the bad rank becomes a tensor."""
     torch.manual_seed(0)
     model = Net()
     groups = [{"params": [model.fc.weight], "lr": torch.tensor(0.1)}, {"params": [model.head.weight], "lr": 0.1}]
@@ -285,8 +285,8 @@ def test_a_learning_rate_that_is_a_tensor_is_healed(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_gradients_and_random_numbers_are_left_alone(syncheck_rank: Any) -> None:
-    """What a rank's next batch and random numbers will be does not change, and neither do its gradients."""
+def test_gradients_and_rng_states_do_not_change(syncheck_rank: Any) -> None:
+    """RNG states, the next batch and gradients do not change."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
@@ -300,10 +300,10 @@ def test_gradients_and_random_numbers_are_left_alone(syncheck_rank: Any) -> None
 
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=2)
-def test_shards_are_left_alone(syncheck_rank: Any) -> None:
-    """Under FSDP2 each rank keeps its shards; a buffer and a learning rate, which are replicated, are the source's.
+def test_shards_do_not_change(syncheck_rank: Any) -> None:
+    """Under FSDP2 shards do not change; a replicated buffer and learning rate come from the source.
 
-    Lost state of a shard is on no other rank: it is refused.
+    Lost state of a shard exists on no other rank, so resync refuses.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -326,12 +326,12 @@ def test_shards_are_left_alone(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         optimizer.state.clear()
     outcome = all_raise(each_rank(resync, model, optimizer, source=1), "UsageError")
-    assert "no other rank is known to hold a copy of optimizer." in outcome.text
+    assert "no other rank has a copy of optimizer." in outcome.text
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_replicated_dtensors_are_healed(syncheck_rank: Any) -> None:
-    """A parameter that is a DTensor, whole on each rank, is healed by its local tensor; its lost state is refused."""
+def test_replicated_dtensors_are_repaired(syncheck_rank: Any) -> None:
+    """A replicated DTensor parameter is repaired by its local tensor; its lost state is refused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -348,11 +348,11 @@ def test_replicated_dtensors_are_healed(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         optimizer.state.clear()
     outcome = all_raise(each_rank(resync, model, optimizer), "UsageError")
-    assert "optimizer.weight.step differs and resync cannot set it" in outcome.text
+    assert "optimizer.weight.step differs, but resync cannot set it" in outcome.text
 
 
 def test_importing_it_does_not_import_torch() -> None:
-    """`from syncheck.live import resync` alone leaves torch unloaded."""
+    """`from syncheck.live import resync` does not import torch."""
     code = "from syncheck.live import resync, Resync; import sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""`resync` where it cannot tell or must not touch: all ranks raise one text, nothing is changed; and where it fails."""
+"""`resync` in undecidable and forbidden cases, in which all ranks raise the same error, and its failures."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_tie_is_refused_and_a_named_rank_settles_it(syncheck_rank: Any) -> None:
-    """Two ranks with two versions have no majority: the tensor is named; source=1 then makes rank 0 equal to rank 1."""
+def test_no_majority_requires_a_source(syncheck_rank: Any) -> None:
+    """Two different ranks have no majority; source=1 makes rank 0 equal to rank 1."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
     text = untouched(model, optimizer)
-    assert text == "no majority: fc.weight; source=RANK names the healthy rank"
+    assert text == "no majority: fc.weight; choose the healthy rank with source=RANK"
     done = healed(model, optimizer, bad=(0,), source=1, named=True)
     assert done.copied == (("fc.weight", 1, (0,), 64),)
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_no_rank_that_is_healthy_everywhere_is_refused(syncheck_rank: Any) -> None:
-    """Each of three ranks has a fault of its own: every tensor has a majority, and no rank is in all of them."""
+def test_no_rank_is_healthy_in_all_tensors(syncheck_rank: Any) -> None:
+    """If each of three ranks has its own fault, no rank is in the majority of all tensors."""
     model, optimizer = trained()
     flip([model.module.fc.weight, model.module.fc.bias, model.module.head.weight][syncheck_rank.rank])
     text = untouched(model, optimizer)
     assert text.startswith(
-        "no rank of ranks 0, 1, 2 is in the majority everywhere: rank 0 differs in fc.weight, rank 1"
+        "no rank of ranks 0, 1, 2 is in the majority for all tensors: rank 0 differs in fc.weight, rank 1"
     )
 
 
 @pytest.mark.syncheck(ranks=3)
 def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> None:
-    """Statistics that differ on all ranks have no majority; parameters alone can be healed, and leave them."""
+    """Statistics that differ on all ranks have no majority; only= repairs the parameters alone."""
     model, optimizer = trained(norm=True)
     text = untouched(model, optimizer)
     assert text.startswith(
-        "no majority: norm.running_mean, norm.running_var; source=RANK names the healthy rank. Under"
+        "no majority: norm.running_mean, norm.running_var; choose the healthy rank with source=RANK. Under"
     )
-    assert "source=0 takes those of rank 0, only=('params', 'optimizer') leaves them" in text
+    assert "source=0 copies the statistics of rank 0, only=('params', 'optimizer') skips them" in text
     if syncheck_rank.rank == 2:
         flip(model.module.head.bias)
     statistics = bits(model.module.norm)
@@ -61,8 +61,8 @@ def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> No
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_what_is_allowed_to_differ_is_left_alone(syncheck_rank: Any) -> None:
-    """With allow=['SYN201'] the statistics of BatchNorm neither vote nor are copied."""
+def test_allowed_differences_remain(syncheck_rank: Any) -> None:
+    """With allow=['SYN201'], BatchNorm statistics neither vote nor change."""
     model, optimizer = trained(norm=True)
     if syncheck_rank.rank == 2:
         optimizer.param_groups[0]["lr"] = 0.5
@@ -81,22 +81,22 @@ def with_optimizer(rank: int, bad: str) -> tuple[Any, ...]:
 
 
 STRUCTURES: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "not alike on all ranks: weight (shape: [2, 2] on ranks 0, 2 and [3, 2] on rank 1)": (
+    ": weight (shape: [2, 2] on ranks 0, 2 and [3, 2] on rank 1)": (
         lambda rank: (nn.Linear(2, 3 if rank == 1 else 2),)
     ),
-    "not alike on all ranks: weight (dtype: float32 on ranks 0, 2 and float16 on rank 1)": (
+    ": weight (dtype: float32 on ranks 0, 2 and float16 on rank 1)": (
         lambda rank: (nn.Linear(2, 2, dtype=torch.float16 if rank == 1 else None),)
     ),
-    "not alike on all ranks: bias (missing: not on rank 1)": lambda rank: (nn.Linear(2, 2, bias=rank != 1),),
+    ": bias (missing: not on rank 1)": lambda rank: (nn.Linear(2, 2, bias=rank != 1),),
     "rank 1: optimizer.param_groups.0.": lambda rank: with_optimizer(rank, "optimizer"),
-    "not alike on all ranks: optimizer.param_groups.0.params": lambda rank: with_optimizer(rank, "members"),
+    ": optimizer.param_groups.0.params": lambda rank: with_optimizer(rank, "members"),
 }
 
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("text", STRUCTURES)
 def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
-    """Another shape or dtype, a missing parameter, optimizer or member of a group on one rank: all ranks refuse."""
+    """All ranks refuse another shape or dtype, a missing parameter, optimizer or group member on one rank."""
     torch.manual_seed(0)
     parts = STRUCTURES[text](syncheck_rank.rank)
     before = bits(*parts)
@@ -106,16 +106,16 @@ def test_another_structure_is_refused(syncheck_rank: Any, text: str) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 def test_without_anything_to_compare_it_is_refused(syncheck_rank: Any) -> None:
-    """Tensors without values tell nothing, so that no rank can be called healthy."""
+    """Without comparable tensors, no rank counts as healthy."""
     outcome = all_raise(each_rank(resync, nn.Linear(2, 2, device="meta")), "UsageError")
-    assert outcome.text == "nothing could be compared, so there is no healthy rank to copy from"
+    assert outcome.text == "no tensor could be compared, so there is no healthy rank to copy from"
 
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "a rank outside": ({"source": 3}, "source=3 is no rank of the group; needs one of ranks 0, 1, 2"),
+    "a rank outside": ({"source": 3}, "source=3 is not in the group; choose from ranks 0, 1, 2"),
     "a word": ({"source": "rank0"}, "source='rank0': needs \"majority\" or the number of a rank"),
     "a truth": ({"source": True}, "source=True: needs"),
-    "random numbers": ({"only": ("rng",)}, "random number states are a rank's own"),
+    "random numbers": ({"only": ("rng",)}, "RNG states differ by design"),
     "an unknown option": ({"bucket": 1}, "bucket=: no such option of resync or of syncheck.live.check"),
     "unlike kinds": ({"only": ("weights",)}, "must be one of params"),
 }
@@ -124,37 +124,37 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("what", MISUSES)
 def test_a_wrong_call_is_refused(syncheck_rank: Any, what: str) -> None:
-    """A source that is no rank, or an option that makes no sense, raises on all ranks before anything is sent."""
+    """An invalid source or option raises on all ranks before any transfer."""
     options, says = MISUSES[what]
-    model = nn.Linear(2, 2)  # not seeded alike, and so out of sync
+    model = nn.Linear(2, 2)  # seeded differently, so out of sync
     assert says in untouched(model, **options)
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_unlike_calls_are_refused(syncheck_rank: Any) -> None:
-    """Sources that differ between ranks, and an unknown option on one rank, raise on all of them."""
+def test_different_arguments_are_refused(syncheck_rank: Any) -> None:
+    """Sources that differ between ranks, and an unknown option on one rank, raise on all ranks."""
     text = untouched(nn.Linear(2, 2), source=syncheck_rank.rank)
-    assert text == "source= is not the same on all ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"
+    assert text == "source= differs between ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"
     text = untouched(nn.Linear(2, 2), **({"bucket": 1} if syncheck_rank.rank == 1 else {}))
     assert text == "rank 1: bucket=: no such option of resync or of syncheck.live.check"
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_subgroup_is_healed_by_its_members_alone(syncheck_rank: Any) -> None:
-    """In the group of ranks 1 and 2 source=2 is one of them and source=0 is none; rank 0 keeps what it has."""
+def test_a_subgroup_repairs_only_its_members(syncheck_rank: Any) -> None:
+    """In the group of ranks 1 and 2, source=2 is valid and source=0 is not; rank 0 does not change."""
     group = dist.new_group([1, 2])
     model = nn.Linear(2, 2)
     before = on_all(bits(model))
     outcomes = each_rank(resync, model, group=group, source=0)
     assert {outcome.error for outcome in outcomes} == {"UsageError"}
-    assert "source=0 is no rank of the group; needs one of ranks 1, 2" in outcomes[1].text
+    assert "source=0 is not in the group; choose from ranks 1, 2" in outcomes[1].text
     assert "rank 0 is not in the process group" in outcomes[0].text
     each_rank(resync, model, group=group, source=2)
     assert on_all(bits(model)) == [before[0], before[2], before[2]]
 
 
 class Copies:
-    """An average of weights whose state dict gives copies."""
+    """A weight average whose state dict returns copies."""
 
     def __init__(self) -> None:
         self.average = torch.ones(3)
@@ -167,20 +167,18 @@ class Copies:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_what_cannot_be_changed_in_place_is_told(syncheck_rank: Any) -> None:
-    """A state dict of copies stays as it was: the check afterwards finds that, and all ranks raise."""
+def test_state_dicts_of_copies(syncheck_rank: Any) -> None:
+    """A state dict of copies does not change; the final check finds the difference, and all ranks raise."""
     average = Copies()
     average.average += float(syncheck_rank.rank == 2)
     outcome = all_raise(each_rank(resync, (Net(), average), exclude=("fc.*", "head.*")), "RankFailed")
-    assert outcome.text.startswith("still out of sync after a resync: Copies.average; a state_dict() gives copies")
+    assert outcome.text.startswith("still out of sync after resync: Copies.average; ")
 
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_rank_that_fails_on_the_way_tells_the_others(
-    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, bad: int
-) -> None:
-    """A source or a target without memory for the bytes: all raise one error, and the call can be made again."""
+def test_a_failure_during_the_repair(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    """If a source or target runs out of memory, all ranks raise the same error, and the call can be repeated."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
@@ -190,18 +188,18 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(
 
     with monkeypatch.context() as patched:
         if syncheck_rank.rank == bad:
-            patched.setattr(state, "_row", no_room)
+            patched.setattr(state, "_make_row", no_room)
         outcome = all_raise(each_rank(resync, model, optimizer), "RankFailed")
     assert outcome.text == (
-        f"rank {bad}: resync failed on the way: MemoryError: no room. Some tensors may be copied and others not; "
+        f"rank {bad}: resync failed during the repair: MemoryError: no room. Some tensors may be copied already; "
         "calling it again with source=0 is safe"
     )
     healed(model, optimizer, bad=(1,), source=0)
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
-    """Elements that share memory, and an array that is read-only (a mapped file, say): nothing is changed."""
+def test_unwritable_tensors_are_refused(syncheck_rank: Any) -> None:
+    """Tensors with shared elements and read-only arrays (memory maps) are refused, and nothing changes."""
     torch.manual_seed(0)
     model: Any = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2)) for name in "ab"})
     if syncheck_rank.rank == 1:
@@ -209,20 +207,23 @@ def test_what_must_not_be_written_is_refused(syncheck_rank: Any) -> None:
         flip(model["b"])
     before = bits(model)
     outcome = all_raise(each_rank(resync, model), "UsageError")
-    assert outcome.text == "rank 1: a has elements that share memory, as after expand(); clone() it on all ranks"
+    assert (
+        outcome.text
+        == "rank 1: a has elements that share memory, like the result of expand(); call clone() on all ranks"
+    )
     average = np.arange(4.0) + (syncheck_rank.rank == 1)
     average.flags.writeable = False
     outcome = all_raise(each_rank(resync, (model, {"ema": average}), include=("b", "ema")), "UsageError")
-    assert outcome.text == "rank 1: ema is a read-only array; copy() it on all ranks"
+    assert outcome.text == "rank 1: ema is a read-only array; call copy() on all ranks"
     assert bits(model) == before
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_tie_that_others_lack_is_found_afterwards(syncheck_rank: Any) -> None:
-    """One tensor on rank 1 cannot take the bytes of two that differ: the check afterwards finds that."""
+def test_a_tie_on_one_rank_only(syncheck_rank: Any) -> None:
+    """A tensor tied on rank 1 only cannot hold the bytes of two tensors; the final check finds the difference."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     if syncheck_rank.rank == 1:
         model[1].weight = model[0].weight
     outcome = all_raise(each_rank(resync, model), "RankFailed")
-    assert outcome.text.startswith("still out of sync after a resync: ")
+    assert outcome.text.startswith("still out of sync after resync: ")

@@ -1,4 +1,4 @@
-"""What modules save by code of their own is part of the replica, though it is no parameter and no buffer."""
+"""Tensors that modules save by custom code are part of the replica."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from agreement import all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.live.memory import snapshot
+from syncheck.messages import Note
 from syncheck.testing import OutOfSync, assert_in_sync
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Keeps(nn.Linear):
-    """Saves a tensor that it has not registered."""
+    """Saves an unregistered tensor."""
 
     def __init__(self, value: float) -> None:
         super().__init__(2, 2)
@@ -32,7 +33,7 @@ class Keeps(nn.Linear):
 
 
 class Adds(Keeps):
-    """Adds it to the state dict as a whole."""
+    """Adds a tensor to the whole state dict."""
 
     _save_to_state_dict = nn.Module._save_to_state_dict
 
@@ -50,8 +51,8 @@ def hooked(value: float) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [Keeps, Adds, hooked])
-def test_a_tensor_that_only_the_state_dict_has_is_compared(make: Any, tmp_path: Path) -> None:
-    """A difference in a tensor that a module saves by its own code is found, also below other modules and in a file."""
+def test_custom_saved_tensors_are_compared(make: Any, tmp_path: Path) -> None:
+    """A difference in a custom-saved tensor is found, also in submodules and files."""
     first, same, other = (nn.Sequential(nn.ReLU(), make(value)) for value in (1.0, 1.0, 2.0))
     assert_in_sync(first, same)
     with pytest.raises(OutOfSync) as caught:
@@ -63,7 +64,7 @@ def test_a_tensor_that_only_the_state_dict_has_is_compared(make: Any, tmp_path: 
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_layers_never_pass_in_silence() -> None:
-    """A dynamically quantized layer keeps its weight where no parameter is: its scale and its lack are seen."""
+    """A dynamically quantized layer has no parameters; a different scale or a missing weight is reported."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("needs a quantized engine")
     nets = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)]
@@ -74,8 +75,9 @@ def test_quantized_layers_never_pass_in_silence() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_own_state_across_ranks(syncheck_rank: Any) -> None:
-    """A module's own part is compared across ranks; a state_dict() that may wait for others is not called but told."""
+def test_custom_state_across_ranks(syncheck_rank: Any) -> None:
+    """Custom state is compared across ranks; a state_dict() that may communicate is not called but reported."""
     assert "table" in all_raise(each_rank(assert_in_sync, Keeps(float(syncheck_rank.rank)))).text
     report = all_pass(each_rank(assert_in_sync, Adds(float(syncheck_rank.rank))))
-    assert "Adds.state_dict()" in report.groups[0].notes[-1]
+    [note] = [note for note in report.groups[0].notes if note.code is Note.NOT_READ_IN_FULL]
+    assert "Adds.state_dict()" in note.parameters["objects"]

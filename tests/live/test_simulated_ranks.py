@@ -1,4 +1,4 @@
-"""`python -m benchmarks scale` simulates a job of many ranks: with the messages and the reports of a real one."""
+"""`python -m benchmarks scale` simulates a job of many ranks with the messages and reports of a real job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(json.dumps([measured(2, 40, case) for case in ("in sync", "one tensor of o
 
 
 def played() -> list[dict[str, Any]]:
-    """Simulate two ranks, equal and not, in a process without a process group."""
+    """Simulate two equal or different ranks in a process without a process group."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
     done = subprocess.run(
         [sys.executable, "-c", PLAY],
@@ -48,8 +48,8 @@ def played() -> list[dict[str, Any]]:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.slow
-def test_two_simulated_ranks_send_what_two_real_ones_send(syncheck_rank: Any) -> None:
-    """As many bytes, with a fault and without."""
+def test_simulated_and_real_ranks_send_the_same(syncheck_rank: Any) -> None:
+    """Simulated and real ranks send equally many bytes, with a fault and without."""
     from benchmarks.scale_ranks import plain, values
     from benchmarks.traffic import counted
 
@@ -68,18 +68,18 @@ def test_two_simulated_ranks_send_what_two_real_ones_send(syncheck_rank: Any) ->
 @pytest.mark.parametrize(
     "case", ["one tensor of one rank differs", "HSDP, in sync", "HSDP, one shard of one rank differs"]
 )
-def test_sixteen_simulated_ranks_find_what_was_planted(case: str) -> None:
-    """All ranks have one report, which names rank 15 where that one differs; under HSDP shards are no difference."""
+def test_sixteen_simulated_ranks_find_the_fault(case: str) -> None:
+    """All ranks have one report, which names rank 15 if it differs; under HSDP shards are no difference."""
     from benchmarks.scale_ranks import measured
 
-    found = measured(16, 20, case)  # compares the reports with each other and with what was planted
-    # Of each different answer, the digests: 16 bytes a tensor.
+    found = measured(16, 20, case)  # compares the reports with each other and with the injected fault
+    # 16 bytes per tensor and distinct digest list.
     assert found["received"] >= 16 * 20
 
 
 @pytest.mark.parametrize(("ranks", "tensors"), [(6, 100), (64, 30), (64, 300)])
-def test_traffic_is_what_the_formula_says(ranks: int, tensors: int) -> None:
-    """With one rank different, a rank receives within 15 % what docs/scale.md says, of few ranks and of many."""
+def test_traffic_matches_the_formula(ranks: int, tensors: int) -> None:
+    """If one rank differs, a rank receives the bytes of the formula in docs/scale.md within 15 %."""
     from benchmarks import scale
     from benchmarks.scale_ranks import measured
 
@@ -88,8 +88,8 @@ def test_traffic_is_what_the_formula_says(ranks: int, tensors: int) -> None:
     assert found == pytest.approx(scale.received(ranks, tensors, answers=2, letters=6, each=each), rel=0.15)
 
 
-def test_ranks_that_make_other_calls_are_told() -> None:
-    """A simulated rank that leaves before a collective makes an error of the run, and no endless loop."""
+def test_mismatched_simulated_ranks_fail() -> None:
+    """A simulated rank that exits before a collective ends the run with an error."""
     from benchmarks.simulated import Kinds, play
 
     def work(kind: str) -> None:
@@ -101,8 +101,8 @@ def test_ranks_that_make_other_calls_are_told() -> None:
     assert not dist.is_initialized()
 
 
-def test_messages_reach_the_rank_that_they_are_for() -> None:
-    """An all_gather gives what each kind of rank sent, by position; a broadcast the root's; a message its receiver."""
+def test_simulated_messages_reach_their_receiver() -> None:
+    """all_gather returns all messages by position, broadcast the root's, recv the sender's."""
     from benchmarks.simulated import Kinds, play
 
     def work(kind: str) -> list[float]:
@@ -116,5 +116,6 @@ def test_messages_reach_the_rank_that_they_are_for() -> None:
 
     done = play(Kinds({"a": 0, "b": 1}, ["a", "b", "b", "a"]), work)
     assert {kind: of.result for kind, of in done.items()} == {key: [1.0, 2.0, 2.0, 1.0, 7.0, 9.0] for key in "ab"}
-    # Given: 4 bytes to all, then what only one of the two gives. Received: of three others, and what only one receives.
+    # Sent: 4 bytes to all, then bytes from one of the two ranks. Received: from three peers, and bytes for one rank
+    # only.
     assert [(done[kind].sent, done[kind].received) for kind in "ab"] == [(8, 16), (8, 16)]

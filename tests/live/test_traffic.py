@@ -1,4 +1,4 @@
-"""What `python -m benchmarks live` measures with: a count of the bytes sent, and the baselines."""
+"""The byte counter and the baselines of `python -m benchmarks live`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 def sent(call: Callable[[], Any]) -> int:
-    """Return the bytes that this rank gave to collectives in a call."""
+    """Return the bytes that this rank passed to collectives in a call."""
     from benchmarks.traffic import counted
 
     with counted() as traffic:
@@ -34,7 +34,7 @@ def small(tensors: int) -> torch.nn.Module:
 
 @pytest.mark.syncheck(ranks=2)
 def test_every_collective_is_counted_once(syncheck_rank: Any) -> None:
-    """An all_gather counts its input, in a list or in one tensor; an object at least its pickle; a barrier nothing."""
+    """An all_gather counts its input, as a list or one tensor; an object at least its pickle; a barrier nothing."""
     row = torch.zeros(100, dtype=torch.float32)
     both = [torch.zeros(100) for _ in range(2)]
     assert sent(lambda: dist.all_gather(both, row)) == 400
@@ -45,8 +45,8 @@ def test_every_collective_is_counted_once(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_what_only_one_rank_sends_counts_there_alone(syncheck_rank: Any) -> None:
-    """A broadcast counts at its source, a message at its sender; the receiver sent nothing."""
+def test_one_way_messages_count_at_the_sender(syncheck_rank: Any) -> None:
+    """A broadcast counts at its source and a message at its sender only."""
     rank = syncheck_rank.rank
     row = torch.zeros(100, dtype=torch.float32)
     assert sent(lambda: dist.broadcast(row, 1)) == (400 if rank == 1 else 0)
@@ -54,8 +54,8 @@ def test_what_only_one_rank_sends_counts_there_alone(syncheck_rank: Any) -> None
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_check_in_sync_sends_as_much_for_a_large_model_as_for_a_small_one(syncheck_rank: Any) -> None:
-    """All in sync, the bytes sent do not depend on the number of tensors, and are under 64 for each of 10."""
+def test_traffic_in_sync_is_independent_of_model_size(syncheck_rank: Any) -> None:
+    """In sync, the bytes sent do not depend on the number of tensors, and are below 64 per tensor for 10."""
     few, many = small(10), small(400)
     first, second = sent(lambda: check(few)), sent(lambda: check(many))
     assert first == second
@@ -63,21 +63,21 @@ def test_a_check_in_sync_sends_as_much_for_a_large_model_as_for_a_small_one(sync
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_tensor_that_differs_costs_sixteen_bytes_a_tensor(syncheck_rank: Any) -> None:
-    """With one of 400 tensors different, 200 tensors more cost each rank 16 bytes each and the names once."""
+def test_a_difference_costs_sixteen_bytes_per_tensor(syncheck_rank: Any) -> None:
+    """If one of 400 tensors differs, 200 more tensors cost each rank 16 bytes each, and their names once."""
     spent = []
     for tensors in (200, 400):
         model = small(tensors)
         if syncheck_rank.rank == 1:
             flip(model["p0003"])
         spent.append(sent(lambda model=model: check(model)))  # type: ignore[misc]
-    # Rank 0 also sends the report, which counts the tensors and does not list those that are equal.
+    # Rank 0 also sends the report, which counts equal tensors without listing them.
     assert 16 * 200 <= spent[1] - spent[0] <= 48 * 200
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_baselines_see_parameters_and_no_buffers(syncheck_rank: Any) -> None:
-    """Equal parameters pass both; a flipped bit on rank 1 fails there; BatchNorm's mean is seen by `check` alone."""
+def test_the_baselines_compare_parameters_only(syncheck_rank: Any) -> None:
+    """A flipped parameter bit on rank 1 fails in both baselines; only `check` compares BatchNorm's mean."""
     from benchmarks.live_baselines import megatron, naive
 
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_the_baselines_see_parameters_and_no_buffers(syncheck_rank: Any) -> None
 
 
 def test_reading_reads_every_word() -> None:
-    """The sum that a check is measured against changes with any word of any tensor, whatever its dtype."""
+    """The reference sum changes with any word of any tensor of any dtype."""
     from benchmarks.live_baselines import reading
 
     tensors = [torch.zeros(16), torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)]

@@ -1,4 +1,4 @@
-"""Values beside tensors: in memory every one counts, those of optimizers and schedulers first of all."""
+"""Plain values beside tensors: in memory all are compared, first of all values of optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def net() -> nn.Module:
 
 
 def sgd(model: Any, groups: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)) -> torch.optim.Optimizer:
-    """Return an optimizer without momentum, and so without tensors, of groups of a model's parameters."""
+    """Return an optimizer without momentum, and so without tensors."""
     parameters = list(model.parameters())
     return torch.optim.SGD([{"params": [parameters[i] for i in group]} for group in groups], lr=0.1)
 
@@ -49,7 +49,7 @@ def none(model: Any) -> Any:
 
 
 def saved(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return what makes the checkpoint of a model and its optimizer."""
+    """Return the checkpoint of a model and its optimizer."""
 
     def make(model: Any) -> Any:
         model, optimizer = of(model)
@@ -106,7 +106,7 @@ UNLIKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str, str]] =
 
 @pytest.mark.parametrize("what", UNLIKE)
 def test_values_in_memory_count(what: str) -> None:
-    """Equal tensors with another optimizer, scheduler, scaler or number beside them fail, and the value is named."""
+    """Equal tensors with a different optimizer, scheduler, scaler or number fail, and the value is named."""
     first, second, name, code = UNLIKE[what]
     assert_in_sync(first(net()), first(net()))
     with pytest.raises(OutOfSync) as caught:
@@ -119,14 +119,14 @@ def test_values_in_memory_count(what: str) -> None:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("what", ["members of groups", "an optimizer on one side", "last_epoch"])
 def test_values_count_across_ranks(syncheck_rank: Any, what: str) -> None:
-    """What differs beside the tensors on one rank fails on all ranks."""
+    """Different values on one rank fail on all ranks."""
     first, second, name, _ = UNLIKE[what]
     outcome = all_raise(each_rank(assert_in_sync, *(second if syncheck_rank.rank else first)(net())))
     assert any(name in value for value in outcome.findings[0].values)
 
 
 def test_a_live_optimizer_agrees_with_its_state_dict() -> None:
-    """Members of groups are known by name or by position; where the two cannot be compared nothing is claimed."""
+    """Group members are known by name or position; if neither can be compared, no difference is reported."""
     for make in (one_group, two_groups, subset, swapped):
         model, optimizer = make(net())
         assert_in_sync((model, optimizer), {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -134,13 +134,13 @@ def test_a_live_optimizer_agrees_with_its_state_dict() -> None:
 
 
 @pytest.mark.parametrize("excused", [{"exclude": "temperature"}, {"only": "params"}, {"include": "*.weight"}], ids=str)
-def test_options_leave_values_out(excused: dict[str, Any]) -> None:
-    """What the options leave out excuses a value as it does a tensor."""
+def test_options_exclude_values(excused: dict[str, Any]) -> None:
+    """Options that exclude tensors also exclude values."""
     assert_in_sync(plain(temperature=0.5)(net()), plain(temperature=0.7)(net()), **excused)
 
 
-def test_a_learning_rate_counts_whatever_tensors_are_asked_for() -> None:
-    """only= chooses among tensors; a learning rate that differs is excused by name alone, as between files."""
+def test_only_does_not_exclude_the_learning_rate() -> None:
+    """only= selects tensors; a different learning rate is excluded only by name, as between files."""
     model, optimizer = one_group(net())
     other, second = copy.deepcopy((model, optimizer))
     second.param_groups[0]["lr"] = 0.5
@@ -149,15 +149,15 @@ def test_a_learning_rate_counts_whatever_tensors_are_asked_for() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_what_is_a_ranks_own_does_not_count(syncheck_rank: Any) -> None:
-    """The rank, its device and its random state differ by design, in memory too."""
+def test_values_of_a_single_rank_may_differ(syncheck_rank: Any) -> None:
+    """The rank, its device and its RNG state differ by design, in memory too."""
     rank = syncheck_rank.rank
     own = {"args": {"local_rank": rank, "device": f"cuda:{rank}"}, "rng": {"python": (3, (rank, 7), None)}}
     all_pass(each_rank(assert_in_sync, {"model": net().state_dict(), **own}))
 
 
 def test_between_files_a_missing_value_does_not_count(tmp_path: Path) -> None:
-    """Files keep different values; one that some lack is shown and does not fail."""
+    """A value missing in some files is shown and does not fail."""
     for name, make in (("a", plain(temperature=0.5)), ("b", plain())):
         torch.save(make(net()), tmp_path / f"run_rank{'ab'.index(name)}.pth")
     report = assert_in_sync(tmp_path / "run_rank0.pth", tmp_path / "run_rank1.pth")

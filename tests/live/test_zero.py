@@ -1,4 +1,4 @@
-"""A ZeroRedundancyOptimizer in a live check: its states are parts by design, and all else is compared."""
+"""ZeroRedundancyOptimizer in a live check: its states are partitioned by design, everything else is compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncheck.live import check, resync
 
 
 def trained() -> tuple[Any, Any]:
-    """Train a small net for two steps with state that is dealt out to the ranks."""
+    """Train a small network for two steps with partitioned optimizer state."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
@@ -26,8 +26,8 @@ def trained() -> tuple[Any, Any]:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_dealt_out_states_are_no_difference() -> None:
-    """Parameters are compared, each rank's states counted as its own part, and nobody has to gather them before."""
+def test_partitioned_states_are_no_difference() -> None:
+    """Parameters are compared, and states count as partitioned, without consolidation."""
     report = all_pass(each_rank(check, *trained()))
     assert report.verdict == "in_sync"
     assert (report.counts.identical, report.counts.not_compared) == (4, 12)
@@ -35,8 +35,8 @@ def test_dealt_out_states_are_no_difference() -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_fault_beside_dealt_out_states_is_found(syncheck_rank: Any) -> None:
-    """A flipped bit of a parameter and another learning rate on rank 1 are found all the same."""
+def test_a_fault_beside_partitioned_states(syncheck_rank: Any) -> None:
+    """A flipped parameter bit and another learning rate on rank 1 are found."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
@@ -51,8 +51,8 @@ def test_a_fault_beside_dealt_out_states_is_found(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_settings_of_both_optimizers_are_healed(syncheck_rank: Any) -> None:
-    """A learning rate is set in the groups of the inner optimizer and in those that schedulers change; parts stay."""
+def test_settings_of_both_optimizers_are_set(syncheck_rank: Any) -> None:
+    """A learning rate is set in the groups of the inner and the outer optimizer; states do not change."""
     model, optimizer = trained()
     groups = [optimizer.param_groups[0], optimizer.optim.param_groups[0]]
     members = [list(map(id, group["params"])) for group in groups]
@@ -67,8 +67,8 @@ def test_settings_of_both_optimizers_are_healed(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_part_that_is_lost_is_found(syncheck_rank: Any) -> None:
-    """Rank 1 has lost all states of its part, which no other rank holds: that is a difference, and cannot be healed."""
+def test_a_lost_partition_is_found(syncheck_rank: Any) -> None:
+    """If rank 1 loses the states of its partition, no other rank has them: a difference that resync refuses."""
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         optimizer.optim.state.clear()
@@ -77,4 +77,4 @@ def test_a_part_that_is_lost_is_found(syncheck_rank: Any) -> None:
     assert report.groups[0].findings[0].ranks == (1,)
     outcomes = each_rank(resync, model, optimizer)
     assert [outcome.error for outcome in outcomes] == ["UsageError"] * 3
-    assert outcomes[0].text.startswith("no other rank is known to hold a copy of optimizer.")
+    assert outcomes[0].text.startswith("no other rank has a copy of optimizer.")

@@ -28,7 +28,7 @@ def test_a_call_wins(syncheck):
     assert syncheck.compare(A, B, rtol=1.0, atol=1.0).verdict == "in_sync"
 
 def test_misuse(syncheck):
-    with pytest.raises(UsageError, match="one thing to compare"):
+    with pytest.raises(UsageError, match="one object to compare"):
         syncheck.assert_in_sync(A)
 
 def test_equal_signs():

@@ -1,6 +1,6 @@
-"""The sums of `digest.lanes` in one kernel for any number of tensors, written in Triton.
+"""The sums of `digest.lanes` for any number of tensors in one Triton kernel.
 
-Importing this module imports Triton where it is installed; `add` raises where it is not.
+Importing this module imports Triton if it is installed; otherwise `add_rows` raises.
 """
 
 from __future__ import annotations
@@ -9,37 +9,37 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.digest.lanes import MIX_A, MIX_B, STEP_A, STEP_B
+from syncheck.live.digest.mixing import MIX_A, MIX_B, STEP_A, STEP_B
 from syncheck.live.digest.parts import WORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.live.digest.lanes import Row
+    from syncheck.live.digest.mixing import Row
 
 try:
     import triton  # type: ignore[import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
-except ImportError:  # as where torch came without it: the eager form does the work
+except ImportError:  # without Triton, the eager implementation computes the sums
     triton = None
 
-# Words that a program reads in a step, and steps of a program: 64 KiB, so that a GPU has some thousand of them to share
-# out, and few end in an atomic addition to one place.
+# Words per step of a program, and steps per program: 64 KiB. A large tensor gives a GPU thousands of programs, and few
+# programs end in an atomic addition to the same slot.
 BLOCK = 1024
 STEPS = 8
-COLUMNS = 5  # of the table: address, bytes, first word, slot, first program
+COLUMNS = 5  # columns of the table: address, bytes, first word, slot, first program
 
 
-def add(rows: Sequence[Row], sums: Any) -> None:
-    """Add the words of rows to the sums: one launch, on the current stream of their device.
+def add_rows(rows: Sequence[Row], sums: Any) -> None:
+    """Add the words of rows to the sums in one launch, on the current stream of their device.
 
-    rows: on the device of sums; both on the CPU in Triton's interpreter. sums: [slots, 2] of int64.
-    Raises ImportError without Triton, and what Triton raises where it cannot compile.
+    rows: on the device of sums, or both on the CPU in Triton's interpreter. sums: int64[slots, 2]. Raises ImportError
+    without Triton, and Triton's errors if it cannot compile.
     """
     if triton is None:
         raise ImportError("Triton is not installed")
     if sums.is_cuda and not isinstance(sum_words, triton.runtime.JITFunction):
-        # It would take the addresses of the device for its own.
+        # The interpreter would read device addresses as host addresses.
         raise RuntimeError("Triton's interpreter reads the memory of the CPU only (TRITON_INTERPRET=1 is set)")
     import numpy as np
     import torch
@@ -63,7 +63,7 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @_jit
-def mixed(
+def mix(
     x: tl.tensor,
     shift_1: tl.constexpr,
     shift_2: tl.constexpr,
@@ -71,7 +71,7 @@ def mixed(
     factor_1: tl.constexpr,
     factor_2: tl.constexpr,
 ) -> tl.tensor:
-    """Mix a block of words as `digest.lanes.Mix` says. They are uint64, so that a shift brings zeros."""
+    """Mix a block of uint64 words, as in `mixing.Mix`. Unsigned, so that right shifts fill with zeros."""
     x = (x ^ (x >> shift_1)) * factor_1
     x = (x ^ (x >> shift_2)) * factor_2
     return x ^ (x >> shift_3)
@@ -98,7 +98,7 @@ def sum_words(
     block: tl.constexpr,
     steps: tl.constexpr,
 ) -> None:
-    """Add block * steps words of one row, both mixes, to the sums of its slot. `add` says what the table holds."""
+    """Add block * steps words of one row, mixed in both ways, to the sums of its slot. `add_rows` builds the table."""
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * columns
     address = tl.load(row)
@@ -109,7 +109,7 @@ def sum_words(
     words = size // 8
     lane = tl.arange(0, block)
     begin = mine * (block * steps)
-    # Keys are kept, and grow by a constant: a multiplication of 64 bits is four of a GPU's.
+    # Keys grow by a constant, because a 64-bit multiplication takes four 32-bit multiplications on a GPU.
     number = (first + begin + lane + 1).to(tl.uint64, bitcast=True)
     key_a = number * step_a
     key_b = number * step_b
@@ -118,10 +118,10 @@ def sum_words(
     source = address.to(tl.pointer_type(tl.int64))
     for step in range(steps):
         at = begin + step * block + lane
-        there = at < words
-        word = tl.load(source + at, mask=there, other=0).to(tl.uint64, bitcast=True)
-        sum_a += tl.where(there, mixed(word + key_a, a1, a2, a3, a4, a5), 0)
-        sum_b += tl.where(there, mixed(word ^ key_b, b1, b2, b3, b4, b5), 0)
+        valid = at < words
+        word = tl.load(source + at, mask=valid, other=0).to(tl.uint64, bitcast=True)
+        sum_a += tl.where(valid, mix(word + key_a, a1, a2, a3, a4, a5), 0)
+        sum_b += tl.where(valid, mix(word ^ key_b, b1, b2, b3, b4, b5), 0)
         key_a += (block * step_a) & 0xFFFFFFFFFFFFFFFF
         key_b += (block * step_b) & 0xFFFFFFFFFFFFFFFF
     # The bytes after the last whole word, padded with zeros, belong to the first program.
@@ -130,15 +130,15 @@ def sum_words(
     byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + words * 8 + place, mask=place < rest, other=0)
     tail = tl.sum(byte.to(tl.int64) << (place * 8).to(tl.int64), axis=0).to(tl.uint64, bitcast=True)
     last = (first + words + 1).to(tl.uint64, bitcast=True)
-    # In one lane of a block: the sum is over blocks.
-    there = (lane == 0) & (rest > 0)
-    sum_a += tl.where(there, mixed(tail + last * step_a, a1, a2, a3, a4, a5), 0)
-    sum_b += tl.where(there, mixed(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
+    # In a single lane, because the sum runs over all lanes.
+    has_tail = (lane == 0) & (rest > 0)
+    sum_a += tl.where(has_tail, mix(tail + last * step_a, a1, a2, a3, a4, a5), 0)
+    sum_b += tl.where(has_tail, mix(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
     tl.atomic_add(sums + slot * 2, tl.sum(sum_a.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
     tl.atomic_add(sums + slot * 2 + 1, tl.sum(sum_b.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
 
 
-# What is compiled into `sum_words`. One by one: the Triton of torch 2.6 takes no tuple.
+# Compile-time constants of `sum_words`, separately because torch 2.6's Triton supports no tuples.
 CONSTANTS = {
     "step_a": STEP_A,
     "step_b": STEP_B,
@@ -148,5 +148,5 @@ CONSTANTS = {
     "block": BLOCK,
     "steps": STEPS,
 }
-# Of the compiler. Nothing here is a float; but newer Tritons warn where it is not said.
+# Compiler options. The kernel uses no floats, but newer Tritons warn unless this is set.
 OPTIONS = {"enable_fp_fusion": False}

@@ -1,32 +1,32 @@
-"""Digests of tensors on an accelerator, computed there: two sums of mixed words, `lanes-128`.
+"""Digests of tensors on an accelerator, computed on the device: two sums of mixed words, `lanes-128`.
 
-The bytes, padded with zeros to whole words of 64 bits, little-endian, are w[0], w[1], ...; n is their number before
+The bytes, padded with zeros to whole 64-bit words, little-endian, are w[0], w[1], ...; n is the number of bytes before
 padding. All arithmetic is modulo 2**64:
 
     a = sum over i of mix_a(w[i] + (i + 1) * STEP_A)      mix_a: the finalizer of SplitMix64
     b = sum over i of mix_b(w[i] ^ (i + 1) * STEP_B)      mix_b: fmix64 of MurmurHash3
     digest = mix_a(a + (n + 1) * STEP_A), mix_b(b ^ (n + 1) * STEP_B), 8 bytes each, little-endian
 
-Sums of integers do not depend on the order of their terms: any number of threads, blocks and atomic additions give the
-same digest, and so do the kernel and the eager form.
+Integer sums do not depend on the order of their terms: any number of threads, blocks and atomic additions gives the
+same digest, in the kernel and in the eager implementation.
 
-What it sees. Both mixes are bijections of 64 bits, so a change within one aligned word, as one flipped bit is, changes
-both sums for certain, and the digest. Each word is mixed with its position, by another step and in another way in each
-lane, so that permuted words, swapped rows, flipped signs, constants and zeros of other lengths give other sums. If the
-terms of a sum are taken for random numbers, changes of several words leave the digest as it was with odds of 2**-128.
-Each of the 64 bits of a word, flipped in 20,000 tensors of random words, of zeros and of float32, flipped each bit of
-the digest in 0.4856 to 0.5155 of them: as far from one half as chance alone is among so many counts (root mean square
-1.00 to 1.02 standard deviations).
+Detection: both mixes are bijections on 64 bits, so any change within one aligned word, like a flipped bit, changes both
+sums and the digest. Each word is mixed with its position, differently in each lane, so permuted words, swapped rows,
+flipped signs, constants and zeros of different lengths change the sums. If the terms of a sum are modelled as random
+numbers, a change of several words goes undetected with a probability of 2**-128. In an experiment, each of the 64 bits
+of a word was flipped in 20,000 tensors of random words, of zeros and of float32: each bit of the digest changed in
+0.4856 to 0.5155 of the tensors, as expected by chance among so many counts (root mean square 1.00 to 1.02 standard
+deviations).
 
-What it does not withstand is somebody who knows the constants. Terms of a sum can be chosen to cancel; and a lane sees
-only the set of keyed words, which words a multiple of the step apart can keep while they change places. The two lanes
-have steps of their own for that. The digest finds faults, not forgers.
+The digest detects faults, not forgeries. Whoever knows the constants can choose terms that cancel. A single lane
+depends only on the set of keyed words, and words that differ by a multiple of the step can keep this set while they
+change places; therefore the two lanes have different steps.
 
-Constants: STEP_A and mix_a from Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", as in the
+Sources: STEP_A and mix_a from Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", as in the
 reference code https://prng.di.unimi.it/splitmix64.c; mix_b from MurmurHash3, Austin Appleby,
-https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp;
-STEP_B is the 64-bit LCG multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers for
-congruential pseudorandom number generators".
+https://github.com/aappleby/smhasher/blob/0ff96f7835817a27d0487325b6c16033e2992eb5/src/MurmurHash3.cpp; STEP_B is the
+64-bit LCG multiplier of Steele, Vigna 2021, "Computationally easy, spectrally good multipliers for congruential
+pseudorandom number generators".
 """
 
 from __future__ import annotations
@@ -34,54 +34,35 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from syncheck.live.digest import parts
+from syncheck.live.digest.mixing import MIX_A, MIX_B, STEP_A, STEP_B, Mix, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LANES = "lanes-128"
-STEP_A, STEP_B = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
-
-class Mix(NamedTuple):
-    """x ^= x >> s for each shift, with a multiplication after the first and the second."""
-
-    shifts: tuple[int, int, int]
-    factors: tuple[int, int]
-
-
-MIX_A = Mix((30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-MIX_B = Mix((33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
-
-# Bytes that the eager form works on at a time. It keeps four temporaries of this size.
+# Bytes per step of the eager implementation, which allocates four temporaries of this size.
 EAGER = 8 << 20
 
 
-class Row(NamedTuple):
-    """Bytes to add to the sums of a slot. tensor: lies in order, aligned. first: the number of its first word."""
-
-    tensor: Any
-    first: int
-    slot: int
-
-
 class _Kernel:
-    """The fused kernel. broken: why it is not tried any more. fallback: why the eager form was last taken."""
+    """The fused kernel. broken: why it is disabled. fallback: why the eager implementation was last used."""
 
     broken = fallback = ""
 
     def add(self, rows: Sequence[Row], sums: Any) -> None:
-        """Add the words of rows to the sums, by the kernel or without it: the sums are the same."""
+        """Add the words of rows to the sums, with the kernel or eagerly; the sums are the same."""
         if not self.broken:
             try:
                 from syncheck.live.digest import kernel as digest_kernel
 
-                digest_kernel.add(rows, sums)
-            except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, a device that it does not know, ...
+                digest_kernel.add_rows(rows, sums)
+            except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
                 self.fallback = f"{type(error).__name__}: {error}"
-                # Memory may be free at the next check; the other reasons stay.
+                # Memory may be free at the next check; other errors are permanent.
                 if not (isinstance(error, MemoryError) or "out of memory" in str(error).lower()):
                     self.broken = self.fallback
             else:
@@ -95,28 +76,29 @@ KERNEL = _Kernel()
 
 @dataclass
 class Pending:
-    """Digests that the device is still computing. sums: [tensors, 2] of int64 there. sizes: bytes of each tensor."""
+    """Digests in computation on a device. sums: int64[tensors, 2] on the device. sizes: bytes of each tensor."""
 
     sums: Any
     sizes: Sequence[int]
 
     def read(self) -> list[bytes]:
-        """Wait for the device, and return the digest of each tensor, 16 bytes. One copy from the device."""
+        """Wait for the device and return the 16-byte digest of each tensor, with one copy from the device."""
         import numpy as np
 
-        found = self.sums.cpu().numpy().view(np.uint64)
+        sums = self.sums.cpu().numpy().view(np.uint64)
         ends = np.array(self.sizes, np.uint64) + np.uint64(1)
-        a = _mixed(found[:, 0] + ends * np.uint64(STEP_A), MIX_A)
-        b = _mixed(found[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
+        a = _mix_uint64(sums[:, 0] + ends * np.uint64(STEP_A), MIX_A)
+        b = _mix_uint64(sums[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
         data = np.stack([a, b], axis=1).astype("<u8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
-def start(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | None = None) -> Pending:
-    """Begin to compute the digests of strided tensors of one device, without waiting for it.
+def start_digests(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | None = None) -> Pending:
+    """Start to compute the digests of strided tensors of one device, without waiting for the device.
 
-    Tensors in C order are read where they lie, others are copied on the device in parts. add: adds rows to the sums;
-    None takes the kernel on a GPU and the eager form elsewhere. Raises UsageError for a tensor without storage.
+    Tensors in C order are read in place, other tensors are copied on the device part by part. add: adds rows to the
+    sums; None for the kernel on a GPU and the eager implementation elsewhere. Raises UsageError for a tensor without
+    storage.
     """
     import torch
 
@@ -129,10 +111,10 @@ def start(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | No
         rows: list[Row] = []
         copied = 0
         for slot, tensor in enumerate(tensors):
-            for first, part in parts.in_parts(tensor):
+            for first, part in parts.iterate_parts(tensor):
                 rows.append(Row(part, first, slot))
                 copied += 0 if part is tensor else part.nbytes
-                if copied >= parts.MOST_COPIED:  # given back before more is copied
+                if copied >= parts.MOST_COPIED:  # freed before the next copies
                     add(rows, sums)
                     rows, copied = [], 0
         if rows:
@@ -141,16 +123,16 @@ def start(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | No
 
 
 def add_eagerly(rows: Sequence[Row], sums: Any) -> None:
-    """Add the words of rows to the sums with torch's own operations, on any device that has integers of 64 bits."""
+    """Add the words of rows to the sums with torch operations, on any device with 64-bit integers."""
     for tensor, first, slot in rows:
         row = parts.as_bytes(tensor)
         for begin in range(0, len(row), EAGER):
-            words = _words(row[begin : begin + EAGER])
-            sums[slot] += _sums(words, first + begin // parts.WORD)
+            words = _as_words(row[begin : begin + EAGER])
+            sums[slot] += _sum_words(words, first + begin // parts.WORD)
 
 
-def _words(row: Any) -> Any:
-    """Return bytes as words, padded with zeros to whole ones."""
+def _as_words(row: Any) -> Any:
+    """Return bytes as 64-bit words, padded with zeros."""
     torch = sys.modules["torch"]
     rest = len(row) % parts.WORD
     if rest:
@@ -158,28 +140,28 @@ def _words(row: Any) -> Any:
     return row.view(torch.int64)
 
 
-def _sums(words: Any, first: int) -> Any:
-    """Return both sums over words. first: the number of the first. torch calculates with int64 modulo 2**64."""
+def _sum_words(words: Any, first: int) -> Any:
+    """Return both sums over words. first: the index of the first word. int64 arithmetic in torch is modulo 2**64."""
     torch = sys.modules["torch"]
     numbers = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
-    a = numbers * _signed(STEP_A)
+    a = numbers * _to_signed(STEP_A)
     a = _mix_in_place(a.add_(words), MIX_A).sum()
-    b = numbers.mul_(_signed(STEP_B))
+    b = numbers.mul_(_to_signed(STEP_B))
     b = _mix_in_place(b.bitwise_xor_(words), MIX_B).sum()
     return torch.stack([a, b])
 
 
 def _mix_in_place(x: Any, mix: Mix) -> Any:
     for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
-        # A shift of int64 brings copies of the sign; the mask takes them away.
+        # A right shift of int64 copies the sign; the mask removes the copies.
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor:
-            x.mul_(_signed(factor))
+            x.mul_(_to_signed(factor))
     return x
 
 
-def _mixed(x: Any, mix: Mix) -> Any:
-    """Mix an array of uint64."""
+def _mix_uint64(x: Any, mix: Mix) -> Any:
+    """Mix a uint64 array."""
     import numpy as np
 
     for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
@@ -189,6 +171,6 @@ def _mixed(x: Any, mix: Mix) -> Any:
     return x
 
 
-def _signed(number: int) -> int:
-    """Return the int64 with the bits of a number of 64 bits."""
+def _to_signed(number: int) -> int:
+    """Return the int64 with the same bits as a 64-bit number."""
     return number - (1 << 64) if number >> 63 else number

@@ -1,4 +1,4 @@
-"""The checkpoint of one rank, which only that rank's process can read, as the ranks compare what they hold."""
+"""The checkpoint file of one rank, readable by that rank only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.kernel.blocks import Files, is_plain, ranges
 from syncheck.live.digest import Stream
-from syncheck.live.digest.host import default
+from syncheck.live.digest.host import default_algorithm
 from syncheck.snapshots import Snapshot, contiguous_strides
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
 
-class Stored:
-    """The bytes of a tensor in a file, in C order and little-endian, read a part at a time."""
+class FileBytes:
+    """The bytes of a tensor in a file, in C order and little-endian, read part by part."""
 
     __slots__ = ("_files", "_tensor")
 
@@ -31,40 +31,40 @@ class Stored:
         try:
             return bytes(self._files.read(self._tensor, part.start // size, (part.stop - part.start) // size, 0))
         except CheckpointError as error:
-            # On the rank that compares it would pass for one of several files, of which the rest is compared.
+            # The comparing rank would treat a CheckpointError as one unreadable file among several, and continue.
             raise RankFailed(str(error)) from error
 
     def digest(self, algorithm: str | None) -> tuple[str, bytes]:
-        """Return algorithm and digest, as `live.digest.digest_all` does of a tensor in memory."""
-        name = algorithm or default()
-        found = Stream(name)
+        """Return algorithm and digest, like `live.digest.digest_all` for a tensor in memory."""
+        name = algorithm or default_algorithm()
+        stream = Stream(name)
         for start, count in ranges([self._tensor]):
-            found.update(self._files.read(self._tensor, start, count, 0))
-        return name, found.digest()
+            stream.update(self._files.read(self._tensor, start, count, 0))
+        return name, stream.digest()
 
 
-def opened(path: str, files: Files) -> Snapshot:
-    """Open the one checkpoint at a path; its tensors are read through `files`.
+def open_checkpoint(path: str, files: Files) -> Snapshot:
+    """Open the checkpoint at a path; its tensors are read through `files`.
 
-    Raises CheckpointError for what cannot be read, UsageError for a folder of several checkpoints and a fingerprint.
+    Raises CheckpointError for unreadable files, UsageError for a folder of several checkpoints and for a fingerprint.
     """
-    found = paths.open_checkpoints([path])
-    for broken in found.unreadable:
+    opened = paths.open_checkpoints([path])
+    for broken in opened.unreadable:
         raise UsageError(f"{broken.path}: {broken.reason}")
-    if len(found.snapshots) != 1:
-        raise UsageError(f"{path}: {len(found.snapshots)} checkpoints; needs the one of this rank")
-    snapshot = found.snapshots[0]
+    if len(opened.snapshots) != 1:
+        raise UsageError(f"{path}: {len(opened.snapshots)} checkpoints; expected the checkpoint of this rank")
+    snapshot = opened.snapshots[0]
     if any(tensor.digest is not None for tensor in snapshot.tensors.values()):
-        raise UsageError(f"{path}: a fingerprint; these are compared without torchrun: syncheck compare *.json")
-    tensors = {name: _readable(tensor, files) for name, tensor in snapshot.tensors.items()}
-    # Ties are told by places in the file, which the others cannot see.
+        raise UsageError(f"{path}: a fingerprint; compare fingerprints without torchrun: syncheck compare *.json")
+    tensors = {name: _make_readable(tensor, files) for name, tensor in snapshot.tensors.items()}
+    # Ties follow from offsets in the file, which other ranks do not see.
     return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, find_shared_tensors(snapshot.tensors.values()))))
 
 
-def _readable(tensor: Tensor, files: Files) -> Tensor:
+def _make_readable(tensor: Tensor, files: Files) -> Tensor:
     if tensor.refused:
         return tensor
-    # Whatever lay about it in the file is undone by reading.
+    # Reading resolves the memory order of the file.
     return replace(
         tensor,
         strides=contiguous_strides(tensor.shape),
@@ -75,5 +75,5 @@ def _readable(tensor: Tensor, files: Files) -> Tensor:
         crc32=tensor.crc32 if is_plain(tensor) else None,
         record=None,
         opened=None,
-        data=Stored(tensor, files),
+        data=FileBytes(tensor, files),
     )

@@ -1,6 +1,6 @@
-"""Train with Accelerate and a monitor on all ranks, once for each case named, and write what came of it.
+"""Train with Accelerate and a monitor on all ranks, once per case, and write the outcomes.
 
-A case that raises ends the program with that error.
+A case that raises ends the program with its error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from syncheck.integrations.accelerate import monitor
 def loop(
     folder: str, case: str, *, norm: Any = torch.nn.LayerNorm, accumulate: int = 1, fault: str = "", **watched: Any
 ) -> None:
-    """Train six batches, and write what came of it. watched: options of the monitor; none for a loop without it."""
+    """Train six batches and write the outcome. watched: options of the monitor; none for a loop without it."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    if fault == "scaler":  # which mixed precision on a GPU has
+    if fault == "scaler":  # as with mixed precision on a GPU
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
-        accelerator.scaler.scale(torch.ones(()))  # makes its state
+        accelerator.scaler.scale(torch.ones(()))  # creates its state
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), norm(8), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -51,7 +51,7 @@ def loop(
 
 
 def main(folder: str, *cases: str) -> None:
-    """Run the cases, one after the other."""
+    """Run the cases in order."""
     for case in cases:
         if case == "plain":
             loop(folder, case)

@@ -1,7 +1,7 @@
-"""Train with Lightning and the callback on all ranks, once for each case named, and write what came of it.
+"""Train with Lightning and the callback on all ranks, once per case, and write the outcomes.
 
-The folder gets CASE.rank<r>.json of each case: steps at which a check was made, verdicts, a digest of what was trained.
-A case that raises ends the program with that error.
+Writes CASE.rank<r>.json for each case: checked steps, verdicts, a digest of the training. A case that raises ends the
+program with its error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SILENT: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": 
 
 
 class Net(lightning.LightningModule):
-    """A small network. fault: what rank 1 does before its batch 3."""
+    """A small network. fault: called on rank 1 before its batch 3."""
 
     def __init__(
         self, norm: type[torch.nn.Module] = torch.nn.LayerNorm, *, fault: str = "", manual: bool = False
@@ -43,12 +43,12 @@ class Net(lightning.LightningModule):
         self.fault, self.automatic_optimization = fault, not manual
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """Return the loss; step both optimizers where that is done by hand."""
+        """Return the loss; with manual optimization, step both optimizers."""
         if index == 3 and self.global_rank == 1 and self.fault == "weight":
             self.net[2].weight.data[0, 1] += 1
         if index == 3 and self.global_rank == 1 and self.fault == "raise":
             raise ZeroDivisionError("planted")
-        # As the module is called by DDP, each rank has data of its own.
+        # Each rank has its own data.
         loss = self.net(batch[0] + self.global_rank).square().mean()
         if not self.automatic_optimization:
             self.manual_backward(loss)
@@ -58,23 +58,23 @@ class Net(lightning.LightningModule):
         return loss
 
     def configure_model(self) -> None:
-        """Shard the model where the strategy has a mesh."""
+        """Shard the model if the strategy has a mesh."""
         if self.device_mesh is not None and not isinstance(self.net, FSDPModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def validation_step(self, batch: Any, _: int) -> None:
-        """Evaluate through the wrapper, as Lightning does."""
+        """Evaluate through the wrapper, like Lightning."""
         self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer, or two where they are stepped by hand."""
+        """Return one optimizer, or two with manual optimization."""
         if self.automatic_optimization:
             return torch.optim.AdamW(self.parameters())
         return [torch.optim.SGD(self.net[i].parameters(), 0.1, momentum=0.9) for i in (0, 2)]
 
 
 class TensorBoardStandIn(Logger):
-    """A logger like TensorBoard's, whose writer only keeps what it is given."""
+    """A logger like TensorBoard's, whose writer records scalars."""
 
     name, version = "stand-in", 0
 
@@ -84,18 +84,18 @@ class TensorBoardStandIn(Logger):
         self.experiment = self
 
     def add_scalar(self, *scalar: Any) -> None:
-        """Keep one."""
+        """Record a scalar."""
         self.scalars.append(scalar)
 
     def log_metrics(self, *_: Any, **__: Any) -> None:
-        """Keep none of Lightning's own."""
+        """Ignore Lightning's metrics."""
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Keep none."""
+        """Ignore hyperparameters."""
 
 
 def fit(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, **training: Any) -> None:
-    """Train, and write what came of it.
+    """Train and write the outcome.
 
     watched: options of the callback; None for a training without it. more: other callbacks. resume: a checkpoint.
     """
@@ -105,7 +105,7 @@ def fit(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, *
     events = f"{folder}/{case}.jsonl"
     callbacks = [] if watched is None else [SyncCheckCallback(**{"events": events, **watched})]
     training = {"max_epochs": 1, "logger": False, **SILENT, "default_root_dir": folder, **training}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # the test has started both ranks; elsewhere Lightning does
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the test has started both ranks; otherwise Lightning starts them
         training = {"num_nodes": 2, "devices": 1, "strategy": DDPStrategy(process_group_backend="gloo"), **training}
     trainer = lightning.Trainer(accelerator="cpu", callbacks=[*callbacks, *more], **training)
 
@@ -121,7 +121,7 @@ def fit(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, *
 
 
 def main(folder: str, *cases: str) -> None:
-    """Run the cases, one after the other."""
+    """Run the cases in order."""
     batchnorm = torch.nn.BatchNorm1d
     for case in cases:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the programs of this folder write of a training, for the tests to read."""
+"""Write the outcome of a training for the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def digest(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> str:
-    """Digest every bit that a training leaves: parameters, buffers, optimizer states, the random numbers to come."""
+    """Digest the result of a training: parameters, buffers, optimizer states, RNG state."""
     states = [optimizer.state[p] for optimizer in optimizers for p in model.parameters() if p in optimizer.state]
     tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
     tensors.append(torch.get_rng_state())
@@ -31,7 +31,7 @@ def digest(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> str:
 
 
 def write(folder: str, case: str, monitor: Any, error: BaseException | None, **more: Any) -> None:
-    """Write CASE.rank<r>.json: what the monitor did and found, with rank 0's events of CASE.jsonl, and the error."""
+    """Write CASE.rank<r>.json: the monitor's checks and findings, rank 0's events of CASE.jsonl, and the error."""
     events = Path(folder, f"{case}.jsonl")
     told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     last = monitor.last if monitor is not None else None
@@ -52,9 +52,9 @@ def write(folder: str, case: str, monitor: Any, error: BaseException | None, **m
 
 @contextmanager
 def written(folder: str, case: str, result: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Write what came of a training within; what it raises is written down too, and goes on from there.
+    """Write the outcome of the training in this context, with its error, which propagates.
 
-    result: gives what else `write` takes, when the training is over.
+    result: returns further fields for `write` after the training.
     """
     try:
         yield

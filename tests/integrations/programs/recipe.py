@@ -1,4 +1,4 @@
-"""Run the recipe of a library in docs/integrations.md on all ranks, and write what its monitor found."""
+"""Run the recipe of a library in docs/integrations.md on all ranks, and write the findings of its monitor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes import blocks
 
 
 def names(heading: str) -> dict[str, Any]:
-    """Return what the reader of a recipe has: a model, its data, an optimizer."""
+    """Return the names that a recipe assumes: a model, its data, an optimizer."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randint(0, 2, (32,)))
     loader = torch.utils.data.DataLoader(data, batch_size=4)

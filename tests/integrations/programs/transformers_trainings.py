@@ -1,6 +1,6 @@
-"""Train with transformers' Trainer and the callback on all ranks, once for each case named, and write what came of it.
+"""Train with the transformers Trainer and the callback on all ranks, once per case, and write the outcomes.
 
-A case that raises ends the program with that error.
+A case that raises ends the program with its error.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Net(torch.nn.Module):
-    """A small network that returns its loss, as the Trainer wants it."""
+    """A small network that returns its loss, as the Trainer requires."""
 
     def __init__(self, norm: type[torch.nn.Module] = torch.nn.LayerNorm) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), norm(8), torch.nn.Linear(8, 2))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the loss of a batch; each rank has data of its own."""
+        """Return the loss of a batch; each rank has its own data."""
         out = self.net(x + RANK)
         return {"loss": out.square().mean(), "logits": out}
 
 
 class Fault(TrainerCallback):
-    """What rank 1 does before its fourth step."""
+    """A fault on rank 1 before its fourth step."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plant it."""
+        """Inject the fault."""
         if state.global_step == 3 and RANK == 1:
             if self.kind == "raise":
                 raise ZeroDivisionError("planted")
@@ -46,7 +46,7 @@ class Fault(TrainerCallback):
 
 
 def train(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, fault: str = "", **given: Any) -> None:
-    """Train, and write what came of it. watched: options of the callback; None for a training without it."""
+    """Train and write the outcome. watched: options of the callback; None for a training without it."""
     resume = given.pop("resume", None)
     data = [{"x": torch.randn(4)} for _ in range(48)]
     callbacks: list[Any] = [Fault(fault)] if fault in ("weight", "raise") else []
@@ -58,7 +58,7 @@ def train(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None,
         **{"num_train_epochs": 1, "save_strategy": "no", **given},
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
-    if fault == "scaler":  # which mixed precision on a GPU has
+    if fault == "scaler":  # as with mixed precision on a GPU
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
 
     def result() -> dict[str, Any]:
@@ -70,7 +70,7 @@ def train(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None,
 
 
 def main(folder: str, *cases: str) -> None:
-    """Run the cases, one after the other."""
+    """Run the cases in order."""
     batchnorm = torch.nn.BatchNorm1d
     for case in cases:
         set_seed(0)
@@ -80,7 +80,7 @@ def main(folder: str, *cases: str) -> None:
             train(folder, case, Net(), watched={"every": 4})
         elif case == "accumulated":
             train(folder, case, Net(), watched={"every": 2}, gradient_accumulation_steps=2)
-        elif case == "evaluated":  # after each epoch, also after the last
+        elif case == "evaluated":  # after each epoch, including the last
             watched = {"every": 100, "on_desync": "warn"}
             train(folder, case, Net(batchnorm), watched=watched, num_train_epochs=2, eval_strategy="epoch")
         elif case == "resumed":

@@ -1,4 +1,4 @@
-"""The bytes of a tensor in memory, a part at a time: right for every order in which it may lie, and nothing is kept."""
+"""Partial reads of a tensor in memory are correct for every memory order, and nothing is cached."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from syncheck.live.memory import held
-from syncheck.live.memory.held import Held
+from syncheck.live.memory import tensor_bytes
+from syncheck.live.memory.tensor_bytes import TensorBytes
 
 BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
 LAID: dict[str, Any] = {
@@ -34,16 +34,16 @@ LAID: dict[str, Any] = {
 
 
 def whole(source: Any) -> bytes:
-    """Return the bytes in C order and of this machine's byte order, as its library has them."""
+    """Return the bytes in C order and native byte order, by the tensor's library."""
     if isinstance(source, np.ndarray):
         return source.astype(source.dtype.newbyteorder("=")).tobytes()
     return source.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).numpy().tobytes()
 
 
 @pytest.mark.parametrize("how", LAID)
-def test_any_part_is_that_of_the_whole(how: str) -> None:
-    """Any range of bytes, within elements too, is that of the tensor in C order, whatever mode torch is in."""
-    data, source = whole(LAID[how]), Held(LAID[how])
+def test_any_range_of_bytes(how: str) -> None:
+    """Any byte range, even within elements, equals the range of the tensor in C order, in all torch modes."""
+    data, source = whole(LAID[how]), TensorBytes(LAID[how])
     chosen = random.Random(1)
     ranges = [sorted((chosen.randrange(len(data) + 9), chosen.randrange(len(data) + 9))) for _ in range(60)]
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -53,13 +53,13 @@ def test_any_part_is_that_of_the_whole(how: str) -> None:
                 assert source[start:stop] == data[start:stop], (start, stop)
 
 
-def test_what_lies_otherwise_is_copied_in_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor in other strides only what is read is copied, each time anew, so that a change is seen."""
+def test_strided_tensors_are_copied_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For other strides each read copies only its range, again each time, so changes are visible."""
     tensor = torch.zeros(1000, 500).t()
     copied: list[int] = []
-    real = held.flat_bytes
-    monkeypatch.setattr(held, "flat_bytes", lambda source: copied.append(source.numel()) or real(source))
-    source = Held(tensor)
+    real = tensor_bytes.flat_bytes
+    monkeypatch.setattr(tensor_bytes, "flat_bytes", lambda source: copied.append(source.numel()) or real(source))
+    source = TensorBytes(tensor)
     assert source[4000:4040] == bytes(40)
     tensor[1] = 1  # the second row is bytes 4,000 to 8,000
     assert source[4000:4040] == whole(torch.ones(10))

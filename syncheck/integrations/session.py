@@ -1,4 +1,4 @@
-"""What the callbacks of all libraries do with a monitor; what differs is which of their hooks calls it."""
+"""The monitor of one training run, shared by the callbacks of all libraries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
 
 
-class Watching:
-    """Makes a monitor at the start of each training, and ends it with the training.
+class MonitorSession:
+    """Creates a monitor at the start of each training run, and ends it with the run.
 
-    every, on_desync, options: of SyncMonitor; UsageError for wrong ones comes here, before anything is trained.
-    monitor: of the training that runs, or that ran last.
+    every, on_desync, options: of SyncMonitor; invalid values raise UsageError here, before the training. monitor: of
+    the current or last run.
     """
 
     def __init__(self, every: int, on_desync: Any, options: Mapping[str, Any]) -> None:
@@ -25,22 +25,22 @@ class Watching:
         SyncMonitor(None, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Launchers that spawn processes send the callback to them; a monitor belongs to the process that it is in.
+        # Launchers pickle the callback for spawned processes; a monitor belongs to one process.
         return {**self.__dict__, "monitor": None}
 
     def begin(self, model: Any, optimizer: Any, scaler: Any, *, start: int, writer: Any = None) -> None:
-        """Watch these from now on. start: steps done before. writer: unless the options have one."""
+        """Create the monitor. start: steps before this run. writer: unless the options contain a writer."""
         from syncheck.live import SyncMonitor
 
-        given: dict[str, Any] = {"scaler": scaler, "start": start, "writer": writer, **self._options}
-        self.monitor = SyncMonitor(model, optimizer, **given)
+        arguments: dict[str, Any] = {"scaler": scaler, "start": start, "writer": writer, **self._options}
+        self.monitor = SyncMonitor(model, optimizer, **arguments)
 
     def step(self, *, last: bool) -> None:
-        """Count an optimizer step. last: check in any case, for no further step will follow."""
+        """Count an optimizer step. last: check in any case, because no step follows."""
         if self.monitor is None:
             return
         try:
-            # Also a step that the gradient scaler skipped is one: ranks that count alike do not wait for each other.
+            # Count steps that the gradient scaler skipped too: ranks with equal counts do not wait for each other.
             if self.monitor.step() is None and last:
                 self.monitor.check()
         except BaseException as error:
@@ -48,7 +48,7 @@ class Watching:
             raise
 
     def end(self) -> None:
-        """Check what was done since the last check, if anything was."""
+        """Check if steps followed the last check."""
         if self.monitor is not None:
             self.monitor.close()
 

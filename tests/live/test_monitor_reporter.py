@@ -1,4 +1,4 @@
-"""What a monitor tells, on one rank only: lines, events, scalars; and that telling never stops a training."""
+"""The output of a monitor on one rank: lines, events, scalars. Output errors never stop a training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Notes scalars, as TensorBoard's SummaryWriter would."""
+    """Records scalars, like TensorBoard's SummaryWriter."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, dict[int, float]] = {}
@@ -30,7 +30,7 @@ class Writer:
 
 
 class Broken:
-    """Fails whatever it is asked."""
+    """Raises in every method."""
 
     is_terminal = False
     asked = 0
@@ -46,7 +46,7 @@ class Broken:
 
 @pytest.mark.syncheck(ranks=3)
 def test_events_are_lines_of_json(syncheck_rank: Rank, tmp_path: Path) -> None:
-    """Rank 0 appends a JSON object a line: the start, each check with its findings, new trouble, and the end."""
+    """Rank 0 appends one JSON object per line: start, each check with its findings, new desyncs, end."""
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "of an earlier run"}\n')
     Watched(plant=flip_at(3, rank=2)).run(5, on_desync="warn", events=path)
@@ -71,7 +71,7 @@ def test_events_are_lines_of_json(syncheck_rank: Rank, tmp_path: Path) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_events_are_written_at_once(syncheck_rank: Rank, tmp_path: Path) -> None:
-    """A check's event is on disk when the check returns, and an exception's name when the context is left."""
+    """A check's event is on disk when the check returns, and an exception's name when the context ends."""
     path = tmp_path / "events.jsonl"
     watched = Watched()
     seen = []
@@ -93,8 +93,8 @@ def test_events_are_written_at_once(syncheck_rank: Rank, tmp_path: Path) -> None
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_end_names_what_its_last_check_raised(syncheck_rank: Rank, tmp_path: Path) -> None:
-    """Where the check at the end of the context raises, the last event has the exception's name."""
+def test_the_end_event_names_the_exception(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """If the check at the end of the context raises, the last event has the exception's name."""
     path = tmp_path / "events.jsonl"
     outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 1, events=path)
     assert [outcome.error for outcome in outcomes] == ["OutOfSync"] * 2
@@ -106,7 +106,7 @@ def test_the_end_names_what_its_last_check_raised(syncheck_rank: Rank, tmp_path:
 
 @pytest.mark.syncheck(ranks=2)
 def test_scalars_go_to_the_writer_of_one_rank(syncheck_rank: Rank) -> None:
-    """The writer gets verdict, number of tensors and largest gap of each check, on rank 0 only."""
+    """The writer gets verdict, number of tensors and largest difference of each check, on rank 0 only."""
     writer = Writer()
     Watched(plant=flip_at(3, rank=1)).run(4, on_desync="warn", writer=writer)
     if syncheck_rank.rank:
@@ -120,8 +120,8 @@ def test_scalars_go_to_the_writer_of_one_rank(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_trouble_is_told_at_length_once(syncheck_rank: Rank) -> None:
-    """The first check that finds a fault says what and how to mend it, the next ones that it is still there."""
+def test_findings_are_detailed_once(syncheck_rank: Rank) -> None:
+    """The first check that finds a fault prints details and the fix, the next checks one line."""
     console, out = printer()
     Watched(plant=flip_at(3, rank=1)).run(6, on_desync="warn", console=console)
     lines = out.getvalue().splitlines()
@@ -138,8 +138,8 @@ def test_trouble_is_told_at_length_once(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_new_trouble_is_told_beside_the_old(syncheck_rank: Rank) -> None:
-    """A second fault, of another tensor, is told at length though the first is still there."""
+def test_new_findings_beside_known_ones(syncheck_rank: Rank) -> None:
+    """A second fault in another tensor is printed in detail although the first persists."""
 
     def plant(step: int, model: Any) -> None:
         flip_at(1, rank=1)(step, model)
@@ -155,8 +155,8 @@ def test_new_trouble_is_told_beside_the_old(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_terminal_gets_colours_and_folded_lines(syncheck_rank: Rank) -> None:
-    """On a terminal nothing is wider than it, and the verdict is coloured."""
+def test_a_terminal_gets_colors_and_wrapped_lines(syncheck_rank: Rank) -> None:
+    """On a terminal lines are wrapped, and the verdict is colored."""
     console, out = printer(force_terminal=True, width=60, color_system="standard")
     Watched(plant=flip_at(1, rank=1)).run(2, on_desync="warn", console=console)
     if syncheck_rank.rank == 0:
@@ -168,7 +168,7 @@ def test_a_terminal_gets_colours_and_folded_lines(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_by_default_rank_0_prints_to_stderr(syncheck_rank: Rank) -> None:
-    """Without a console there is a line on rank 0's stderr and none on the others'; with False there is none at all."""
+    """Without a console rank 0 prints a line to stderr and other ranks nothing; with False no rank prints."""
     for console, expected in ((None, int(syncheck_rank.rank == 0)), (False, 0)):
         heard = StringIO()
         with redirect_stderr(heard):
@@ -178,8 +178,8 @@ def test_by_default_rank_0_prints_to_stderr(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("what", ["full", "nowhere", "writer"])
-def test_what_cannot_be_written_is_said_once(syncheck_rank: Rank, what: str, tmp_path: Path) -> None:
-    """A full disk, a missing folder and a writer that raises are one warning on rank 0; the training goes on."""
+def test_output_errors_are_reported_once(syncheck_rank: Rank, what: str, tmp_path: Path) -> None:
+    """A full disk, a missing folder and a failing writer give one warning on rank 0; the training continues."""
     broken = Broken()
     paths = {"full": Path("/dev/full"), "nowhere": tmp_path / "no" / "events.jsonl"}
     console, out = printer()
@@ -188,21 +188,21 @@ def test_what_cannot_be_written_is_said_once(syncheck_rank: Rank, what: str, tmp
     assert report.verdict == "in_sync"
     warnings = [line for line in out.getvalue().splitlines() if "warning" in line]
     assert len(warnings) == int(syncheck_rank.rank == 0)
-    assert all(line.endswith("; nothing more is written there") for line in warnings)
+    assert all(line.endswith("; this output is disabled") for line in warnings)
     assert broken.asked == (what == "writer" and syncheck_rank.rank == 0)
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_broken_console_stops_nothing(syncheck_rank: Rank) -> None:
-    """Where the log cannot be printed, as to a pipe that is closed, the training goes on, and it is tried once."""
+    """If the log cannot be printed, for example to a closed pipe, it is disabled, and the training continues."""
     broken = Broken()
     assert all_pass(each_rank(Watched().run, 6, console=broken)).verdict == "in_sync"
     assert broken.asked == int(syncheck_rank.rank == 0)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_nothing_compared_is_warned_of_once(syncheck_rank: Rank) -> None:
-    """Where no tensor is compared the monitor says so once, and does not raise."""
+def test_nothing_compared_warns_once(syncheck_rank: Rank) -> None:
+    """If no tensor is compared, the monitor warns once and does not raise."""
     console, out = printer()
     report = all_pass(each_rank(Watched().run, 6, console=console, exclude="*"))
     assert report.verdict == "undecided"
@@ -212,8 +212,8 @@ def test_nothing_compared_is_warned_of_once(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("configured", [False, True], ids=["no logging", "logging"])
-def test_a_repair_is_told_once(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, configured: bool) -> None:
-    """A repair stands once on stderr, with its details; a program's own handlers get what is logged all the same."""
+def test_a_repair_is_printed_once(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, configured: bool) -> None:
+    """A repair is printed once on stderr with details; the program's own log handlers get the message too."""
     rows: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: rows.append(record.getMessage())  # type: ignore[method-assign]

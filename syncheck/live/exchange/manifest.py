@@ -1,0 +1,334 @@
+"""Manifests of the ranks' tensors and values, without the bytes, and their exchange between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.dtypes import DTYPES
+from syncheck.errors import UsageError, one_line
+from syncheck.live.digest import COMMON, WIDTH, digest_all, hash_digests
+from syncheck.live.digest.lanes import KERNEL
+from syncheck.live.exchange.stored import FileBytes
+from syncheck.live.memory import FORMAT, agree_on_buffers
+from syncheck.live.memory.tensor_bytes import TensorBytes
+from syncheck.names import normalize
+from syncheck.snapshots import Digest, Metadata, Sharding, Snapshot, Tensor, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.api import Options
+    from syncheck.live.channel import Channel
+
+    Key = tuple[bytes, bytes]
+    from syncheck.messages import Message
+
+
+class Row(NamedTuple):
+    """One tensor. algorithm: of its digest; empty without a digest. sharding: index in the manifest's list, or -1.
+
+    crc32: the checksum that torch.save stored for its bytes, if it is in a file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    refused: Message | None
+    parameter: bool
+    algorithm: str
+    sharding: int
+    crc32: int | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of one rank in order, and its plain values. Small, and equal on ranks with the same model.
+
+    shardings: the distinct shardings of DTensors. ties: groups of names of the same tensor in a file.
+    """
+
+    format: str
+    rows: tuple[Row, ...]
+    shardings: tuple[Sharding, ...]
+    values: Mapping[str, Any]
+    stubs: tuple[str, ...]
+    metadata: Metadata | None
+    notes: tuple[Message, ...]
+    ties: tuple[tuple[str, ...], ...]
+
+    def hash_layout(self) -> bytes:
+        """Return 16 bytes that are equal if everything but the values is equal; only their names count."""
+        names = tuple(self.values)
+        rest = repr((self.format, names, self.stubs, self.metadata, self.notes, self.ties))
+        return _hash(_hash_rows(self.rows, self.shardings), rest)
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that are equal for equal manifests."""
+        return _hash(self.hash_layout(), repr(self.values))
+
+    def normalized_names(self) -> dict[str, str]:
+        """Return each tensor's name without wrapper prefixes, by name. Ranks are compared by normalized names."""
+        return normalize(row.name for row in self.rows)
+
+    def make_tensors(self, digests: Sequence[bytes]) -> dict[str, Tensor]:
+        """Return the tensors as all ranks see them, with digests and without bytes."""
+        return {
+            row.name: Tensor(
+                row.name,
+                row.dtype,
+                row.shape,
+                contiguous_strides(row.shape),
+                "",
+                0,
+                refused=row.refused,
+                data=b"",
+                parameter=row.parameter,
+                sharding=self.shardings[row.sharding] if row.sharding >= 0 else None,
+                same=digest,
+                crc32=row.crc32,
+                record=(row.crc32, 0, math.prod(row.shape) * DTYPES[row.dtype].size) if row.crc32 else None,
+            )
+            for row, digest in zip(self.rows, digests, strict=True)
+        }
+
+
+def _hash(first: bytes, rest: str) -> bytes:
+    return hashlib.sha256(first + rest.encode("utf-8", "backslashreplace")).digest()[:16]
+
+
+@lru_cache(maxsize=8)
+def _hash_rows(rows: tuple[Row, ...], shardings: tuple[Sharding, ...]) -> bytes:
+    """Hash the descriptions of the tensors. Cached, because formatting them takes long and they rarely change."""
+    return _hash(b"", repr((rows, shardings)))
+
+
+def make_manifest(snapshot: Snapshot, algorithms: Sequence[str]) -> Manifest:
+    """Return the manifest of a rank's snapshot. algorithms: of the tensors' digests."""
+    shardings: dict[Sharding, int] = {}
+    rows = []
+    for tensor, algorithm in zip(snapshot.tensors.values(), algorithms, strict=True):
+        index = -1
+        if tensor.sharding is not None:
+            # Without the coordinate, which follows from the rank, ranks have equal manifests.
+            index = shardings.setdefault(replace(tensor.sharding, coordinate=()), len(shardings))
+        rows.append(
+            Row(
+                tensor.name,
+                tensor.dtype,
+                tensor.shape,
+                tensor.refused,
+                tensor.parameter,
+                algorithm,
+                index,
+                tensor.crc32,
+            )
+        )
+    return Manifest(
+        snapshot.format,
+        tuple(rows),
+        tuple(shardings),
+        dict(snapshot.values),
+        snapshot.stubs,
+        snapshot.metadata,
+        snapshot.notes,
+        snapshot.ties,
+    )
+
+
+def with_digest_only(tensor: Tensor) -> Tensor:
+    """Return a tensor without bytes and with its digest; the ranks have agreed on the algorithm."""
+    return replace(tensor, data=None, digest=Digest("agreed", tensor.same.hex()), same=b"")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The first message of a rank. key: equal on ranks with equal contents. mesh: its coordinate by dimension.
+
+    path, size: of its replica in reports. host: of the training. fallback: why its digests were computed without the
+    fused GPU kernel, else empty.
+    """
+
+    key: Key
+    options: bytes
+    path: str
+    size: int
+    host: str
+    mesh: tuple[tuple[str, int], ...]
+    fallback: str = ""
+
+
+@dataclass
+class Content:
+    """The equal contents of some ranks. blob: the digests of the manifest's tensors, in order."""
+
+    manifest: Manifest
+    blob: bytes
+
+    @cached_property
+    def normalized_names(self) -> Mapping[str, str]:
+        """Names without wrapper prefixes, by name."""
+        return self.manifest.normalized_names()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors without bytes, by name. Created on demand, because ranks in sync do not need them."""
+        return self.manifest.make_tensors(_split_digests(self.manifest, self.blob))
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Content:
+        """Return the same content with other tensors, for example with readable tensors."""
+        content = Content(self.manifest, self.blob)
+        content.tensors = tensors
+        return content
+
+
+@dataclass(frozen=True)
+class GroupContents:
+    """The contents of a group's ranks. rank_infos: by rank, in order. is_world: the group includes all ranks."""
+
+    rank_infos: Mapping[int, RankInfo]
+    by_key: Mapping[Key, Content]
+    is_world: bool
+
+    def of_rank(self, rank: int) -> Content:
+        """Return the content of a rank."""
+        return self.by_key[self.rank_infos[rank].key]
+
+    @property
+    def step(self) -> int | None:
+        """The last step in the metadata of the files."""
+        metadata = (content.manifest.metadata for content in self.by_key.values())
+        return max((m.step for m in metadata if m is not None and m.step is not None), default=None)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks have equal contents, hold full replicas, and none is missing."""
+        worlds = {content.manifest.metadata.world_size for content in self.by_key.values() if content.manifest.metadata}
+        if not worlds <= {None, len(self.rank_infos)}:
+            return False
+        sharded = any(content.manifest.shardings for content in self.by_key.values())
+        return len(self.by_key) == 1 and not sharded and not any(info.mesh for info in self.rank_infos.values())
+
+    def snapshots(self, ranks: Sequence[int] = ()) -> dict[int, Snapshot]:
+        """Return the replicas as all ranks see them, by default of all ranks. Equal contents share tensors."""
+        snapshots: dict[int, Snapshot] = {}
+        for rank in ranks or self.rank_infos:
+            info, content = self.rank_infos[rank], self.of_rank(rank)
+            manifest = content.manifest
+            metadata = manifest.metadata or Metadata()
+            metadata = replace(
+                metadata,
+                rank=rank,
+                # In a subgroup, ranks outside are not missing; ranks that saved a file and are absent are.
+                world_size=None if ranks else metadata.world_size or (len(self.rank_infos) if self.is_world else None),
+                host=info.host,
+                mesh=dict(info.mesh),
+            )
+            snapshots[rank] = Snapshot(
+                info.path,
+                manifest.format,
+                info.size,
+                content.tensors,
+                manifest.values,
+                manifest.stubs,
+                metadata,
+                manifest.notes,
+                manifest.ties,
+            )
+        return dict(zip(snapshots, agree_on_buffers(snapshots.values()), strict=True))
+
+
+def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> GroupContents:
+    """Exchange manifests and digests, and return the contents of all ranks. Equal contents are sent once.
+
+    To be called within `channel.run_together` on all ranks. Raises UsageError if the options differ between ranks.
+    """
+    digests = compute_digests(list(local.tensors.values()))
+    own = make_manifest(local, [algorithm for algorithm, _ in digests])
+    mesh: tuple[tuple[str, int], ...] = ()
+    host = os.uname().nodename
+    path = f"{local.path} on {host}" if local.format == FORMAT else local.path
+    if own.metadata is not None:
+        host = own.metadata.host or host  # the file may have moved to another host since
+        mesh = tuple(own.metadata.mesh.items())
+        # Fields of this rank only would make manifests differ.
+        shared = replace(own.metadata, rank=None, host=None, mesh={})
+        own = replace(own, metadata=shared)
+    key = own.digest(), hash_digests(digests)
+    options_hash = hashlib.sha256(repr(options).encode()).digest()[:16]
+    fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
+    sent = channel.gather(RankInfo(key, options_hash, path, local.bytes, host, mesh, fallback), "digests")
+    rank_infos: dict[int, RankInfo] = {rank: sent[rank] for rank in sorted(sent)}
+    if len({info.options for info in rank_infos.values()}) > 1:
+        raise UsageError("the options differ between ranks; pass the same options on every rank")
+    manifests = {key[0]: own}
+    structures = _find_first_ranks({rank: info.key[0] for rank, info in rank_infos.items()})
+    if len(structures) > 1:
+        sent = channel.share(lambda: own, structures.values(), "manifests")
+        manifests = {structure: sent[rank] for structure, rank in structures.items()}
+    owners = _find_first_ranks({rank: info.key for rank, info in rank_infos.items()})
+    blobs = {key: _join_digests(digests)}
+    if len(owners) > 1:
+        sent = channel.share(
+            lambda: _join_digests(_agree_on_algorithms(local, digests, manifests)), owners.values(), "tensors"
+        )
+        blobs = {key: sent[rank] for key, rank in owners.items()}
+    return GroupContents(
+        rank_infos, {key: Content(manifests[key[0]], blob) for key, blob in blobs.items()}, channel.is_world
+    )
+
+
+def compute_digests(tensors: Sequence[Tensor], algorithm: str | None = None) -> list[tuple[str, bytes]]:
+    """Return algorithm and digest of each tensor, empty for tensors whose bytes are unavailable."""
+    digests = iter(digest_all([t.data.source for t in tensors if isinstance(t.data, TensorBytes)], algorithm))
+
+    def get_digest(data: Any) -> tuple[str, bytes]:
+        if isinstance(data, TensorBytes):
+            return next(digests)
+        return data.digest(algorithm) if isinstance(data, FileBytes) else ("", b"")
+
+    return [get_digest(tensor.data) for tensor in tensors]
+
+
+def _join_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
+    return b"".join(digest for _, digest in digests)
+
+
+def _find_first_ranks(keys: Mapping[int, Any]) -> dict[Any, int]:
+    """Return the first rank of each key. keys: by rank, in order."""
+    ranks: dict[Any, int] = {}
+    for rank, key in keys.items():
+        ranks.setdefault(key, rank)
+    return ranks
+
+
+def _agree_on_algorithms(
+    local: Snapshot, digests: list[tuple[str, bytes]], manifests: Mapping[bytes, Manifest]
+) -> list[tuple[str, bytes]]:
+    """Return the digests, with COMMON for tensors whose algorithms differ between ranks."""
+    used: dict[str, set[str]] = {}
+    for manifest in manifests.values():
+        normalized = manifest.normalized_names()
+        for row in manifest.rows:
+            if row.algorithm:
+                used.setdefault(normalized[row.name], set()).add(row.algorithm)
+    normalized = normalize(local.tensors)
+    to_redo = [i for i, name in enumerate(local.tensors) if len(used.get(normalized[name], ())) > 1]
+    tensors, agreed = list(local.tensors.values()), list(digests)
+    for i, common in zip(to_redo, compute_digests([tensors[i] for i in to_redo], COMMON), strict=True):
+        agreed[i] = common
+    return agreed
+
+
+def _split_digests(manifest: Manifest, blob: bytes) -> list[bytes]:
+    """Return the digests of a manifest's rows, empty for rows without an algorithm."""
+    digests, start = [], 0
+    for row in manifest.rows:
+        end = start + (WIDTH if row.algorithm else 0)
+        digests.append(blob[start:end])
+        start = end
+    return digests

@@ -1,0 +1,330 @@
+"""Check the ranks of a training run every N optimizer steps, and act if they are out of sync."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from syncheck.api import Options
+from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
+from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
+from syncheck.live.checks import check, group_of, run_check
+from syncheck.live.exchange import ReportCache
+from syncheck.live.monitor.reporter import CheckRecord, Reporter
+from syncheck.messages import ranks_text
+from syncheck.records import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import Self
+
+    Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
+    from syncheck.records import Finding
+
+
+def check_agreement(channel: Channel, own: tuple[int, int, str]) -> None:
+    """Raise on all ranks unless they are at the same step with equal settings. own: step, every= and on_desync=."""
+    settings = channel.gather(own, "monitor")
+    steps, intervals, actions = ({rank: sent[i] for rank, sent in settings.items()} for i in range(3))
+    for name, answers in (("every", intervals), ("on_desync", actions)):
+        if len(set(answers.values())) > 1:
+            raise UsageError(f"{name}= differs between ranks: {_format_answers(answers)}")
+    if len(set(steps.values())) > 1:
+        raise RankFailed(
+            f"the monitors are at different steps: {_format_answers(steps)}; call step() on every rank once after each "
+            "optimizer step, with the same step= if any"
+        )
+
+
+def _format_answers(answers: Mapping[int, object]) -> str:
+    """Format values by rank: '5 on rank 0, 10 on ranks 1, 2'."""
+    ranks = group_ranks_by_value(dict(sorted(answers.items())))
+    return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MAX_VALUES])
+
+
+def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], report: Report) -> None:
+    """Call a function on every rank. If it raises on some ranks only, the other ranks raise RankFailed."""
+    try:
+        action(report)
+    except (Exception, SystemExit) as error:
+        with suppress(SyncheckError):  # if other ranks have exited, the error of this rank matters more
+            channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
+        raise
+    sent = channel.gather("", "on_desync")
+    failed = {rank: text for rank, text in sent.items() if text}
+    if failed:
+        raise RankFailed(f"on_desync raised {_format_answers(failed)}")
+
+
+class DesyncState:
+    """The known findings, so that only new findings are printed in detail.
+
+    last_good: the last step in sync. since: the first step out of sync, None while in sync.
+    """
+
+    def __init__(self, last_good: int | None = None) -> None:
+        self.last_good = last_good
+        self.since: int | None = None
+        self._known: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+
+    def update(self, step: int, report: Report) -> tuple[Finding, ...]:
+        """Record a check; return the failing findings with a new code, new ranks or new tensors."""
+        if report.verdict == "in_sync":
+            self.last_good, self.since = step, None
+            self._known.clear()
+        if report.verdict != "out_of_sync":
+            return ()
+        self.since = step if self.since is None else self.since
+        new = []
+        for finding in (finding for group in report.groups for finding in group.findings if finding.fails):
+            names = {*finding.tensors, *finding.values}
+            known = self._known.get((finding.code, finding.ranks))
+            if known is None or not names <= known:
+                new.append(finding)
+            self._known[finding.code, finding.ranks] = names | (known or set())
+        return tuple(new)
+
+
+ACTIONS = ("raise", "warn", "resync")
+_ALONE = "the process group has no other rank to compare with"
+_NO_GROUP = "no process group to compare across; call torch.distributed.init_process_group() on every rank"
+
+
+class SyncMonitor:
+    """Checks every `every` optimizer steps that all ranks hold the same model.
+
+    Create it on every rank, with equal arguments.
+
+    model, optimizer, scaler, group and checking (only=, include=, exclude=, allow=, ...): as in `syncheck.live.check`.
+    start: optimizer steps before this run, if it resumes from a checkpoint.
+
+    on_desync: the action on all ranks if they are out of sync. "raise": raise `syncheck.OutOfSync`, whose `report` has
+    all details. "warn": rank 0 prints the findings. "resync": `syncheck.live.resync` repairs the differing ranks;
+    UsageError if it refuses. Or a function, called with the report on every rank at every check that fails; if it
+    raises on some ranks only, the other ranks raise RankFailed, so that no rank continues alone.
+
+    The group's first rank reports each check: a line on `console` (a rich Console; None for stderr; False for no
+    output), an object in the JSONL file `events`, and scalars to `writer`, an object with TensorBoard's
+    `add_scalar(tag, value, step)`. If a report cannot be written, for example on a full disk, the training continues.
+
+    As a context manager it checks once more at the end, if steps followed the last check. After an exception it does
+    not, because other ranks may have exited.
+
+    It draws no random number and changes nothing except with "resync". Raises UsageError for invalid arguments.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        scaler: Any = None,
+        *,
+        every: int = 100,
+        on_desync: Action = "raise",
+        group: Any = None,
+        start: int = 0,
+        events: Any = None,
+        writer: Any = None,
+        console: Any = None,
+        **checking: Any,
+    ) -> None:
+        # A string stands for a tuple with one element.
+        self._checking: dict[str, Any] = {
+            name: (value,) if isinstance(value, str) else value for name, value in checking.items()
+        }
+        _check_arguments(every, on_desync, start, writer, console, self._checking)
+        self.checks = 0
+        """The number of checks so far."""
+        self.last: Report | None = None
+        """The report of the last check."""
+        self._objects = (model, optimizer, scaler)
+        self._cache = ReportCache()
+        self._every, self._on_desync, self._group = every, on_desync, group
+        self._start = self._step = start
+        self._pending = False
+        self._checked_at: int | None = None
+        self._first_step_end: float | None = None  # by time.perf_counter
+        self._check_seconds = 0.0  # seconds in checks since then
+        self._state = DesyncState()
+        self._reporter = Reporter(console, events, writer)
+        self._is_leader: bool | None = None  # whether this rank reports; None before the first check
+        self._warned: set[str] = set()  # warnings already printed
+        self._end_written = False  # whether the end event was written
+
+    @property
+    def overhead(self) -> float:
+        """Fraction of the wall time since the end of the first step spent in checks, 0 to 1.
+
+        An upper bound of the cost: the time of a check includes waiting for slower ranks, and on a GPU for queued work.
+        """
+        elapsed = 0.0 if self._first_step_end is None else time.perf_counter() - self._first_step_end
+        return min(1.0, self._check_seconds / elapsed) if elapsed > 0 else 0.0
+
+    def step(self, step: int | None = None) -> Report | None:
+        """Count one optimizer step; if a check is due, check and return the report.
+
+        Call it once per step on every rank. step: the caller's step number, the same on all ranks. A check is due at
+        multiples of `every`, once per number. With a check due, this is a collective call: if a rank never makes it,
+        the other ranks wait until the timeout of the process group. Raises RankFailed on all checking ranks if they are
+        at different steps, and the errors of `on_desync` and `syncheck.live.check`.
+        """
+        self._step = self._step + 1 if step is None else _whole(step, "step", least=0)
+        self._pending = self._step != self._checked_at
+        try:
+            return self.check() if self._pending and self._step % self._every == 0 else None
+        finally:
+            if self._first_step_end is None:
+                self._first_step_end, self._check_seconds = time.perf_counter(), 0.0
+
+    def check(self) -> Report:
+        """Check now, and return the report. A collective call; raises like `step`."""
+        began = time.perf_counter()
+        channel = Channel(self._process_group) if world_size() else None
+        self._start_events(channel)
+        if channel is None:
+            report = Report("undecided", ())
+        else:
+            check_agreement(channel, (self._step, self._every, self._action))
+            report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
+        seconds = time.perf_counter() - began
+        self._check_seconds += seconds
+        self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
+        if channel is None or len(channel.ranks) < 2:
+            self._warn_once(_NO_GROUP if channel is None else _ALONE)
+        else:
+            self._report_check(report, seconds, len(channel.ranks))
+        if report.verdict == "out_of_sync":
+            self._handle_desync(report)
+        return report
+
+    def close(self) -> None:
+        """Check once more if steps followed the last check, and end the events. `with` calls this at its end."""
+        try:
+            if self._pending:
+                self.check()
+        except BaseException as error:
+            self._end(type(error).__name__)
+            raise
+        self._end(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end(kind.__name__)
+
+    @property
+    def _process_group(self) -> Any:
+        """The checked process group. As in `check`, a one-dimensional mesh sets it; None for all ranks."""
+        mesh = self._checking.get("mesh")
+        return group_of(mesh) if self._group is None and mesh is not None else self._group
+
+    @property
+    def _action(self) -> str:
+        return self._on_desync if isinstance(self._on_desync, str) else "callable"
+
+    def _start_events(self, channel: Channel | None) -> None:
+        """At the first check, determine whether this rank reports, and start the events."""
+        if self._is_leader is not None:
+            return
+        ranks = () if channel is None else channel.ranks
+        self._is_leader = channel is None or channel.is_leader
+        if self._is_leader:
+            settings = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
+            self._reporter.write_event("start", step=self._start, **settings)
+
+    def _warn_once(self, text: str) -> None:
+        if self._is_leader and text not in self._warned:
+            self._warned.add(text)
+            self._reporter.print_text(f"warning: step {self._step}: could not tell: {text}", "yellow")
+
+    def _report_check(self, report: Report, seconds: float, ranks: int) -> None:
+        new = self._state.update(self._step, report)
+        if report.verdict == "undecided":
+            from syncheck.report.words import verdict_line
+
+            self._warn_once(verdict_line(report).partition(": ")[2])
+        if self._is_leader:
+            good, since = self._state.last_good, self._state.since
+            checked = CheckRecord(self._step, report, ranks, seconds, self.overhead, good, since, new)
+            # The text of OutOfSync has the details.
+            self._reporter.report_check(checked, details=self._on_desync != "raise")
+
+    def _handle_desync(self, report: Report) -> None:
+        if self._on_desync == "raise":
+            from syncheck.report.failure import message
+
+            good = (
+                f"in sync at step {self._state.last_good}" if self._state.last_good is not None else "the first check"
+            )
+            raise OutOfSync(f"step {self._step} ({good}): {message(report)}", report)
+        if self._on_desync == "resync":
+            self._resync()
+        elif callable(self._on_desync):
+            call_on_all_ranks(Channel(self._process_group), self._on_desync, report)
+
+    def _resync(self) -> None:
+        from syncheck.live.repair import resync
+        from syncheck.live.repair.plan import NoMajority
+
+        model, optimizer, scaler = self._objects
+        try:
+            with self._reporter.hide_log_output():
+                result = resync(
+                    model, optimizer, scaler, source="majority", group=self._process_group, **self._checking
+                )
+        except UsageError as error:
+            text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
+            if isinstance(error, NoMajority):
+                text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
+            raise UsageError(text) from error
+        self._state = DesyncState(last_good=self._step)
+        if self._is_leader:
+            self._reporter.print_text(f"step {self._step}: {result.summary}", "bold")
+            self._reporter.write_event("resync", step=self._step, summary=result.summary)
+
+    def _end(self, exception: str | None) -> None:
+        if self._is_leader and not self._end_written:
+            self._end_written = True
+            summary = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
+            self._reporter.write_event("end", step=self._step, verdict=self.last and self.last.verdict, **summary)
+
+
+def _check_arguments(
+    every: Any, on_desync: Any, start: Any, writer: Any, console: Any, checking: Mapping[str, Any]
+) -> None:
+    """Raise UsageError for invalid arguments."""
+    _whole(every, "every", least=1)
+    _whole(start, "start", least=0)
+    if not callable(on_desync) and on_desync not in ACTIONS:
+        raise UsageError(f"on_desync={brief(on_desync)}: must be {', '.join(ACTIONS)}, or a function of a report")
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        raise UsageError(f"writer={brief(writer)}: expected an object with add_scalar(tag, value, step)")
+    if console is not None and console is not False and not callable(getattr(console, "print", None)):
+        raise UsageError(f"console={brief(console)}: expected a rich Console, False for no output, or None for stderr")
+    known = [name for name, p in inspect.signature(check).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    unknown = [name for name in checking if name not in known]
+    if unknown:
+        raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
+    # Now, and not at the first check, hours later.
+    shared: dict[str, Any] = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
+    Options(**shared)
+
+
+def _whole(value: Any, name: str, *, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise UsageError(f"{name}={brief(value)}: must be an integer, at least {least}")
+    return number

@@ -1,0 +1,222 @@
+"""Output of a monitor on one rank of the group: console lines, an event file, and scalars.
+
+Output may fail on this rank alone, for example on a full disk. A failing output is disabled and never stops the
+training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import brief, one_line
+from syncheck.report import words
+from syncheck.report.parts import Labels, Line, Span, line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from syncheck.records import Finding, Report
+    from syncheck.report.parts import Part
+
+_STYLES = {"in_sync": "green", "out_of_sync": "bold red", "undecided": "yellow", "alone": "yellow"}
+_MOST_FINDINGS = 3
+_SENTENCE = 600  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRecord:
+    """One check to report.
+
+    step: optimizer steps so far. ranks: number of ranks. seconds: duration, including waiting for other ranks.
+    overhead: fraction of the wall time in checks so far. last_good: the last earlier step in sync, or None. since: the
+    first step out of sync, None while in sync. new: findings absent from the previous check.
+    """
+
+    step: int
+    report: Report
+    ranks: int
+    seconds: float
+    overhead: float
+    last_good: int | None
+    since: int | None
+    new: tuple[Finding, ...]
+
+    @property
+    def codes(self) -> str:
+        """The codes and ranks of the failing findings, in one line."""
+        failing = [finding for group in self.report.groups for finding in group.findings if finding.fails]
+        return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in failing)
+
+
+class Reporter:
+    """Reports checks on one rank of a group, and ignores output errors.
+
+    console: a rich Console, None for stderr, False for no output. events: path of a JSONL file to append to. writer:
+    has `add_scalar(tag, value, step)`, like TensorBoard's SummaryWriter.
+    """
+
+    def __init__(self, console: Any = None, events: Any = None, writer: Any = None) -> None:
+        self._console, self._events, self._writer = console, events, writer
+        self._broken: set[str] = set()
+
+    def print_text(self, text: str, style: str = "") -> None:
+        """Print a text; its lines after the first are details."""
+        first, *more = text.splitlines() or [""]
+        details = [line(one_line(row.strip()), "", 2) for row in more]
+        self._print([_make_line(Span(one_line(first), style)), *details])
+
+    @contextmanager
+    def hide_log_output(self) -> Iterator[None]:
+        """Suppress log messages printed by this reporter too.
+
+        Without logging configuration, Python prints warnings to stderr. Handlers of the program still get the messages.
+        """
+        logger = logging.getLogger("syncheck")
+        silent = logging.NullHandler()
+        if self._console is not False:
+            logger.addHandler(silent)
+        try:
+            yield
+        finally:
+            logger.removeHandler(silent)
+
+    def write_event(self, event: str, **fields: Any) -> None:
+        """Append one event to the file, as one line of JSON."""
+        if self._events is not None:
+            row = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
+            # Reopened for each line, so that the line is on disk if the process dies.
+            self._try(f"events={str(self._events)!r}", lambda: _append(self._events, json.dumps(row)))
+
+    def report_check(self, record: CheckRecord, *, details: bool) -> None:
+        """Report a check. details: print the evidence and the fix of new findings."""
+        self._print(_render_check(record, details))
+        report = record.report
+        self.write_event(
+            "check",
+            step=record.step,
+            verdict=report.verdict,
+            tensors=report.counts.tensors,
+            compared=report.counts.compared,
+            seconds=round(record.seconds, 6),
+            overhead=round(record.overhead, 6),
+            findings=_make_rows(finding for group in report.groups for finding in group.findings),
+        )
+        if record.new:
+            self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=_make_rows(record.new))
+        if self._writer is not None:
+            self._try("writer", lambda: _add_scalars(self._writer, record))
+
+    def _print(self, parts: list[Part]) -> None:
+        if self._console is not False:
+            self._try("console", lambda: self._draw(parts))
+
+    def _draw(self, parts: list[Part]) -> None:
+        if self._console is None:
+            from rich.console import Console  # imported only to print
+
+            self._console = Console(stderr=True)
+        if self._console.is_terminal:
+            from syncheck.report.terminal import drawn
+
+            for part in parts:
+                self._console.print(drawn(part), highlight=False)
+        else:
+            from syncheck.report.plain import render
+
+            # Unwrapped lines, so that `grep` finds names.
+            self._console.print(render(parts), end="", soft_wrap=True, markup=False, highlight=False)
+
+    def _try(self, output: str, work: Callable[[], None]) -> None:
+        """Run an output that may fail; after a failure, warn and disable it."""
+        if output in self._broken:
+            return
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - a rank that raises alone leaves the others waiting
+            self._broken.add(output)
+            if output != "console":
+                text = f"{output}: {type(error).__name__}: {brief(str(error), 200)}; this output is disabled"
+                self.print_text(f"warning: {text}", "yellow")
+
+
+def _append(path: Any, text: str) -> None:
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def _make_rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    return [
+        {
+            "code": finding.code,
+            "slug": finding.slug,
+            "severity": finding.severity,
+            "allowed": finding.allowed,
+            "ranks": list(finding.ranks),
+            "tensors": len(finding.tensors),
+            "evidence": finding.evidence,
+        }
+        for finding in findings
+    ]
+
+
+def _add_scalars(writer: Any, record: CheckRecord) -> None:
+    diffs = [diff for group in record.report.groups for diff in group.tensors if diff.out_of_sync]
+    scalars: dict[str, float] = {"seconds": record.seconds, "overhead": record.overhead}
+    if record.report.verdict in ("in_sync", "out_of_sync"):
+        scalars |= {"out_of_sync": int(record.report.verdict == "out_of_sync"), "different": len(diffs)}
+        differences = [abs(diff.max_abs) for diff in diffs if diff.max_abs is not None]
+        if differences or not diffs:
+            scalars["max_abs"] = max(differences, default=0)
+    for name, value in scalars.items():
+        writer.add_scalar(f"syncheck/{name}", value, record.step)
+
+
+def _make_line(*spans: Span) -> Line:
+    return Line((Span("syncheck: ", "dim"), *spans))
+
+
+def _render_check(record: CheckRecord, details: bool) -> list[Part]:
+    """Render a check: one line, and below it the new findings."""
+    report = record.report
+    counts = report.counts
+    cost = f"{record.seconds * 1e3:.3g} ms, overhead {record.overhead:.2%}"
+    verdict, more = words.VERDICTS[report.verdict].lower(), ""
+    if report.verdict == "out_of_sync":
+        verdict = words.VERDICTS[report.verdict]
+        more = f" ({_format_time(record)}): {record.codes}"
+    elif report.verdict == "in_sync":
+        verdict = words.verdict_line(report).replace(words.VERDICTS["in_sync"], verdict)
+    first = _make_line(
+        Span(f"step {record.step}: "),
+        Span(verdict, _STYLES[report.verdict]),
+        Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {record.ranks} ranks")),
+        Span(f", {cost}", "dim"),
+    )
+    parts: list[Part] = [first]
+    if details and record.new:
+        for finding in record.new[:_MOST_FINDINGS]:
+            parts += _render_finding(finding)
+        if len(record.new) > _MOST_FINDINGS:
+            parts.append(line(f"... and {len(record.new) - _MOST_FINDINGS} more findings", "dim", 2))
+    return parts
+
+
+def _format_time(record: CheckRecord) -> str:
+    if record.since is not None and record.since != record.step:
+        return f"{'' if record.new else 'still, '}since step {record.since}"
+    return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
+
+
+def _render_finding(finding: Finding) -> list[Part]:
+    rows = [
+        ("what", one_line(finding.evidence)[:_SENTENCE]),
+        ("fix", one_line(str(finding.fix))),
+        ("more", f"syncheck explain {finding.code}"),
+    ]
+    return [line(words.headline(finding), "bold", 2), Labels(tuple(rows), indent=4)]
