@@ -1,20 +1,20 @@
-"""Every error that syncheck raises on purpose, and the exit code each stands for.
+"""The exceptions of syncheck and their exit codes.
 
     SyncheckError                exit 2
-    +-- UsageError               options, globs or paths that cannot be used
-    |   +-- OptionError          an option; says it in the words of Python, the command line or a file
-    +-- CheckpointError          one file: path, place, found, needed, next step
-    |   +-- UnreadableFile       the operating system would not give the bytes
-    |   +-- NotACheckpoint       no known format
-    |   +-- UnsupportedFormat    a known format that is not read
-    |   +-- MalformedFile        a known format, broken
-    |   +-- RefusedFile          it wants to run something when it is loaded
-    +-- RankFailed               a rank could not take part in a comparison of all ranks
-    +-- DemoFailed               the demo did not show what it promises
-    +-- OutOfSync                exit 1; also an AssertionError, with the whole report
+    +-- UsageError               invalid options, globs or paths
+    |   +-- OptionError          an invalid option, spelled as in Python, on the command line or in a file
+    +-- CheckpointError          one file: path, location, problem, expectation, next step
+    |   +-- UnreadableFile       the operating system cannot read the file
+    |   +-- NotACheckpoint       unknown format
+    |   +-- UnsupportedFormat    a known format that this version does not read
+    |   +-- MalformedFile        a known format, but the content is invalid
+    |   +-- RefusedFile          loading the file would run code
+    +-- RankFailed               a rank could not take part in a comparison across ranks
+    +-- DemoFailed               a step of the demo failed
+    +-- OutOfSync                exit 1; also an AssertionError; contains the report
 
-An error's text is one line, but for OutOfSync's. Being out of sync is a verdict, and raised only where that was asked
-for: by `assert_in_sync` and by a monitor.
+All texts are one line, except that of OutOfSync. OutOfSync is raised by `assert_in_sync` and by monitors only; other
+functions return the verdict.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _HASHES = re.compile(r"##(?=\w*\[)")
 
 
 def one_line(text: str) -> str:
-    r"""Escape what would break a line or steer a terminal: names in a file are not to be trusted."""
+    r"""Escape line breaks and control characters, because names in files are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def logged(text: str) -> str:
-    r"""Escape what a CI system would obey in the lines of a log, coloured or not.
+    r"""Escape the commands of CI systems in lines of a log, with or without ANSI colors.
 
-    GitHub takes `::` for the start of a command wherever only blanks stand before it, and `##[` anywhere in a line;
-    Azure Pipelines takes `##vso[`, TeamCity `##teamcity[`.
+    GitHub interprets `::` after white space as the start of a command, and `##[` anywhere in a line. Azure Pipelines
+    interprets `##vso[`, TeamCity `##teamcity[`.
     https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
     """
     return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
 
 
 class _Brief(reprlib.Repr):
-    """As reprlib has it, but sets whose members have no order of their own read the same wherever they are read."""
+    """A reprlib.Repr with the same order of set members in every process."""
 
     def repr_set(self, x: set[Any], level: int) -> str:
         return self._members(x, level, super().repr_set)
@@ -68,9 +68,9 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object, most: int = 60) -> str:
-    """Write a value from a file in at most `most` characters, in bounded time whatever it holds.
+    """Return the repr of a value from a file, at most `most` characters long, in bounded time.
 
-    `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
+    `repr` takes exponential time for nested shared references, and fails for integers of more than 4,300 digits.
     """
     short = _Brief()
     short.maxstring = short.maxother = short.maxlong = most
@@ -81,14 +81,14 @@ def brief(value: object, most: int = 60) -> str:
 
 
 def _short(text: str) -> str:
-    """Write a file's words in one line, and leave out the middle of what nobody would read: names may be megabytes."""
+    """Return a text from a file on one line, without its middle if it is long, because names may have megabytes."""
     if len(text) > 400:
         text = f"{text[:200]}...{text[-200:]}"
     return one_line(text)
 
 
 class SyncheckError(Exception):
-    """Base of all; `exit_code` is what the command line returns for it."""
+    """Base of all errors. `exit_code` is the exit code of the command line."""
 
     exit_code = 2
 
@@ -97,32 +97,32 @@ class SyncheckError(Exception):
 
 
 class UsageError(SyncheckError):
-    """The call cannot be carried out as it stands."""
+    """The arguments are invalid."""
 
 
 class RankFailed(SyncheckError):
-    """A rank could not take part in a comparison; raised on every rank of the group, with the same text."""
+    """A rank could not take part in a comparison. Raised on every rank of the group with the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How an option is written: `--group-by REGEX` as on the COMMAND_LINE, and `group_by='REGEX'` as in PYTHON."""
+    """The spelling of options on a surface: `--group-by REGEX` on the COMMAND_LINE, `group_by='REGEX'` in PYTHON."""
 
     prefix: str
     equals: str
 
     def name(self, field: str) -> str:
-        """Write a field of `api.Options`; `tolerance.KEY` is an entry of that table."""
+        """Return the spelling of a field of `api.Options`. `tolerance.KEY` is an entry of the table `tolerance`."""
         field, dot, key = field.partition(".")
         entry = f'."{key}"' if self.prefix else f'["{key}"]'
         return self.prefix + (field.replace("_", "-") if self.prefix else field) + (entry if dot else "")
 
     def placeholder(self, field: str, metavar: str) -> str:
-        """Write a field with a placeholder for its value: `--group-by REGEX`."""
+        """Return a field with a placeholder for its value: `--group-by REGEX`."""
         return f"{self.name(field)}{self.equals}{metavar}"
 
     def pair(self, field: str, value: object) -> str:
-        """Write a field with its value."""
+        """Return a field with its value."""
         text = f"{value:g}" if isinstance(value, float) else brief(value)
         if isinstance(value, str) and self.equals == " ":
             import shlex
@@ -139,13 +139,13 @@ _CURRENT: ContextVar[Words] = ContextVar("words", default=PYTHON)
 
 
 def current_words() -> Words:
-    """Return how the surface that renders text at present writes options."""
+    """Return the spelling of options on the surface that is rendering text."""
     return _CURRENT.get()
 
 
 @contextmanager
 def spelling(words: Words) -> Iterator[None]:
-    """Render messages and errors with options written so, in a `with` block or a decorated function."""
+    """Render messages and errors with this spelling of options, in a `with` block or a decorated function."""
     token = _CURRENT.set(words)
     try:
         yield
@@ -154,10 +154,10 @@ def spelling(words: Words) -> Iterator[None]:
 
 
 class OptionError(UsageError):
-    """An option makes no sense, or contradicts another one.
+    """An option is invalid or contradicts another option.
 
-    text: what is needed; `{rtol}` in it stands for the option of that name. values: the options that are wrong, by the
-    names of `api.Options`. `str` writes the options in the current surface's words.
+    text: the requirement; `{rtol}` in it is replaced by the spelling of this option. values: the invalid options, by
+    field of `api.Options`. `str` uses the spelling of the current surface.
     """
 
     _NAME = re.compile(r"\{(rtol|atol|ulp|close)\}")
@@ -178,9 +178,9 @@ class OptionError(UsageError):
 
 
 class OutOfSync(SyncheckError, AssertionError):
-    """Replicas differ, or, of an assertion, it could not be told whether they do. report: the whole answer.
+    """An assertion failed: replicas differ, or syncheck could not tell whether they differ. report: the result.
 
-    Its text is that of a failed assertion, of several lines; names in it are escaped where it is made.
+    The text has several lines, with names already escaped.
     """
 
     exit_code = 1
@@ -198,14 +198,13 @@ class OutOfSync(SyncheckError, AssertionError):
 
 
 class DemoFailed(SyncheckError):
-    """A step of `syncheck demo` failed, or its result is not what the demo promises."""
+    """A step of `syncheck demo` failed or had an unexpected result."""
 
 
 class CheckpointError(SyncheckError):
     """A file that cannot be compared.
 
-    path: the file. place: the record, header or tensor. found, needed: what is there and what would be right.
-    next_step: what the user can do.
+    place: the record, header or tensor. found, needed: the actual and the expected content. next_step: advice.
     """
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
@@ -220,16 +219,16 @@ class CheckpointError(SyncheckError):
 
 
 class UnreadableFile(CheckpointError):
-    """The file is missing, a folder, or may not be read."""
+    """The file does not exist, is a folder, or is not readable."""
 
     @classmethod
     def because(cls, path: str, error: OSError | ValueError, next_step: str = "") -> UnreadableFile:
-        """Return the error for a file that Python could not open or read; it says ValueError of a NUL in a path."""
+        """Return the error for a file that could not be opened or read. A NUL in a path is a ValueError."""
         return cls(path, found=str(getattr(error, "strerror", None) or error).lower(), next_step=next_step)
 
 
 class NotACheckpoint(CheckpointError):
-    """The content is of no known format."""
+    """The format of the content is unknown."""
 
 
 class UnsupportedFormat(CheckpointError):
@@ -237,8 +236,8 @@ class UnsupportedFormat(CheckpointError):
 
 
 class MalformedFile(CheckpointError):
-    """The format is known and this file breaks it: cut short, out of bounds, inconsistent."""
+    """The format is known, but the file is truncated, out of bounds or inconsistent."""
 
 
 class RefusedFile(CheckpointError):
-    """Loading the file would run code; nothing of it was run."""
+    """Loading the file would run code. syncheck ran nothing."""

@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.atomic import check_place, replace_file, writing
+from syncheck.atomic import check_writable, convert_errors, replace_file
 from syncheck.comparison.values import counted
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
@@ -91,8 +91,8 @@ def places(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, s
             raise UsageError(f"{other} and {path}: both would be written to {place}; do them one at a time")
         if os.path.exists(place):
             keep(place, but=fingerprint_file)
-            with writing(place):
-                check_place(place)
+            with convert_errors(place):
+                check_writable(place)
     return [(snapshot, found[snapshot.path]) for snapshot in wanted]
 
 
@@ -101,7 +101,7 @@ def write(place: str, text: str) -> None:
 
     Raises UsageError when it cannot be written.
     """
-    with writing(place):
+    with convert_errors(place):
         folder = os.path.dirname(place) or "."
         if not os.path.exists(folder):
             os.makedirs(folder, exist_ok=True)

@@ -315,7 +315,7 @@ def test_a_baseline_that_is_not_there(place: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             compared(place, baseline=str(path))
     assert baseline.read_for_update(str(tmp_path / "no.json")) == frozenset()
-    with pytest.raises(UsageError, match=r"--baseline .*: cannot write it: there is no folder"):
+    with pytest.raises(UsageError, match=r"--baseline .*: cannot be written: the folder"):
         baseline.read_for_update(str(tmp_path / "no" / "b.json"))
 
 

@@ -99,7 +99,7 @@ def _across_ranks(arguments: argparse.Namespace) -> int:
         baseline = _baseline(arguments, options) if ranks.leads() else Baseline()
         return ranks.Task(
             replace(options, baseline=None),
-            files.asks_for_histograms(arguments.output),
+            files.needs_histograms(arguments.output),
             lambda found: told(arguments, found, "comparison", option, baseline),
         )
 
@@ -140,10 +140,10 @@ def _chosen(arguments: argparse.Namespace, project: Config) -> tuple[Options, st
     for name, default in _PRINTING.items():
         if getattr(arguments, name) in (None, []):
             setattr(arguments, name, project.printing.get(name, default))
-    files.check_endings(arguments.output, option)
+    files.check_extensions(arguments.output, option)
     if ranks.leads():
         for path in arguments.output:
-            files.check_place(path, option)
+            files.check_writable(path, option)
             readers.keep(path, option)
     if from_file and not arguments.quiet:
         # What excuses a difference is said, even where nobody remembers that file.
@@ -159,7 +159,7 @@ def _answer(arguments: argparse.Namespace, layout: str) -> int:
     baseline = _baseline(arguments, options)
     paths = arguments.paths or project.checkpoints or ["ckpts"]
     options = replace(options, baseline=None)
-    found = api.compare(*paths, options=options, histograms=files.asks_for_histograms(arguments.output))
+    found = api.compare(*paths, options=options, histograms=files.needs_histograms(arguments.output))
     for broken in found.unreadable:
         output.tell(f"error: {broken.path}: {broken.reason}")
     return told(arguments, found, layout, option, baseline)
@@ -186,7 +186,7 @@ def told(arguments: argparse.Namespace, found: Report, layout: str, option: str,
 
 def _print(arguments: argparse.Namespace, found: Report, layout: str) -> None:
     if arguments.format != "text":
-        output.write_text(files.drawn(arguments.format, found))
+        output.write_text(files.render_format(arguments.format, found))
     elif found.groups:
         from syncheck.report import text
 
@@ -201,11 +201,11 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         from syncheck.report import json_document
 
-        output.write_text(json_document.written(listed))
+        output.write_text(json_document.to_json(listed))
     else:
         from syncheck.report import listing
 
-        output.write(listing.contents(listed), arguments.color)
+        output.write(listing.list_contents(listed), arguments.color)
     return 0
 
 
@@ -242,13 +242,13 @@ def explain(arguments: argparse.Namespace) -> int:
         raise UsageError("explain: `python -OO` leaves out the texts that it prints; run it without -OO")
     rules = sorted(RULES, key=lambda rule: rule.CODE)
     if arguments.code is None:
-        output.write(listing.rules(rules), arguments.color)
+        output.write(listing.list_rules(rules), arguments.color)
         return 0
     asked = arguments.code.lower()
     found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
         raise UsageError(f"{arguments.code}: no such finding; syncheck explain, without a code, lists all")
-    output.write(listing.rule(found), arguments.color)
+    output.write(listing.explain_rule(found), arguments.color)
     return 0
 
 

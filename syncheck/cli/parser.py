@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.config import COLORS
 from syncheck.errors import logged, one_line
-from syncheck.report.files import ENDINGS, FORMATS
+from syncheck.report.files import EXTENSIONS, FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -220,7 +220,7 @@ def _printing(out: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help=f"also write a report; the ending names its format: {', '.join(ENDINGS)}; repeatable",
+        help=f"also write a report; the ending names its format: {', '.join(EXTENSIONS)}; repeatable",
     )
     out.add_argument(
         "-n",

@@ -141,7 +141,7 @@ def test_an_update_needs_a_file_that_can_be_written(run: Run, differing: Callabl
     assert done.err.startswith("syncheck: error: --update-baseline: requires --baseline FILE")
     done = run("compare", "run_*.pth", "--update-baseline", "--baseline", "no/known.json")
     assert (done.code, done.out) == (2, "")
-    assert "--baseline no/known.json: cannot write it: there is no folder no; create it first" in done.err
+    assert "--baseline no/known.json: cannot be written: the folder no does not exist; create it first" in done.err
     os.symlink("there.json", tmp_path / "known.json")
     assert run("compare", *FILES, "--update-baseline", "-q").err == ""
     assert (tmp_path / "there.json").exists()

@@ -72,7 +72,7 @@ def told(report: syncheck.Report) -> Any:
         group["notes"] = [
             note for note in group["notes"] if note not in (files.NOTE, "grouped by the metadata in the files")
         ]
-    return json.loads(json_document.written(document))
+    return json.loads(json_document.to_json(document))
 
 
 @pytest.mark.parametrize("folder, ranks", cases())

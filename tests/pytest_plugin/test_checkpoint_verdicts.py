@@ -20,7 +20,7 @@ from syncheck.pytest_plugin.checkpoints.outcomes import outcome
 from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.pytest_plugin.options import COMPARING
 from syncheck.records import Counts, Reason, TensorDiff
-from syncheck.report.items import concerning
+from syncheck.report.items import findings_of_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,7 +244,7 @@ def test_every_finding_that_fails_has_an_item_that_fails() -> None:
         finding = make_finding("SYN299", "unexplained-difference", "error", (0, 1), tensors, "", "", "", values)
         group = make_group("a", None, "out_of_sync", (), Counts(), diffs, findings=(finding,))
         siblings = ("parameters", "bn-stats", "optimizer", "values")
-        return {item for item in siblings if concerning(group, item, siblings) == [finding]}
+        return {item for item in siblings if findings_of_item(group, item, siblings) == [finding]}
 
     assert told(("w",)) == {"parameters"}
     assert told(("w", "m")) == {"parameters", "bn-stats"}

@@ -56,7 +56,7 @@ def test_what_cannot_be_written(drifted: Path) -> None:
         (drifted, ["test_suite.py", "--syncheck-output", "a.json"]),
     )
     for run in (passed, failed):
-        assert "ERROR: --syncheck-output no_folder/a.json: cannot write it" in run.out
+        assert "ERROR: --syncheck-output no_folder/a.json: cannot be written" in run.out
         assert "report written" not in run.out
     assert (passed.code, failed.code) == (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.TESTS_FAILED)
     assert ending.code == nothing.code == pytest.ExitCode.USAGE_ERROR

@@ -123,14 +123,14 @@ def test_a_gap_that_is_not_known_is_not_drawn_as_none(report: Report) -> None:
     digests = replace(drifted, run="by-digest", tensors=untold)
 
     def dots(*groups: Group) -> int:
-        by_tensor, *_ = charts.drift(Report("out_of_sync", groups))
+        by_tensor, *_ = charts.draw_drift(Report("out_of_sync", groups))
         return Page(by_tensor).tags.count("use")
 
-    assert "by-digest (gaps not known)" in charts.drift(Report("out_of_sync", (drifted, digests)))[0]
+    assert "by-digest (differences unknown)" in charts.draw_drift(Report("out_of_sync", (drifted, digests)))[0]
     same = replace(drifted, run="same", tensors=())
     names = len([diff for diff in drifted.tensors if diff.kind in ("bn_mean", "bn_var")])
     assert dots(drifted, same) - dots(drifted, digests) == names
-    assert charts.drift(Report("out_of_sync", (digests,))) == []
+    assert charts.draw_drift(Report("out_of_sync", (digests,))) == []
 
 
 def test_a_verdict_is_never_cut(report: Report) -> None:

@@ -25,12 +25,12 @@ def test_names_of_the_baseline_can_do_nothing() -> None:
         assert line.isprintable()
         for parts in (text.comparison, text.overview):
             assert line in plain.render(parts(fixed, 0)).splitlines() or "#" in name, name
-        before, after = (files.drawn("github", one).splitlines() for one in (report, fixed))
+        before, after = (files.render_format("github", one).splitlines() for one in (report, fixed))
         assert len(after) == len(before) + 1
         added = next(drawn for drawn in after if drawn not in before)
         assert added.startswith("::notice title=syncheck%3A findings")
-        assert next(ET.fromstring(files.drawn("junit", fixed)).iter("property")) is not None
-        assert len(files.drawn("markdown", fixed)) < 60_000
+        assert next(ET.fromstring(files.render_format("junit", fixed)).iter("property")) is not None
+        assert len(files.render_format("markdown", fixed)) < 60_000
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_names_of_the_baseline_are_no_elements_of_a_page() -> None:
     """A page has a line more for each of them, and no element that a name would open."""
     report = hostile("calm")
     fixed = tuple(Fixed("SYN201", (name,)) for name in HOSTILE)
-    page = files.drawn("html", replace(report, groups=(replace(report.groups[0], fixed=fixed),)))
+    page = files.render_format("html", replace(report, groups=(replace(report.groups[0], fixed=fixed),)))
     assert page.count("<p>fixed: ") == len(HOSTILE)
     report = replace(report, groups=report.groups[:1])
-    assert len(re.findall("<script", page)) == len(re.findall("<script", files.drawn("html", report)))
+    assert len(re.findall("<script", page)) == len(re.findall("<script", files.render_format("html", report)))

@@ -12,7 +12,7 @@ from large import group, tensor
 
 from syncheck.records import Histogram, Report
 from syncheck.report import html
-from syncheck.report.histogram import label
+from syncheck.report.chart_data import bin_label
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,9 +52,9 @@ def test_the_page_without_a_script() -> None:
     """The worst tensor's histogram is drawn and named, and a table has the numbers of all."""
     page = html.render(report(), "0")
     assert shown(page) == [True, False, False]
-    assert '<p class="said">a.weight: elements that differ: 12 of 262144; largest gap: 3</p>' in page
+    assert '<p class="selected">a.weight: differing elements: 12 of 262144; max abs: 3</p>' in page
     assert "g.histogram:not(.chosen) { display: none; }" in page
-    table = page.partition("The numbers of 3 tensors")[2].partition("</details>")[0]
+    table = page.partition("Show the data of 3 tensors")[2].partition("</details>")[0]
     heads = re.findall(r"<th [^>]*>(.*?)</th>", table)
     assert heads[:5] == ["tensor", "differing", "max abs", "equal", "&lt; 1e-12"]
     assert heads[-3:] == ["1e5 to 1e6", "&gt;= 1e6", "not finite"]
@@ -63,19 +63,19 @@ def test_the_page_without_a_script() -> None:
     assert cells[0][heads.index("1e-2 to 1e-1")] == "8"
     assert cells[1][0] == "&lt;b&gt;&amp;&quot;&#x27;"
     assert [row[-1] for row in cells] == ["0", "0", "2"]
-    assert "evenly spread parts" in page
+    assert html._SAMPLED_CAPTION in page
 
 
 def test_bins_are_named_by_their_ends() -> None:
     """The outermost bins have one end, the others two powers of ten next to each other."""
-    assert [label(place) for place in (0, 1, 18, 19)] == ["< 1e-12", "1e-12 to 1e-11", "1e5 to 1e6", ">= 1e6"]
+    assert [bin_label(index) for index in (0, 1, 18, 19)] == ["< 1e-12", "1e-12 to 1e-11", "1e5 to 1e6", ">= 1e6"]
 
 
 def test_without_histograms_there_is_no_part() -> None:
     """A report that was made without them has no drawing and no heading of them."""
     diffs = [replace(diff, histogram=None) for diff in report().groups[0].tensors]
     page = html.render(Report("out_of_sync", (group(*diffs),)), "0")
-    assert "How far apart the elements are" not in page
+    assert "Distribution of differences" not in page
     assert shown(page) == []
 
 
@@ -102,7 +102,7 @@ def test_a_reader_chooses_a_tensor(tmp_path: Path) -> None:
     page, console = opened(path, tmp_path / "b")
     assert console == []
     assert shown(page) == [False, True, False]
-    assert '<p class="said">&lt;b&gt;&amp;"\': elements that differ: 12 of 262144; largest gap: 2</p>' in page
+    assert '<p class="selected">&lt;b&gt;&amp;"\': differing elements: 12 of 262144; max abs: 2</p>' in page
     assert "<title>#histogram1=%3Cb%3E%26%22%27</title>" in page
     options = page.partition('class="histograms"')[2].partition("</select>")[0]
     assert re.findall(r"<option[^>]*>(.*?)</option>", options) == ["a.weight", "&lt;b&gt;&amp;\"'", NAMES[2]]

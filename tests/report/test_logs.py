@@ -47,8 +47,8 @@ def test_no_name_is_a_command(name: str) -> None:
         assert obeyed(terminal.render(parts, width, color)) == []
     assert obeyed(failure.message(shown)) == []
     for form in ("json", "junit", "markdown"):
-        assert obeyed(files.drawn(form, shown)) == []
-    assert {group["name"] for group in json.loads(files.drawn("json", shown))["groups"]} == {name}
+        assert obeyed(files.render_format(form, shown)) == []
+    assert {group["name"] for group in json.loads(files.render_format("json", shown))["groups"]} == {name}
 
 
 def test_only_commands_are_escaped() -> None:

@@ -44,7 +44,7 @@ def test_a_real_comparison() -> None:
     for group in report.groups:
         for finding in group.findings:
             assert f"{finding.code}" in page
-            assert group.step != 12 or f"#### {words.headline(finding)}\n" in page
+            assert group.step != 12 or f"#### {words.finding_title(finding)}\n" in page
     tokens = parse(page)
     spans = {token.content for token in tokens if token.type == "code_inline"}
     (local,) = (group for group in report.groups if group.findings[:1] and group.findings[0].code == "SYN201")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from syncheck.records import TensorDiff
-from syncheck.report.words import worst_first
+from syncheck.report.words import sort_worst_first
 
 
 def diff(name: str, kind: str = "parameter", **changes: object) -> TensorDiff:
@@ -20,5 +20,5 @@ def test_what_is_rare_comes_before_what_is_usual() -> None:
     mean = diff("mean", "bn_mean", max_abs=0.5)
     counter = diff("counter", "bn_count", max_abs=1.0)
     shard = diff("shard", status="not_compared", reason="sharded", max_abs=None)
-    shown = [d.name for d in worst_first([counter, mean, shard, flipped, infinite, nan])]
+    shown = [d.name for d in sort_worst_first([counter, mean, shard, flipped, infinite, nan])]
     assert shown == ["nan", "both", "flipped", "mean", "counter", "shard"]

@@ -48,8 +48,8 @@ def test_nothing_but_shards_is_the_reason_that_is_given(tmp_path: Path) -> None:
     parts = {rank: np.full((4, 3), rank, np.float32) for rank in range(2)}
     save_ranks(tmp_path, parts, ["S(0)"], (2,))
     report = syncheck.compare(tmp_path)
-    assert words.why_undecided(report).code is Undecided.ONLY_SHARDS
+    assert words.undecided_reason(report).code is Undecided.ONLY_SHARDS
     for rank in range(2):
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
     left_out = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
-    assert words.why_undecided(left_out) == Undecided.ALL_EXCLUDED(count=1)
+    assert words.undecided_reason(left_out) == Undecided.ALL_EXCLUDED(count=1)

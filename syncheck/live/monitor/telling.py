@@ -52,7 +52,7 @@ class Checked:
     def codes(self) -> str:
         """Codes of the findings that make the ranks out of sync, with their ranks, in one line."""
         failing = [finding for group in self.report.groups for finding in group.findings if finding.fails]
-        return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in failing)
+        return "; ".join(f"{f.code} {f.slug} on {words.ranks_label(f.ranks)}" for f in failing)
 
 
 class Teller:
@@ -123,10 +123,10 @@ class Teller:
 
             self._console = Console(stderr=True)
         if self._console.is_terminal:
-            from syncheck.report.terminal import drawn
+            from syncheck.report.terminal import make_renderable
 
             for part in parts:
-                self._console.print(drawn(part), highlight=False)
+                self._console.print(make_renderable(part), highlight=False)
         else:
             from syncheck.report.plain import render
 
@@ -220,4 +220,4 @@ def _finding(finding: Finding) -> list[Part]:
         ("fix", one_line(str(finding.fix))),
         ("more", f"syncheck explain {finding.code}"),
     ]
-    return [line(words.headline(finding), "bold", 2), Labels(tuple(rows), indent=4)]
+    return [line(words.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]
