@@ -280,4 +280,4 @@ def test_the_summary_is_bounded(tmp_path: Path) -> None:
         assert lines[1].startswith("COULD NOT TELL  .::lone: ")
         assert lines[20] == "... and 11 more groups: 11 in sync"
         assert lines[21].startswith("note on 30 of 31 groups: which tensors are parameters")
-        assert "one file only, nothing to compare it with: " in ended.out
+        assert "no replica to compare with: " in ended.out

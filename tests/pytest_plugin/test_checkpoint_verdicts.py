@@ -229,7 +229,7 @@ def test_a_file_that_breaks_during_the_run_is_no_pass(tmp_path: Path, spread: tu
         word = "PASSED" if run == "whole" else "FAILED"
         assert {ended.outcomes()[f".::{run}::{item}"] for item in ("parameters", "bn-stats")} == {word}, ended.out
     for file in ("cut_rank1.pth", "gone_rank0.pth", "other_rank0.pth", "folder_rank1.pth"):
-        assert f"could not tell: broken since the run began: {file}: " in ended.out
+        assert f"could not tell: unreadable since the run began: {file}: " in ended.out
     assert "Traceback" not in ended.out
 
 
@@ -301,7 +301,7 @@ def test_what_no_item_judges_is_counted(tmp_path: Path) -> None:
         ended = session(tmp_path, "--syncheck", "*.pth", "--syncheck-exclude", "fc.*", "--junitxml=j.xml", *spread)
         assert ended.code == 0, ended.out
         (line,) = [line for line in ended.lines if line.startswith("IN SYNC")]
-        assert line.endswith("; rng 1/1 not compared; 2 tensors left out by the options")
+        assert line.endswith("; rng 1/1 not compared; 2 tensors excluded by options")
         assert "    values that differ: temperature: 0.5 on rank 0, 1.5 on rank 1" in ended.lines
         junit = (tmp_path / "j.xml").read_text()
         assert 'name="syncheck_not_judged" value="rng 1/1 not compared; 2 tensors left out' in junit

@@ -44,13 +44,13 @@ def test_checkpoints_of_the_project(project: Path) -> None:
     for run in (bare, spread):
         assert (run.code, run.outcomes()) == (0, suite | ours), run.out
         assert "syncheck: options from pyproject.toml: allow SYN201" in run.lines
-        assert "not judged" not in run.out
-        assert "options in force: allow SYN201" in run.out
+        assert "syncheck_checkpoints:" not in run.out
+        assert "options in effect: allow SYN201" in run.out
     assert (path.code, path.outcomes()) == (0, suite), path.out
-    assert "syncheck_checkpoints: not judged, paths were given" in path.lines
-    assert "syncheck_checkpoints: not judged, --syncheck was given" in other.lines
+    assert "syncheck_checkpoints: ignored, because paths were given" in path.lines
+    assert "syncheck_checkpoints: ignored, because --syncheck was given" in other.lines
     assert below.code == 0
-    assert f"syncheck_checkpoints: not judged, pytest was not started in {project}" in below.lines
+    assert f"syncheck_checkpoints: ignored, because pytest was not started in {project}" in below.lines
     assert list(below.outcomes()) == ["test_suite.py::test_own"]
     assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
     assert "options from pyproject.toml" not in strict.out

@@ -25,7 +25,7 @@ def test_allow(tmp_path: Path) -> None:
     for run in (allowed, spread):
         assert (run.code, run.outcomes()[".::ddp::bn-stats"]) == (0, "PASSED"), run.out
         assert "bn-stats 2/6 differ (SYN201 allowed)" in run.out
-        assert "options in force: allow" in run.out
+        assert "options in effect: allow" in run.out
     assert (other.code, other.outcomes()[".::ddp::bn-stats"]) == (1, "FAILED"), other.out
     assert "(SYN201)" in other.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR

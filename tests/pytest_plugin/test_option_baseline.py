@@ -46,7 +46,7 @@ def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
     told = [line for line in run.lines if line.startswith("fixed: ")]
     advice = "take it out of the baseline with --syncheck-update-baseline"
     assert told == [f"fixed: less no longer has SYN201 on layer1.bn.running_mean; {advice}"]
-    assert "options in force: baseline known.json" in run.lines
+    assert "options in effect: baseline known.json" in run.lines
     properties = {(one.get("name"), one.get("value")) for one in ET.parse(tmp_path / "r.xml").iter("property")}
     assert ("syncheck_accepted", "SYN201") in properties
 
@@ -69,7 +69,7 @@ def test_an_update_takes_all_or_nothing(tmp_path: Path, spread: tuple[str, ...])
         (whole, [*UPDATE, *spread]),
     )
     assert (some.code, one.code, junk.code, done.code) == (4, 4, 1, 0), done.out
-    assert "ERROR: the baseline is not updated: 3 of the tests of checkpoints did not run, the first is" in some.out
+    assert "ERROR: the baseline was not updated, because 3 tests of checkpoints did not run, for example" in some.out
     assert "--syncheck-update-baseline takes the tests of all checkpoints: leave out .::ddp::bn-stats" in one.out
     assert "ERROR: the baseline is not updated: ddp_rank2.pth could not be read" in junk.out
     assert (broken / "known.json").read_text() == before
@@ -85,7 +85,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
         "known.json: cannot read the baseline: No such file or directory; --syncheck-update-baseline writes": FILES,
         "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
         "--syncheck-update-baseline: needs --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
-        "--syncheck-update-baseline: there is no checkpoint to compare": UPDATE[3:],
+        "--syncheck-update-baseline: no checkpoints to compare": UPDATE[3:],
     }
     for says, run in zip(asked, sessions(*((tmp_path, arguments) for arguments in asked.values())), strict=True):
         assert run.code == pytest.ExitCode.USAGE_ERROR

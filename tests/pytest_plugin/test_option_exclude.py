@@ -19,4 +19,4 @@ def test_exclude(tmp_path: Path) -> None:
     save(tmp_path / "ddp_rank1.pth", changed(network(), "fc.bias"))
     (excluded,) = sessions((tmp_path, [*BASE, "--syncheck-exclude", "fc.*", "--syncheck-exclude", "*.running_*"]))
     assert (excluded.code, len(excluded.outcomes())) == (0, 2), excluded.out
-    assert "options in force: exclude fc.*, *.running_*" in excluded.out
+    assert "options in effect: exclude fc.*, *.running_*" in excluded.out

@@ -25,6 +25,6 @@ def test_group_by(tmp_path: Path) -> None:
     assert grouped.outcomes() == {".::final::parameters": "FAILED", ".::final::bn-stats": "PASSED"}, grouped.out
     # Three groups of one: nothing could be told, so nothing passes.
     assert set(split.outcomes().values()) == {"FAILED"}
-    assert "one file only, nothing to compare it with" in split.out
+    assert "no replica to compare with" in split.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
     assert wrong.out.startswith("ERROR: --syncheck-group-by '(': not a regular expression")

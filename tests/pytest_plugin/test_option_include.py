@@ -23,4 +23,4 @@ def test_include(tmp_path: Path) -> None:
     )
     assert (included.code, len(included.outcomes())) == (0, 2), included.out
     assert (nothing.code, nothing.outcomes()) == (1, {".::ddp::tensors": "FAILED"})
-    assert "no tensor was compared: the options leave all of them out" in nothing.out
+    assert "no tensor was compared: the options exclude all tensors" in nothing.out

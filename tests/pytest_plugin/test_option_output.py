@@ -60,5 +60,5 @@ def test_what_cannot_be_written(drifted: Path) -> None:
         assert "report written" not in run.out
     assert (passed.code, failed.code) == (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.TESTS_FAILED)
     assert ending.code == nothing.code == pytest.ExitCode.USAGE_ERROR
-    assert ending.out.startswith("ERROR: --syncheck-output a.pdf: the ending names the format")
-    assert nothing.out.startswith("ERROR: --syncheck-output a.json: there is no checkpoint to report on")
+    assert ending.out.startswith("ERROR: --syncheck-output a.pdf: unknown file extension")
+    assert nothing.out.startswith("ERROR: --syncheck-output a.json: no checkpoints to report on")

@@ -49,8 +49,8 @@ def test_quick_and_jobs(tmp_path: Path) -> None:
         (tmp_path, [*base, "--syncheck-jobs", "0"]),
     )
     assert [run.code for run in (plain, quick, threads)] == [1, 0, 1]
-    assert "options in force: quick\n" in quick.out
-    assert "options in force" not in threads.out
+    assert "options in effect: quick\n" in quick.out
+    assert "options in effect" not in threads.out
     assert none.code == pytest.ExitCode.USAGE_ERROR
     assert "--syncheck-jobs 0: needs a number of at least 1" in none.out
 
@@ -70,5 +70,5 @@ def test_a_table_with_all_options(tmp_path: Path) -> None:
     )
     assert (inside.code, bitwise.code) == (0, 1)
     assert "syncheck: options from pyproject.toml: reference 1; jobs 2; tolerance bn_mean" in inside.lines
-    assert "options in force: tolerance bn_mean\n" in inside.out
+    assert "options in effect: tolerance bn_mean\n" in inside.out
     assert not (tmp_path / "no.pdf").exists()

@@ -94,7 +94,7 @@ def test_the_id_as_printed_can_be_given(project: Path) -> None:
     assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
     assert some.outcomes() == {"tests/test_suite.py::test_own": "PASSED"} | OUR_ITEMS, some.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
-    assert "not found: ckpts::ddp::bn; there are ckpts::ddp::parameters, ckpts::ddp::bn-stats" in wrong.out
+    assert "ckpts::ddp::bn: no such test; available are ckpts::ddp::parameters, ckpts::ddp::bn-stats" in wrong.out
 
 
 def test_a_pytest_without_checkpoints_pays_nothing(project: Path) -> None:
@@ -150,6 +150,6 @@ def test_folders_with_tests_and_checkpoints(project: Path) -> None:
     assert both.outcomes().items() > (suite | OUR_ITEMS).items()
     for run, folder in ((quoted, "tests"), (quoted_spread, "tests"), (above, ".")):
         assert (run.code, run.outcomes()) == (0, suite | OUR_ITEMS), run.out
-        assert f"syncheck: only tests are taken from {folder}: --syncheck {folder} judges" in run.out
+        assert f"syncheck: {folder}: its checkpoints are not compared" in run.out
     assert neither.code == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: runs: neither a checkpoint nor a file of tests in this folder" in neither.out
+    assert "ERROR: runs: this folder contains neither checkpoints nor tests" in neither.out

@@ -30,9 +30,9 @@ def test_tolerance(tmp_path: Path) -> None:
     )
     assert [run.code for run in (none, near, far, steps, torchs)] == [1, 0, 1, 0, 0]
     assert "parameters 2/8 close" in near.out
-    assert "options in force: rtol 1e-05; atol 0" in near.out
-    assert "options in force: ulp 16" in steps.out
-    assert "options in force: close\n" in torchs.out
+    assert "options in effect: rtol 1e-05; atol 0" in near.out
+    assert "options in effect: ulp 16" in steps.out
+    assert "options in effect: close\n" in torchs.out
     for run, told in (
         (both, "--syncheck-close is a whole tolerance: it cannot be combined with --syncheck-ulp"),
         (half, "--syncheck-rtol and --syncheck-atol belong together"),

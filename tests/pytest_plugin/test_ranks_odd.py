@@ -172,7 +172,7 @@ def failed(folder: Path) -> str:
         ("test_fork_returns", "AssertionError: the parent fails"),
         ("test_half_a_message", "rank 0: had not finished"),
         ("test_teardown_is_given_time", "AssertionError: only here"),
-        ("test_skips_while_the_other_waits", "do not agree on the outcome: not finished on rank 0; skipped on rank 1"),
+        ("test_skips_while_the_other_waits", "disagree on the outcome: not finished on rank 0; skipped on rank 1"),
     ],
 )
 def test_what_fails_is_told(failed: str, test: str, text: str) -> None:

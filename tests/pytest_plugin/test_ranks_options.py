@@ -93,9 +93,7 @@ def test_debuggers_are_refused(suite: pytest.Pytester, option: str) -> None:
     """A debugger is refused with the reason when a test on ranks is selected, and works when none is."""
     result = suite.runpytest_subprocess(option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        [f"ERROR: {option} does not work with tests on several ranks, such as test_suite.py::*"]
-    )
+    result.stderr.fnmatch_lines([f"ERROR: {option}: not supported in tests on several ranks, such as test_suite.py::*"])
     assert suite.runpytest_subprocess(option, "-m", "not syncheck").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
@@ -202,4 +200,4 @@ def test_ranks_without_torch_say_what_to_install(pytester: pytest.Pytester) -> N
     )
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["a test on several ranks needs torch: pip install 'syncheck[[]live[]]'"])
+    result.stdout.fnmatch_lines(["tests on several ranks require torch: pip install 'syncheck[[]live[]]'"])

@@ -84,7 +84,7 @@ def test_only_a_start_is_repeated(pytester: pytest.Pytester) -> None:
     for reason in recorded:
         assert f"test_suite.py::test_start: {reason}; the ranks were started again" in result.outlines
     assert (pytester.path / "begun").read_text() == "xx"  # by each rank, once
-    assert len([line for line in result.outlines if "ended by SIGABRT in the middle of the test" in line]) >= 2
+    assert len([line for line in result.outlines if "killed by SIGABRT during the test" in line]) >= 2
     assert (pytester.path / "fixture").exists()
     assert (pytester.path / "body").exists()
 
@@ -96,7 +96,7 @@ def test_starts_are_bounded(pytester: pytest.Pytester) -> None:
     assert len(recorded) == 2
     assert not (pytester.path / "begun").exists()
     assert (pytester.path / "plan").read_text().count("aborts") == 6
-    result.stdout.fnmatch_lines(["*rank 1: its process was ended by SIGABRT before the test began*"])
+    result.stdout.fnmatch_lines(["*rank 1: its process was killed by SIGABRT before the test started*"])
 
 
 def test_a_module_that_aborts_is_not_repeated(pytester: pytest.Pytester) -> None:

@@ -1,4 +1,4 @@
-"""How reports come out: plain text, a terminal, HTML and JSON."""
+"""Reports as plain text, on a terminal, as HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from syncheck.records import Counts, Group, Reason, Replica, Report, TensorDiff
 from syncheck.report import charts, html, json_document, parts, plain, terminal, text
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-# Runs of the clone in which BatchNorm drifts by a lag, and freely, and such as agree.
+# Two runs with BatchNorm drift and two runs in sync.
 REAL = [
     FIXTURES / name
     for name in ("desync/bn_local_stats", "desync/bn_no_broadcast", "in_sync/ddp_no_bn", "in_sync/sync_bn")

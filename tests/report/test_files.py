@@ -1,4 +1,4 @@
-"""Reports as files: endings, whole files, and errors that name the option that was typed."""
+"""Report files: extensions, atomic replacement, and errors with the option of the caller."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_rows_are_grouped_by_the_first_module_that_tells_them_apart() -> None:
 
 
 def test_names_without_modules_keep_the_largest_gaps() -> None:
-    """Of more flat names than rows, those with the largest gaps are drawn and the others counted."""
+    """With more flat names than rows, the tensors with the largest differences are drawn and the others counted."""
     flat = [tensor(f"w{i}", 2, max_abs=float(i + 1)) for i in range(100)]
     found = make_heatmap(group(*flat, ranks=2))
     assert found is not None

@@ -1,4 +1,4 @@
-"""What a reader sees first, and what an in-sync run of shards says."""
+"""Order of the tensors in reports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def diff(name: str, kind: str = "parameter", **changes: object) -> TensorDiff:
     return TensorDiff(name, kind, "float32", (4,), **fields)
 
 
-def test_what_is_rare_comes_before_what_is_usual() -> None:
-    """First a NaN on one rank, then parameters by their gap, running statistics, counters, what was not compared."""
+def test_order_of_tensors() -> None:
+    """NaN on one rank, then parameters by difference, running statistics, counters, and tensors not compared."""
     nan = diff("nan", max_abs=None, nonfinite={0: 0, 1: 1})
     infinite = diff("both", max_abs=0.2, nonfinite={0: 3, 1: 3})
     flipped = diff("flipped", "optimizer", max_abs=1e-9)
