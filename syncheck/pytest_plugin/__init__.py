@@ -1,7 +1,7 @@
 """pytest plugin: judges checkpoints, and runs tests on several ranks.
 
-Hooks import their implementation when it is needed, so that runs without syncheck import a few small modules only, and
-neither torch nor numpy.
+Hooks import their implementation on first use. A pytest run without syncheck imports a few small modules, and neither
+torch nor numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker and register the plugins that this run needs."""
+    """Declare the marker and register the plugins of this run."""
     config.addinivalue_line(
         "markers",
         "syncheck(ranks=2, timeout=60): run the test on this number of ranks, each a process in a gloo process group; "
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Explain a failed `==` of two state dicts by the tensors that differ."""
+    """Explain a failed `==` of two state dicts."""
     if op != "==" or not (hasattr(left, "values") and hasattr(right, "values")):
         return None
     from syncheck.pytest_plugin import assertion

@@ -19,7 +19,7 @@ HINT = (
 
 
 def explain(left: Any, right: Any) -> list[str] | None:
-    """Return the lines that pytest shows for a failed `==` of two state dicts; None for other objects."""
+    """Return pytest's explanation of a failed `==` of two state dicts; None for other objects."""
     try:
         return _explain(left, right)
     except Exception:  # noqa: BLE001 - user objects may raise anything; pytest then prints its own explanation

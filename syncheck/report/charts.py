@@ -106,14 +106,14 @@ def draw_heatmap(heatmap: Heatmap) -> str:
 def draw_histograms(histograms: Sequence[Histogram]) -> str:
     """Return a chart of the share of elements by difference, with one visible histogram, at first the first.
 
-    All histograms have the same scale, so that switching between two tensors compares them.
+    All histograms have the same scale, for comparisons between tensors.
     """
     bins = bins_in_use(histograms)
     figure, axes = _figure(9, 3.2)
     shares = [[100 * count / histogram.elements for count in _columns(histogram, bins)] for histogram in histograms]
     least = 10.0 ** math.floor(math.log10(min(share for row in shares for share in row if share)))
     last = len(bins)
-    # Columns: equal elements, a space, one per decade, a space, elements that are not finite.
+    # Columns: equal elements, a space, one per decade, a space, NaN and infinite elements.
     edges = [-2.0, -1.0, *(float(i) for i in range(last + 1)), last + 1.0, last + 2.0]
     for i, (equal, *decades, not_finite) in enumerate(shares):
         values = [max(share, least / 2) for share in (equal, 0.0, *decades, 0.0, not_finite)]
@@ -153,7 +153,7 @@ def _has_statistics(group: Group) -> bool:
 
 
 def _drift_by_tensor(group: Group) -> dict[str, float]:
-    """Return the drift of each running statistic that is not identical; NaN, which is not drawn, if it is unknown."""
+    """Return the drift of each differing running statistic; NaN, which is not drawn, if the drift is unknown."""
     statistics = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
     return {diff.name: math.nan if diff.max_abs is None else float(diff.max_abs) for diff in statistics}
 
@@ -161,7 +161,7 @@ def _drift_by_tensor(group: Group) -> dict[str, float]:
 def _draw_by_tensor(last: dict[str, Group]) -> str:
     drift_by_run = {run: _drift_by_tensor(group) for run, group in last.items()}
     names = sorted({name for drift in drift_by_run.values() for name in drift}, key=natural_key)[:_MOST_TENSORS]
-    # The height grows with the rows, so that every name is readable.
+    # The height grows with the rows to keep every name readable.
     figure, axes = _figure(9, 1.2 + 0.22 * len(names))
     for i, (run, drift) in enumerate(drift_by_run.items()):
         values = [drift.get(name, 0.0) for name in names]
@@ -170,7 +170,7 @@ def _draw_by_tensor(last: dict[str, Group]) -> str:
         axes.plot(values, range(len(names)), "o", color=_COLORS[i % len(_COLORS)], label=label, alpha=0.85)
     axes.set_yticks(range(len(names)), [_escape_math(_shorten(name)) for name in names], fontsize=8)
     axes.invert_yaxis()
-    # Logarithmic for the drifts, linear around 0 for statistics that are equal.
+    # Logarithmic for the drifts, linear around 0 for equal statistics.
     positive = [value for drift in drift_by_run.values() for value in drift.values() if value > 0]
     decade = 10.0 ** math.floor(math.log10(min(positive, default=1e-12)))
     axes.set_xscale("symlog", linthresh=decade, linscale=0.4)

@@ -37,7 +37,7 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
     lines = plain.render(text_of.comparison(shown, limit)).splitlines()[:-2]
     hidden = len(failing) - len(shown.groups)
     if hidden:
-        lines += [f"and {hidden} more groups of replicas that are not in sync", ""]
+        lines += [f"and {hidden} more groups not in sync", ""]
     for file in report.unreadable[:MOST_UNREADABLE]:
         lines.append(f"unreadable: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
     lines += [_verdict(report), words.counts_line(report)]
@@ -56,7 +56,7 @@ def group_text(group: Group) -> str:
 
 
 def uncompared_tensors(report: Report) -> list[TensorDiff]:
-    """Return the tensors that could not be compared, without shards and tensors that are skipped by design."""
+    """Return the tensors without a comparison, except shards and tensors skipped by design."""
     return [diff for group in report.groups for diff in _refused(group)]
 
 

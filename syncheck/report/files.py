@@ -65,7 +65,7 @@ def _extension(path: str) -> str:
 
 def render_format(name: str, report: Report) -> str:
     """Return a report in a format of FORMATS or EXTENSIONS. Text is not wrapped and lists all tensors."""
-    # Imports are local, because each run needs only one of these modules.
+    # Local imports, because each run needs one module only.
     if name == "json":
         from syncheck.report import json_document
 

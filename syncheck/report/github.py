@@ -71,7 +71,7 @@ def _escape_property(text: str) -> str:
 
 
 def _limit(annotations: list[Annotation]) -> list[Annotation]:
-    """Replace the annotations that GitHub would hide by one that lists their titles."""
+    """Replace annotations beyond the limit of GitHub by one list of their titles."""
     if len(annotations) <= MOST:
         return annotations
     hidden = annotations[MOST - 1 :]
@@ -82,7 +82,7 @@ def _limit(annotations: list[Annotation]) -> list[Annotation]:
 
 
 def _problems(report: Report) -> Iterator[Annotation]:
-    """Yield annotations for unreadable files, missing verdicts and files that were not compared."""
+    """Yield annotations for unreadable files, missing verdicts and uncompared files."""
     for file in report.unreadable:
         yield Annotation("error", "syncheck: unreadable file", (f"{file.path}: {file.reason}",), file.path)
     if report.verdict == "undecided" and not report.unreadable:

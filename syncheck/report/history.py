@@ -10,7 +10,7 @@ from syncheck.report import words
 if TYPE_CHECKING:
     from syncheck.records import Finding, History
 
-# Steps that are listed individually.
+# Steps listed individually.
 _MOST_STEPS = 3
 
 

@@ -196,7 +196,7 @@ def _heatmap(group: Group) -> list[str]:
 
 
 def _histograms(group: Group, *, charts: bool) -> list[str]:
-    """Return the part on tensors that have a histogram, worst first; empty if none has.
+    """Return the part on tensors with a histogram, worst first; empty without histograms.
 
     charts: draw all histograms into one chart, of which the page's script shows the selected one.
     """
@@ -227,7 +227,7 @@ def _histograms(group: Group, *, charts: bool) -> list[str]:
 
 
 def _tensor_table(group: Group, most_data: int) -> list[str]:
-    """Return the part that lists a group's tensors, worst first; empty if there are none."""
+    """Return the table of a group's tensors, worst first; empty if there are none."""
     diffs = words.tensors_to_list(group)
     if not diffs:
         return []
@@ -264,7 +264,7 @@ def _escape(value: str) -> str:
 
 
 def _script_json(value: Any) -> str:
-    """Return JSON for a script element, escaped so that no text in it can end the element."""
+    """Return JSON for a script element, without sequences such as `</script>`."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     # HTML entities are not decoded inside a script element, so use the escapes of JSON.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -273,7 +273,7 @@ def _script_json(value: Any) -> str:
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return a table of plain texts, the first column in monospace. numbers: columns aligned to the right."""
     classes = ["name" if i == 0 else "number" if column in numbers else "" for i, column in enumerate(columns)]
-    # page.js copies the classes of the header cells to the rows that it adds.
+    # page.js copies the classes of the header cells to added rows.
     head = "".join(f'<th scope="col" class="{k}">{_escape(c)}</th>' for k, c in zip(classes, columns, strict=True))
     lines = [
         "<tr>"

@@ -25,14 +25,14 @@ ALONE, NOTHING, READABLE = "replicas", "tensors", "readable"
 
 
 def item_of(kind: str) -> str:
-    """Return the item that judges a kind of tensor."""
+    """Return the item of a kind of tensor."""
     return ITEMS.get(kind, kind)
 
 
 def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[Finding]:
-    """Return the findings that an item reports: those on its own tensors or values.
+    """Return the findings on the tensors or values of an item.
 
-    siblings: all items of the group. A finding that belongs to no item is reported by all items, because a failing
+    siblings: all items of the group. A finding without an item is reported by all items, because a failing
     finding must fail some test; an informational finding is then reported by the first item only.
     """
     kinds = {diff.name: diff.kind for diff in group.tensors}

@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 def document(report: Report, version: str) -> dict[str, Any]:
-    """Return the report as JSON values. version: of syncheck, for the document."""
+    """Return the report as JSON values. version: the version of syncheck."""
     return {
         "schema": SCHEMA,
         "tool": "syncheck",
@@ -42,7 +42,7 @@ def render(report: Report, version: str) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON without the CI commands that a name in it might contain (see `errors.logged`)."""
+    """Return JSON, with the commands of CI systems in names escaped (see `errors.logged`)."""
     # In JSON `#` occurs only inside strings, where it can be escaped.
     return re.sub(r"##(?=\w*\[)", r"#\\u0023", json.dumps(value, indent=1, allow_nan=False)) + "\n"
 

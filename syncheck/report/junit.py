@@ -1,6 +1,6 @@
 """A report as JUnit XML, which CI systems show as tests: one suite per group, one case per kind of tensor.
 
-The cases are the test items of the pytest plugin (`items.ITEMS`). Each case has one of these results:
+The cases are the test items of the pytest plugin (`items.ITEMS`). Results of a case:
 
 - `failure`: a finding makes the run out of sync. The type is the code of the finding.
 - `error`: syncheck could not tell, and the exit code is 2: an unreadable file, or nothing was compared.
@@ -34,7 +34,7 @@ _MOST = 500  # characters of an attribute
 
 
 def render(report: Report) -> str:
-    """Return the document in ASCII, so that every encoding reads it."""
+    """Return the document in ASCII, which is valid in every encoding."""
     root = ET.Element("testsuites", name="syncheck")
     for group in report.groups:
         _group(ET.SubElement(root, "testsuite", name=_short(group.name)), group, report)
@@ -127,7 +127,7 @@ def _judge(case: ET.Element, group: Group, findings: Sequence[Finding], report: 
         more = f" (and {', '.join(f.code for f in failing[1:4])})" if failing[1:] else ""
         _add_result(case, "failure", first.code, f"{words.finding_title(first)}{more}: {first.evidence}", text)
     elif reason:
-        # A case that makes the exit code 2 must be an error, because CI systems show skipped cases as success.
+        # For exit code 2 the case must be an error, because CI systems show skipped cases as success.
         is_decisive = report.verdict == group.verdict == "undecided"
         _add_result(case, "error" if is_decisive else "skipped", "undecided", f"could not tell: {reason}", text)
     else:
@@ -159,5 +159,5 @@ def _short(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Escape all characters that are not printable, because XML allows most of them not even as references."""
+    """Escape control characters, most of which XML does not allow even as references."""
     return logged("\n".join(map(one_line, text.split("\n"))))

@@ -1,4 +1,4 @@
-"""A report in GitHub's Markdown, for a comment on a pull request or a job summary.
+"""A report in GitHub's Markdown: the text of a pull request comment or of a job summary.
 
 Names in files are untrusted: a name must not notify anybody (`@team`), reference an issue (`#1`), link, load an image
 or break a table. GitHub finds mentions and references in the rendered text, so Markdown escapes do not prevent them,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Renderer = Callable[[Group], str]
 
-# Characters. GitHub's limit for a comment is 65,536; the rest is reserved for lines that users add.
+# Characters. GitHub's limit for a comment is 65,536; the rest is reserved for additions by users.
 MOST = 60_000
 MOST_ROWS = 30
 # Longer tables are folded.
@@ -36,9 +36,9 @@ _MOST_TEXT = 1_000
 _MOST_CELL = 80
 _MOST_PIECES = 8
 
-# Words without characters that are special in Markdown.
+# Words without special characters of Markdown.
 _PLAIN = re.compile(r"(?:[^\W_]|[.,;:()'\"%/=+?-])+")
-# Words that GitHub converts nevertheless: a URL, :emoji:, GH-1, a commit hash.
+# Words converted by GitHub nevertheless: a URL, :emoji:, GH-1, a commit hash.
 _CONVERTED = re.compile(r":/|www\.|:\S+:|gh-\d|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", re.IGNORECASE)
 _OPENING, _CLOSING = "(\"'", ".,;:\"'"
 
@@ -55,7 +55,7 @@ def render(report: Report) -> str:
     waiting = [(group, _RENDERERS) for group in last_steps] + [(group, _RENDERERS[-1:]) for group in earlier_steps]
     body: list[str] = []
     used = 0
-    # A renderer that was too long once is not tried again, because there may be thousands of groups.
+    # Do not retry a renderer after its text was too long, because there may be thousands of groups.
     too_long: set[Renderer] = set()
     for group, renderers in waiting:
         for render_group, share in renderers:
@@ -87,7 +87,7 @@ def _head(report: Report) -> list[str]:
 
 
 def _tail(report: Report) -> list[str]:
-    """Return the lists of unreadable files, replicas in sync and files that were not compared."""
+    """Return the lists of unreadable files, replicas in sync and uncompared files."""
     unreadable = [f"{name(file.path)}: {text(file.reason)}" for file in report.unreadable[:_MOST_ITEMS]]
     if len(report.unreadable) > _MOST_ITEMS:
         unreadable.append(f"and {len(report.unreadable) - _MOST_ITEMS} more")
@@ -104,7 +104,7 @@ def _has_section(group: Group) -> bool:
 
 
 def _groups_to_show(report: Report) -> tuple[list[Group], list[Group]]:
-    """Return the groups with a section: those of the last step of each run, and those of earlier steps."""
+    """Return the groups with a section: at the last step of each run, and at earlier steps."""
     shown = [group for group in report.groups if _has_section(group)]
     last: dict[str, int] = {}
     for group in shown:
@@ -138,7 +138,7 @@ def _on_one_line(group: Group) -> str:
     return f"- {_title(group)}{codes}"
 
 
-# From long to short, with the share of the page that may be full afterwards; the rest is left for shorter ones.
+# From long to short, with the largest share of the page in use afterwards; the rest is reserved for shorter texts.
 _RENDERERS: tuple[tuple[Renderer, float], ...] = ((_with_table, 0.6), (_with_findings, 0.8), (_on_one_line, 1.0))
 
 
@@ -169,7 +169,7 @@ def _table(group: Group) -> str:
         table += f"\n\n... and {len(diffs) - MOST_ROWS} more; the .json report lists all."
     if len(diffs) <= _OPEN_ROWS:
         return table
-    # The blank lines end the HTML block, so that the table is parsed as Markdown.
+    # The blank lines end the HTML block; otherwise the table would not be parsed as Markdown.
     return f"<details><summary>{len(diffs)} tensors, worst first</summary>\n\n{table}\n\n</details>"
 
 
@@ -205,7 +205,7 @@ def _join_brackets(pieces: Sequence[str]) -> Iterator[str]:
     while start < len(pieces):
         end = start + 1
         if not _is_plain(pieces[start]):
-            # The number of pieces is bounded, so that an open bracket does not join a whole sentence.
+            # Limit the number of pieces, because an open bracket would join a whole sentence.
             for candidate in range(end, min(start + _MOST_PIECES, len(pieces)) + 1):
                 if _is_balanced(" ".join(pieces[start:candidate]).lstrip(_OPENING)):
                     end = candidate

@@ -51,7 +51,7 @@ class Grid:
     rows: list[tuple[Span, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | Span, style: str = "") -> None:
-        """Append a row. style: of the cells that are plain texts."""
+        """Append a row. style: of cells given as str."""
         self.rows.append(tuple(c if isinstance(c, Span) else Span(one_line(c), style) for c in cells))
 
 

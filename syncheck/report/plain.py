@@ -1,4 +1,4 @@
-"""Draw a report for pipes and files: without wrapping, boxes, colors or cuts, so that `grep` finds whole names."""
+"""Draw a report for pipes and files, without wrapping, boxes, colors or cuts, to keep names searchable."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _UNWRAPPED = 100_000
 _NEVER_WRAPPED = ("verdict", "kind")
 # Columns whose cells are wrapped only if they are longer than '0 | 1 | 2 | 3'.
 _RARELY_WRAPPED, _MIN_WRAP_WIDTH = ("ranks", "differing"), 13
-# A name that needs more lines of its column is printed on a separate line above its row.
+# Names longer than this number of lines are printed on a separate line above their row.
 _MOST_LINES = 2
 # Largest minimum width of a tensor column beside a run column.
 _TENSOR_WIDTH = 32
@@ -98,7 +98,7 @@ def _print_name(console: Console, name: Span, indent: int) -> None:
 
 
 def _min_width(grid: Grid, column: int = 0) -> int:
-    """Return the width that a column of names needs, so that no name takes more than _MOST_LINES lines.
+    """Return the minimum width of a column of names for at most _MOST_LINES lines per name.
 
     Names of tensors may be broken anywhere, names of runs at spaces only.
     """
@@ -108,7 +108,7 @@ def _min_width(grid: Grid, column: int = 0) -> int:
 
 
 def _find_width(console: Console, grid: Grid, room: int, min_name_width: int = 0) -> int:
-    """Return the width to request from rich so that the table fits into `room` columns, or 0 if there is none.
+    """Return the width to request from rich for a table in `room` columns, or 0 if the table does not fit.
 
     Rich distributes the requested width first and applies minimum column widths afterwards, so a table may become
     wider than requested, and its right part would be cut.

@@ -1,4 +1,4 @@
-"""Text reports of `syncheck compare` and `syncheck report`, as parts that `plain` and `terminal` draw."""
+"""Text reports of `syncheck compare` and `syncheck report`, as parts for `plain` and `terminal`."""
 
 from __future__ import annotations
 

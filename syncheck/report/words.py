@@ -207,7 +207,7 @@ def kind_cell(counts: Counts) -> str:
 
 
 def values_text(values: Sequence[ValueDiff]) -> str:
-    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values that some ranks lack."""
+    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks."""
     shown = [value for value in values if None not in value.by_rank.values()]
     texts = [
         f"{value.name}: " + ", ".join(f"{brief(of, 40)} on rank {rank}" for rank, of in list(value.by_rank.items())[:4])
@@ -235,7 +235,7 @@ def sort_worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
 
 
 def tensors_to_list(group: Group, *, shards: bool = True) -> list[TensorDiff]:
-    """Return the tensors that a report lists, worst first. shards: include tensors stored only as shards.
+    """Return the tensors to list in a report, worst first. shards: include tensors stored only as shards.
 
     RNG states, which differ by design, are counted but not listed.
     """
@@ -255,7 +255,7 @@ def finding_title(finding: Finding) -> str:
 
 
 def fixed_lines(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run and code of the baseline that is resolved."""
+    """Return a line for each resolved run and code of the baseline."""
     lines = []
     for group in groups:
         for fixed in group.fixed:

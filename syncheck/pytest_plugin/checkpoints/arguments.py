@@ -20,8 +20,8 @@ class Selection:
     """The checkpoints to judge.
 
     paths: files, folders and globs. ids: items to run, empty for all. source: option or ini value with the paths.
-    not_judged: given folders that contain checkpoints, but are only searched for tests. unused: why the checkpoints of
-    the ini file are ignored; empty if they are judged or if there are none.
+    not_judged: given folders with checkpoints from which only tests are collected. unused: why the checkpoints of the
+    ini file are ignored; empty if they are judged or if there are none.
     """
 
     paths: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def _is_id(argument: str, start: Path) -> bool:
 def _argument_roles(config: pytest.Config, argument: str, given: list[str]) -> tuple[bool, bool]:
     """Return whether a positional path is judged, and whether pytest collects from it, if --syncheck was given.
 
-    A folder with both tests and checkpoints is judged if it may come from a glob that the shell expanded. This is
+    A folder with both tests and checkpoints is judged if it may come from a glob expanded by the shell. This is
     excluded if --syncheck received a glob, or a path inside the folder.
     Raises UsageError for a folder with neither, which pytest would silently ignore.
     """

@@ -44,7 +44,7 @@ class Judge:
     """Compares checkpoints on demand and caches the results.
 
     whole: compare all checkpoints at once, because the whole report is needed. Otherwise each run is compared
-    separately, so that a process that runs some of the items compares only the runs of these items.
+    separately, because a worker of pytest-xdist may run the items of some runs only.
     width: columns of the terminal. histograms: compute histograms for an HTML page.
     accepting: accept all findings, because they become the baseline.
     """
@@ -80,7 +80,7 @@ class Judge:
         return _raise_error(self._report)
 
     def group(self, number: int) -> tuple[Group, list[Unreadable]]:
-        """Return a compared group, and its files that became unreadable after they were opened.
+        """Return a compared group, and the list of its files with read errors since the start.
 
         Raises CheckpointError if no file of its run is readable any more.
         """
@@ -94,7 +94,7 @@ class Judge:
         return working_folder(self._start)
 
     def _report_with(self, number: int) -> tuple[Report, int]:
-        """Return a report that contains a group, and the index of the group in it."""
+        """Return a report with a group, and the index of the group in this report."""
         if self._whole or self._report is not None:
             with contextlib.suppress(CheckpointError):
                 return self.report(), number

@@ -1,4 +1,4 @@
-"""Outcome of a test of checkpoints, as a function of the compared group. A test that compared nothing never passes."""
+"""Outcome of a test of checkpoints, as a function of the compared group. A test without a comparison never passes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _properties(
 
 
 def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
-    """Return properties of tensors and values that no item judges, so that the summary reports them."""
+    """Return the properties about tensors and values that belong to no item."""
     kinds = {kind: counts for kind, counts in group.kinds.items() if item_of(kind) not in planned.siblings}
     parts = [f"{kind} {c.not_compared}/{c.tensors} not compared" for kind, c in kinds.items() if c.not_compared]
     if group.left_out:

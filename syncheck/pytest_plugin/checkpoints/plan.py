@@ -42,7 +42,7 @@ class Planned:
 
     @property
     def nodeid(self) -> str:
-        """The id that pytest prints."""
+        """The id as printed by pytest."""
         return f"{self.shown}::{self.owner}::{self.item}"
 
 
@@ -53,7 +53,7 @@ def relative_id(start: Path, root: Path, nodeid: str) -> str:
 
 
 def plan_items(found: api.Found, options: api.Options, start: Path, root: Path) -> list[Planned]:
-    """Return the items of all groups, then those of unreadable files, so that every given file has an item.
+    """Return the items of all groups, then the items of unreadable files. Every given file has an item.
 
     start: the folder to which paths are relative. root: pytest's rootdir, to which ids are relative.
     """

@@ -1,4 +1,4 @@
-"""Hooks and test items of a pytest run that judges checkpoints."""
+"""Hooks and test items for checkpoints in a pytest run."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def _group_by(planned: list[Planned], field: str) -> dict[str, list[Planned]]:
 
 
 class Header:
-    """Adds lines to pytest's header: checkpoints that are not judged, and options of the project."""
+    """Adds lines to pytest's header: ignored checkpoints, and options of the project."""
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Return warnings about checkpoints that are not judged, and the options that users may have forgotten."""
+        """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
         lines = [str(PytestText.NOT_COMPARED(path=path)) for path in self.selection.not_judged]
         if self.selection.unused:
             lines.append(str(PytestText.CHECKPOINTS_UNUSED(reason=self.selection.unused)))
@@ -129,7 +129,7 @@ def _project_options(config: pytest.Config) -> list[str]:
     try:
         loaded = project.load(config.rootpath)
     except SyncheckError as error:
-        return [f"syncheck: {error}"]  # only tests that need the options fail
+        return [f"syncheck: {error}"]  # only tests of checkpoints and tests with the fixture fail
     parts = [
         f"{key} {options.written(loaded.values[key.replace('-', '_')])}"
         for key in project.applied(loaded, **options.given(config))
@@ -152,12 +152,12 @@ _MOST_IDS = 6
 
 
 def configure(config: pytest.Config) -> None:
-    """Register the plugin that judges checkpoints, if this run has any to judge.
+    """Register CheckpointPlugin if this run has checkpoints to judge.
 
     Each process of pytest-xdist calls this function and plans the same items. Usage errors are raised before workers
     start.
     """
-    # In a rank's session, checkpoints are judged by the session that started the rank.
+    # In a rank's session, there are no checkpoints to judge: the outer session judges them.
     if config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
         return
     selection = select_checkpoints(config)
@@ -247,7 +247,7 @@ def _is_worker(config: pytest.Config) -> bool:
 
 
 class CheckpointPlugin:
-    """The hooks of a run that judges checkpoints."""
+    """The hooks of a run with checkpoints."""
 
     def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], update: Update | None = None) -> None:
         self.judge = judge
@@ -281,7 +281,7 @@ class CheckpointPlugin:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Add the checkpoints to the collected items, so that pytest counts and selects them like tests."""
+        """Add the checkpoints to the collected items; pytest then counts and selects them like tests."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
             report.result.extend(_collectors(collector, self.planned, self.judge))

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from syncheck.pytest_plugin.checkpoints import CheckpointPlugin
 
     Groups = dict[str, dict[str, Mapping[str, str]]]
-    """Properties of the items that ran, by group and item."""
+    """Properties of items by group and item."""
 
 _MOST_GROUPS = 20
 _MOST_NOTES = 5
-# Options that neither exclude tensors nor tolerate differences. All others change the meaning of "in sync".
+# Options without influence on the verdict; all other options exclude tensors or tolerate differences.
 _NEUTRAL = ("buffers", "group_by", "reference", "jobs")
 # From the most to the least important.
 _ORDER = ("out_of_sync", "undecided", "in_sync")
@@ -82,7 +82,7 @@ def _write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
 
 
 def _write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
-    """Print the notes of groups and the findings of the baseline that are fixed, without repetitions."""
+    """Print the notes of groups and the fixed findings of the baseline, without repetitions."""
     notes = Counter(_group_property(items, "notes") for items in groups.values())
     notes.pop("", None)
     for note, count in notes.most_common(_MOST_NOTES):
@@ -94,7 +94,7 @@ def _write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
 
 
 def describe_options(options: Options) -> str:
-    """Return the options that exclude tensors or tolerate differences, including those of the project."""
+    """Return the options with an influence on the verdict, including the project's options."""
     parts = []
     for field in fields(options):
         value = getattr(options, field.name)
@@ -104,7 +104,7 @@ def describe_options(options: Options) -> str:
 
 
 def _collect_groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
-    """Return the properties of the items that ran, by group and item, in the order of collection."""
+    """Return the properties of finished items by group and item, in the order of collection."""
     by_id: dict[str, Mapping[str, str]] = {}
     for reports in reporter.stats.values():
         for report in reports:
@@ -129,7 +129,7 @@ def _group_property(items: Mapping[str, Mapping[str, str]], name: str) -> str:
 
 
 def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the verdict of a group. An item without a verdict, such as one of shards, does not prevent IN SYNC."""
+    """Return the verdict of a group. An undecided item, such as shards, does not prevent IN SYNC."""
     verdicts = {properties["verdict"] for properties in items.values()}
     return "in_sync" if "in_sync" in verdicts and "out_of_sync" not in verdicts else min(verdicts, key=_ORDER.index)
 

@@ -34,7 +34,7 @@ def terminal_width() -> int:
 def failure_text(
     group: Group, findings: Sequence[Finding], counts: Counts, diffs: Sequence[TensorDiff], *, values: bool, width: int
 ) -> str:
-    """Return the text of a failing item. diffs: the item's tensors that are not identical. values: list values."""
+    """Return the text of a failing item. diffs: the item's differing tensors. values: whether to list values."""
     lines: list[str] = []
     for finding in findings[:_MOST_FINDINGS]:
         lines += [*_finding(finding, width), ""]
@@ -91,7 +91,7 @@ def _finding(finding: Finding, width: int) -> Iterable[str]:
 
 
 def _wrap(text: str, width: int, first: str) -> list[str]:
-    # Names are not broken, even if they exceed the width, so that users can search for and copy them.
+    # Names may exceed the width, because users search for names and copy them.
     return textwrap.wrap(
         text,
         width,
@@ -116,7 +116,7 @@ def _tensors(diffs: Sequence[TensorDiff], width: int) -> Iterable[str]:
     if not diffs:
         return
     shown = words.sort_worst_first(diffs)[:ROWS]
-    # Long names are cut, so that the numbers stay visible. Their ends are kept, because they distinguish the names.
+    # Cut long names to keep the numbers visible. Keep the ends, which distinguish the names.
     most = min(_MOST_OF_A_NAME, max(40, width * 2 // 3))
     names = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
     rows = [

@@ -1,1 +1,1 @@
-"""Tests on several ranks: each rank is a process that runs the test in its own pytest session."""
+"""Tests on several ranks. Each rank is a process with its own pytest session."""

@@ -27,7 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(descriptor: int, lost: str) -> None:
-    """Run tests until the connection is closed. lost: file that is created if it is closed on this side."""
+    """Run tests until the connection is closed. lost: file to create if it is closed on this side."""
     _become_subreaper()
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
@@ -57,13 +57,13 @@ def main(descriptor: int, lost: str) -> None:
 
 
 def _become_subreaper() -> None:
-    """Adopt orphaned descendants, so that they are found and killed with this process."""
+    """Adopt orphaned descendants, which can then be found and killed with this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], lost: str) -> None:
-    """Receive messages in a thread, so that the end of pytest is detected during a test too."""
+    """Receive messages in a thread, to detect the end of pytest during a test."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
@@ -73,7 +73,7 @@ def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any
 
 
 def _kill_self(lost: str) -> None:
-    """Kill this process and its group after the connection is lost, and create the file that reports the reason."""
+    """Kill this process and its group after the connection is lost. The file `lost` reports the reason to pytest."""
     with suppress(OSError):
         open(lost, "ab").close()
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -82,12 +82,12 @@ def _kill_self(lost: str) -> None:
 def _encode_message(message: dict[str, Any]) -> bytes:
     try:
         return _encode(message).encode()
-    except (TypeError, ValueError, RecursionError):  # keys that are not strings, containers that contain themselves
+    except (TypeError, ValueError, RecursionError):  # keys of other types than str, recursive containers
         return _encode(_to_json_types(message, 0)).encode()
 
 
 def _to_json_types(value: Any, depth: int) -> Any:
-    """Copy a value, with the repr of objects that JSON does not support."""
+    """Copy a value, with unsupported objects replaced by their repr."""
     if isinstance(value, dict) and depth < 20:
         return {str(key): _to_json_types(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and depth < 20:

@@ -26,7 +26,7 @@ _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in 
 
 
 class RanksFailed(Exception):
-    """A test did not pass on all ranks. shown: the representation that pytest prints."""
+    """A test did not pass on all ranks. shown: the representation for pytest."""
 
     def __init__(self, shown: ExceptionChainRepr) -> None:
         self.shown = shown
@@ -67,7 +67,7 @@ def describe_failure(item: pytest.Item, results: Sequence[Result], time_limit: s
 
 
 def describe_disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequence[Result]) -> RanksFailed:
-    """Return the failure of a test that passed on some ranks and was skipped on others."""
+    """Return the failure of a test with different outcomes on the ranks."""
     parts = [f"{kind} on {ranks_text(ranks)}" for kind, ranks in kinds.items()]
     disagree = "the ranks disagree on the outcome: " if len(parts) > 1 else ""
     headline = f"{disagree}{'; '.join(parts)}"
@@ -146,7 +146,7 @@ def _state_lines(ended: Sequence[Result], stuck: Sequence[Result], world: int) -
     lines += [f"{_ranks(stuck)} of {world} had not finished\n"] if stuck else []
     if ended and stuck:
         lines.append(
-            "a collective may wait for ranks that have ended; check for collectives that only some ranks call\n"
+            "a collective may be waiting for a rank after its end; check for collectives called on some ranks only\n"
         )
     return lines
 
@@ -161,7 +161,7 @@ def _summary(text: str) -> str:
 
 
 def _key(result: Result) -> tuple[str, ...]:
-    """Return a key that is equal for failures at the same location with the same type, whatever the values are."""
+    """Return the location and the type of a failure."""
     report = next((report for report in result.reports if report.outcome == "failed"), None)
     crash = report.longrepr.reprcrash if report and isinstance(report.longrepr, ExceptionChainRepr) else None
     if report is None or crash is None:

@@ -14,7 +14,7 @@ from syncheck.testing import Rank
 
 # Seconds by which the timeout of collectives exceeds the test's time limit, which reports the state of all ranks.
 EXTRA_TIMEOUT = 30.0
-_destroyed: list[Any] = []  # process groups that were destroyed, and their backends
+_destroyed: list[Any] = []  # destroyed process groups and their backends
 
 
 def prepare(task: dict[str, Any]) -> None:

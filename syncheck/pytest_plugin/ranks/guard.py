@@ -1,4 +1,4 @@
-"""A process that kills the ranks when the pytest process that started them has ended for any reason.
+"""A process that kills the ranks when the outer pytest process has ended for any reason.
 
 Run as a script, by path and without site-packages. A rank cannot do this itself, because it may be stopped or hold the
 GIL in C code. The guard reads `+PID` and `-PID` from stdin, and kills the listed processes when stdin is closed.

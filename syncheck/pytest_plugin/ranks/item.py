@@ -82,7 +82,7 @@ class OnRanks:
 
 
 def run_on_ranks(item: pytest.Item) -> None:
-    """Change the class of an item, so that it runs on ranks."""
+    """Change the class of an item to run it on ranks."""
     own = type(item)
     if hasattr(item, "funcargs"):
         item.funcargs = _NoFixtures()
@@ -192,7 +192,7 @@ def _arguments(config: pytest.Config) -> list[str]:
 
 def _environment(world: int) -> dict[str, str]:
     """Return the environment common to all ranks, with the variables of torchrun."""
-    with socket.socket() as probe:  # a port for tests that create their own store
+    with socket.socket() as probe:  # a port for stores created by tests
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return {
@@ -218,7 +218,7 @@ def _files(item: pytest.Item, start: Path) -> list[str]:
 
 
 def _json_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values that JSON supports."""
+    """Return the values supported by JSON."""
     if values is None:
         return None
     supported = {}
@@ -278,7 +278,7 @@ def _judge(item: pytest.Item, results: Sequence[Result], time_limit: str) -> Non
         kind, reason = _outcome(result)
         kinds.setdefault(kind, []).append(result.rank)
         reasons.setdefault(kind, reason)
-    # The other ranks may wait for a rank that failed as expected.
+    # The other ranks may be waiting for the failed rank.
     if "xfailed" in kinds and kinds.keys() <= {"xfailed", "passed", "passed against strict xfail", "not finished"}:
         pytest.xfail(reasons["xfailed"])
     if time_limit or kinds.keys() & {"failed", "not finished"}:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 NAME = "syncheck"
 # User property of a test whose ranks were started again.
 RETRIED = "syncheck_retried_start"
-# The fixture that turns `ranks=[2, 4]` into two tests. The test does not request it.
+# The fixture for the parametrization of `ranks=[2, 4]`, which the test does not request.
 PARAMETER = "_syncheck_ranks"
-# Each rank is a process that imports torch, so a larger number is most likely a mistake.
+# Each rank is a process with torch, so a larger number is most likely a mistake.
 MOST_RANKS = 64
 
 

@@ -1,6 +1,6 @@
 """Hooks for tests on several ranks.
 
-The modules that start processes are imported when the first such test is collected.
+The implementation is imported when the first test with the marker is collected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of the ranks, reused after a test that passes and killed after a test that fails."""
+"""The processes of the ranks, reused after passed tests and killed after failed tests."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Pool:
             if len(ready) < len(results):
                 if now > started + STARTUP:
                     return f"the ranks' process groups were not ready in {STARTUP:g} s"
-            elif not began and not left:  # all ranks start together, so that no rank runs the test alone
+            elif not began and not left:  # no rank may run the test alone
                 began = True
                 for process in running:
                     process.send({"begin": True})

@@ -1,4 +1,4 @@
-"""The process of one rank: start, messages, stacks, exit. No rank outlives the pytest process that started it."""
+"""The process of one rank: start, messages, stacks, exit. No rank outlives the outer pytest process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from syncheck.pytest_plugin.ranks import guard
 
-# A signal that tests are unlikely to use. macOS has no real-time signals.
+# A signal unlikely to be used by tests. macOS has no real-time signals.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-# Not `-m`, because processes spawned by a test would import that module as their main module.
+# Not `-m`, because processes spawned by a test import the main module of their parent.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]), sys.argv[3])"
@@ -47,7 +47,7 @@ class Guard:
         self._send(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """Remove a process that was killed, because its id may be reused."""
+        """Remove a killed process, because its id may be reused."""
         self._send(f"-{pid}\n")
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Guard:
 
 
 class RankProcess:
-    """A child process that runs tests until its connection is closed.
+    """A child process, which runs tests until its connection is closed.
 
     Messages are lines of JSON. They are read without blocking, because a child may be stopped in the middle of a line.
     """
@@ -79,7 +79,7 @@ class RankProcess:
         self.socket, peer = socket.socketpair()
         self._lost = err.with_name("connection_lost")
         with peer, out.open("ab") as stdout, err.open("ab") as stderr:
-            # A new session, so that Ctrl-C reaches pytest only, and the rank can be killed with its children.
+            # A new session: Ctrl-C reaches pytest only, and the rank can be killed with its children.
             # -P, because the current folder may contain a json.py.
             self.popen = subprocess.Popen(
                 [sys.executable, "-uPc", _START, json.dumps(import_path()), str(peer.fileno()), str(self._lost)],
@@ -120,7 +120,7 @@ class RankProcess:
         return None if self._closed and not messages else messages
 
     def ended(self) -> bool:
-        """Whether the process has ended. It is not reaped, so that its id is not reused before `kill`."""
+        """Whether the process has ended. It is not reaped, to reserve its id until `kill`."""
         if self.popen.returncode is not None:
             return True
         try:
@@ -163,7 +163,7 @@ class RankProcess:
 
 
 def wait_for_stacks(files: list[Path], seconds: float = 2.0) -> None:
-    """Wait until the requested stacks are written, that is, no file is empty or growing."""
+    """Wait until no file is empty or growing."""
     sizes: list[int] = []
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

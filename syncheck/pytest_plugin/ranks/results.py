@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-# Bytes of a stream that are shown. The middle of longer streams is omitted.
+# Bytes shown of a stream. The middle of longer streams is omitted.
 MOST_OUTPUT = 100_000
 
 
@@ -39,7 +39,7 @@ class Result:
     """When it failed, was skipped or failed as expected. Other ranks may wait for it from then on."""
     done: bool = False
     left_with: int | None = None
-    """Exit code, or negative signal number, of a process that ended during the test."""
+    """Exit code, or negative signal number, if the process ended during the test."""
     cut_off: bool = False
     """Whether the process lost its connection to pytest."""
     reusable: bool = False
@@ -94,7 +94,7 @@ class Result:
         assert self.left_with is not None
         when = "during the test" if self.ready is not None else "before the test started"
         if self.cut_off:
-            return f"its process lost the connection to pytest {when}; check for code that closes file descriptors"
+            return f"its process lost the connection to pytest {when}; check for code closing file descriptors"
         if self.left_with >= 0:
             return f"its process exited with code {self.left_with} {when}"
         try:
@@ -119,5 +119,5 @@ def is_main_report(report: pytest.TestReport) -> bool:
 
 
 def is_strict_xpass(report: pytest.TestReport) -> bool:
-    """Whether the only failure is that a test marked xfail(strict=True) passed."""
+    """Whether a test marked xfail(strict=True) passed unexpectedly."""
     return report.outcome == "failed" and str(report.longrepr).startswith("[XPASS(strict)]")

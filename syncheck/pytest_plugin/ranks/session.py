@@ -88,7 +88,7 @@ def _fingerprint() -> tuple[Any, ...]:
         gc.isenabled(),
         sys.getrecursionlimit(),
         [stream is None or stream.closed for stream in _STREAMS],
-        # The number of threads that torch will have when it is imported.
+        # The number of threads of torch after its import.
         torch.get_num_threads() if torch is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1"),
     )
 
@@ -122,7 +122,7 @@ _OUTER_ONLY: dict[str, Any] = {
     "syncheck": [],
     "syncheck_output": [],
 }
-# Plugins that would give all ranks the same seed, and repeat a test on one rank only.
+# Plugins with harmful effects in a rank: the same seed on all ranks, repetition of a test on one rank only.
 _DISABLED_PLUGINS = ("randomly", "rerunfailures")
 
 
@@ -162,7 +162,9 @@ def _session(task: Task, plugin: _Plugin) -> None:
     from _pytest.config import _prepareconfig
 
     config = _prepareconfig(task["args"], [plugin])
-    config.pluginmanager.register(object(), "syncheck-rank")  # tells the hooks of this plugin that they run in a rank
+    config.pluginmanager.register(
+        object(), "syncheck-rank"
+    )  # marks this session as a rank for the hooks of this plugin
     for name in _DISABLED_PLUGINS:
         if config.pluginmanager.hasplugin(name):
             config.pluginmanager.unregister(name=name)
@@ -208,7 +210,7 @@ class _Plugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        # The outer session has selected the tests, so ignore hooks that remove or repeat items here.
+        # The outer session has selected the tests, so items removed or repeated by hooks are restored.
         before = list(items)
         result = yield
         for item in [*items, *before]:
@@ -249,7 +251,7 @@ class _Plugin:
         broken = [text for node, text in self.broken.items() if nodeid.startswith(node)]
         if broken:
             return "\n".join(["collecting the test failed:", *broken])
-        return f"the rank collected no test {nodeid}; check that the id is the same in every process"
+        return f"the rank collected no test {nodeid}; its id must be the same in every process"
 
     def _prepare(self) -> bool:
         self.send({"joining": True})
