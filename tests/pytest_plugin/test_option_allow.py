@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_allow(tmp_path: Path) -> None:
-    """An allowed finding passes and stays visible, another one fails as before, an unknown code is wrong usage."""
+    """An allowed finding passes and is reported, other findings fail, and an unknown code is a usage error."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "running_mean"))
     allowed, spread, other, wrong = sessions(

@@ -14,7 +14,7 @@ BASE = ["-v", "--syncheck", "*.pth"]
 
 
 def test_include(tmp_path: Path) -> None:
-    """Only tensors whose name matches are judged; a pattern that leaves out all is no pass."""
+    """Only tensors with a matching name are judged; a pattern without a match fails."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "fc.bias"))
     included, nothing = sessions(

@@ -1,4 +1,4 @@
-"""What the plugin costs those who do not use it."""
+"""The cost of the plugin for runs without syncheck."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
-    """A run that uses nothing of syncheck imports no other part of it, and neither torch nor numpy nor rich."""
+def test_imports_of_an_unused_plugin(pytester: pytest.Pytester) -> None:
+    """A run without syncheck imports a few modules, and neither torch nor numpy nor rich."""
     pytester.makepyfile(
         """
         import sys
@@ -27,13 +27,13 @@ def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> No
     pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cov").assert_outcomes(passed=1)
 
 
-def test_import_is_a_small_part_of_pytests() -> None:
-    """Importing the plugin takes less than a tenth of what importing pytest takes, in the best of five processes."""
+def test_import_time() -> None:
+    """Importing the plugin takes less than a tenth of the time of importing pytest, in the best of five processes."""
     assert min(share() for _ in range(5)) < 0.1
 
 
 def share() -> float:
-    """Import pytest, then the plugin; return what the plugin's own modules took, over what all of pytest took."""
+    """Import pytest, then the plugin, and return the ratio of the import times."""
     code = "import pytest, syncheck.pytest_plugin"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
     # Each module's own time, in microseconds, is the first number; the second has its imports in it.

@@ -1,4 +1,4 @@
-"""The numbers of the heatmap and of the curves over steps."""
+"""Data of the heatmap and of the curves over steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncheck.report.chart_data import MOST_COLUMNS, MOST_ROWS, distinct_modules
 
 
 def test_a_gap_stands_on_the_ranks_that_have_it() -> None:
-    """The odd rank has the tensor's gap and the majority 0; without a majority every rank has it; shards have none."""
+    """Ranks outside the majority have the difference of the tensor; without a majority all ranks; shards have none."""
     odd = tensor("layer.10.weight", 4)
     tied = tensor("layer.2.weight", 4, clusters=((0, 1), (2, 3)), minority=(), max_abs=0.125)
     shard = tensor("layer.3.weight", 4, status="not_compared", reason="sharded", max_abs=None, minority=())
@@ -34,7 +34,7 @@ def test_a_gap_stands_on_the_ranks_that_have_it() -> None:
     ],
 )
 def test_what_has_no_number_is_not_called_equal(changes: dict[str, object]) -> None:
-    """A tensor apart by digest, by a NaN on one rank, or missing on one is drawn in a colour of its own."""
+    """A tensor compared by digest, with NaN on one rank, or missing on one rank has a separate color."""
     found = make_heatmap(group(tensor("a", 2, **changes), ranks=2))
     assert found is not None
     assert found.cells == ((0.0, math.inf),)
@@ -45,13 +45,13 @@ def test_what_has_no_number_is_not_called_equal(changes: dict[str, object]) -> N
 
 
 def test_values_that_are_equal_are_no_heat() -> None:
-    """Where only the bits of equal values differ, there is no gap to draw."""
+    """Equal values with different bits are not drawn."""
     assert make_heatmap(group(tensor("a", 2, status="equal", max_abs=0.0), ranks=2)) is None
 
 
 @pytest.mark.parametrize(("tensors", "ranks"), [(61, 2), (700, 65), (50_000, 8), (300, 1024)])
 def test_heatmaps_are_bounded(tensors: int, ranks: int) -> None:
-    """Many tensors become modules or ranges of layers, many ranks become runs of ranks, and no tensor is lost."""
+    """Many tensors are grouped by modules or ranges of layers, many ranks by ranges, and no tensor is lost."""
     found = make_heatmap(report(tensors, ranks).groups[0])
     assert found is not None
     assert 6 <= len(found.rows) <= MOST_ROWS
@@ -64,7 +64,7 @@ def test_heatmaps_are_bounded(tensors: int, ranks: int) -> None:
 
 
 def test_rows_are_grouped_by_the_first_module_that_tells_them_apart() -> None:
-    """Below a prefix that all share, the next level groups; a tensor of the root is a group of its own."""
+    """Names are grouped at the first level that differs; a tensor of the root module is a separate group."""
     assert distinct_modules(["net.a.w", "net.a.b", "net.c.w"]) == ["net.a", "net.a", "net.c"]
     assert distinct_modules(["a.0.w", "b.0.w", "scale"]) == ["a", "b", "scale"]
     assert distinct_modules(["a.w", "a.b"]) == ["a", "a"]
@@ -87,7 +87,7 @@ def make_history_group(history: History | None) -> Group:
 
 @pytest.mark.parametrize("gaps", [(5e-324, 1.7e308), (0.1, 0.1), (1.0, 1.0)])
 def test_any_gap_can_be_drawn(gaps: tuple[float, float]) -> None:
-    """The smallest and the largest number of float64, and gaps that are all alike, have their place in both charts."""
+    """Both charts draw the smallest and the largest float64, and equal differences."""
     points = tuple(HistoryPoint(step, 1, gap) for step, gap in enumerate(gaps))
     last = make_history_group(History(points, 0, None, ("a",), (1,)))
     found = make_heatmap(group(*[tensor(f"a{i}", 2, max_abs=gap) for i, gap in enumerate(gaps)], ranks=2))
@@ -97,7 +97,7 @@ def test_any_gap_can_be_drawn(gaps: tuple[float, float]) -> None:
 
 
 def test_curves_are_the_histories_of_the_findings() -> None:
-    """The largest gap at every step: 0.0 where all agreed, a break where no number tells; without a history none."""
+    """A curve has the difference at every step, 0.0 in sync, None if unknown; no history gives no curve."""
     gaps = {100: 0.0, 200: 0.0, 300: None, 400: 0.5}
     points = tuple(HistoryPoint(step, int(gap != 0), gap) for step, gap in gaps.items())
     assert make_curves(make_history_group(History(points, 300, 200, ("a",), (1,)))) == {
