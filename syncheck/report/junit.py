@@ -50,7 +50,7 @@ def render(report: Report) -> str:
             _add_result(case, "skipped", "alias", f"a link to {alias.of}, which was compared instead")
         if report.skipped:
             case = ET.SubElement(suite, "testcase", classname="syncheck", name="skipped")
-            _add_result(case, "skipped", "skipped", f"{report.skipped} files in the folders are not checkpoints")
+            _add_result(case, "skipped", "skipped", f"{report.skipped} files are not checkpoints")
     if not report.groups and not report.unreadable:
         suite = ET.SubElement(root, "testsuite", name="syncheck")
         case = ET.SubElement(suite, "testcase", classname="syncheck", name=items.NOTHING)

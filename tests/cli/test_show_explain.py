@@ -61,7 +61,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     drawn = terminal.render(listing.list_contents(listed), 80, color=False)
     assert max(map(len, drawn.splitlines())) <= 80
     assert "\noptimizer.fc.weight.exp_avg  optimizer\n" in drawn
-    assert ", all numbers finite\n" in drawn
+    assert ", all values finite\n" in drawn
     assert " nonfinite" not in drawn
     model = network()
     model["fc.bias"][0] = np.nan
