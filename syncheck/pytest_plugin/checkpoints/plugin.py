@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.errors import PYTEST, spelling
-from syncheck.messages import PytestText, names_text
 from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import is_same, select_checkpoints
 
@@ -108,13 +106,15 @@ class Header:
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
         """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
-        lines = [str(PytestText.NOT_COMPARED(path=path)) for path in self.selection.not_judged]
-        if self.selection.unused:
-            lines.append(str(PytestText.CHECKPOINTS_UNUSED(reason=self.selection.unused)))
-        lines += _project_options(config)
-        if not lines:
+        selection, lines = self.selection, _project_options(config)
+        if not lines and not selection.not_judged and not selection.unused:
             return []
         from syncheck.errors import one_line
+        from syncheck.messages import PytestText
+
+        if selection.unused:
+            lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
+        lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
 
         return [one_line(line) for line in lines]
 
@@ -166,16 +166,18 @@ def configure(config: pytest.Config) -> None:
     if selection.paths:
         with _convert_errors():
             config.pluginmanager.register(_plugin(config, selection, outputs), "syncheck-checkpoints")
-    elif config.getoption("syncheck_update_baseline"):
-        raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
-    elif outputs:
+    elif outputs or config.getoption("syncheck_update_baseline"):
+        from syncheck.messages import PytestText
+
+        if config.getoption("syncheck_update_baseline"):
+            raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
         raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
 
 
 @contextlib.contextmanager
 def _convert_errors() -> Iterator[None]:
     """Convert SyncheckError into pytest's UsageError, which prints one line and has exit code 4."""
-    from syncheck.errors import SyncheckError
+    from syncheck.errors import PYTEST, SyncheckError, spelling
 
     try:
         with spelling(PYTEST):
@@ -222,6 +224,7 @@ def _select_items(planned: list[Planned], selection: Selection, config: pytest.C
     """Return the items whose ids were given, or all items."""
     if not selection.ids:
         return planned
+    from syncheck.messages import PytestText, names_text
     from syncheck.pytest_plugin.checkpoints.plan import relative_id
 
     start, known = config.invocation_params.dir, [item.nodeid for item in planned]
@@ -313,33 +316,34 @@ class CheckpointPlugin:
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
-    @spelling(PYTEST)
     def _write(self, path: str) -> None:
-        from syncheck.errors import SyncheckError
+        from syncheck.errors import PYTEST, SyncheckError, spelling
         from syncheck.readers import keep
         from syncheck.report.files import write_file
 
-        try:
-            report = self.judge.report()
-            with self.judge.start_folder():
-                keep(path, "--syncheck-output")
-                write_file(path, report, option="--syncheck-output")
-            self.written.append(path)
-        except SyncheckError as error:
-            self.errors.append(str(error))
+        with spelling(PYTEST):
+            try:
+                report = self.judge.report()
+                with self.judge.start_folder():
+                    keep(path, "--syncheck-output")
+                    write_file(path, report, option="--syncheck-output")
+                self.written.append(path)
+            except SyncheckError as error:
+                self.errors.append(str(error))
 
-    @spelling(PYTEST)
     def _update(self, update: Update) -> None:
-        from syncheck.errors import SyncheckError
+        from syncheck.errors import PYTEST, SyncheckError, spelling
 
-        try:
-            self.updated = update.write(self.judge, [item for item in self.planned if item.nodeid not in self.ran])
-        except SyncheckError as error:
-            self.errors.append(str(error))
+        with spelling(PYTEST):
+            try:
+                self.updated = update.write(self.judge, [item for item in self.planned if item.nodeid not in self.ran])
+            except SyncheckError as error:
+                self.errors.append(str(error))
 
-    @spelling(PYTEST)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
+        from syncheck.errors import PYTEST, spelling
         from syncheck.pytest_plugin.checkpoints import summary
 
-        summary.write_summary(terminalreporter, self)
+        with spelling(PYTEST):
+            summary.write_summary(terminalreporter, self)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from syncheck.messages import PytestText
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -61,6 +59,8 @@ def default_timeout(config: pytest.Config) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
+        from syncheck.messages import PytestText
+
         name = "syncheck_timeout" if given is None else "--syncheck-timeout"
         raise pytest.UsageError(str(PytestText.TIMEOUT(option=name, value=text)))
     return seconds

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from syncheck.messages import PytestText
 from syncheck.pytest_plugin.ranks import marker
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ class RanksPlugin:
         marked = [item for item in session.items if item.get_closest_marker(marker.NAME)]
         for option in ("usepdb", "trace"):
             if marked and session.config.getoption(option, False):
+                from syncheck.messages import PytestText
+
                 name = f"--{option.removeprefix('use')}"
                 raise pytest.UsageError(str(PytestText.NO_DEBUGGER(option=name, test=marked[0].nodeid)))
 
