@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pytest
 
     from syncheck.api import Options
-    from syncheck.pytest_plugin.checkpoints import CheckpointPlugin
+    from syncheck.pytest_plugin.checkpoints.plugin import CheckpointPlugin
 
     Groups = dict[str, dict[str, Mapping[str, str]]]
     """Properties of items by group and item."""

@@ -144,8 +144,8 @@ def _make_folder(item: pytest.Item) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         item.config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         return folder
-    folder = factory.mktemp(name)
-    return folder
+    created: Path = factory.mktemp(name)
+    return created
 
 
 def _make_tasks(item: Any, shared: Path, world: int, limit: float, *, group: bool) -> list[dict[str, Any]]:
