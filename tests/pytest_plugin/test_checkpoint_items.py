@@ -265,7 +265,7 @@ def test_missing_ranks_and_other_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "ckpts" / "log.txt").write_text("a log")
     for ended in sessions((tmp_path, ["--syncheck", "ckpts"]), (tmp_path, ["--syncheck", "ckpts", "-n", "2"])):
         assert ended.code == 0
-        assert f"note: {Note.RANKS_ABSENT(ranks=(2,), world_size=3)}" in ended.lines
+        assert f"note: {Note.RANKS_ABSENT(ranks=(2,), world_size=3)}" in ended.out
         assert "syncheck: 2 checkpoints, 1 group, 1 other files skipped" in ended.out
 
 
