@@ -36,7 +36,7 @@ def picture() -> str:
     )
     console.print(Text("$ syncheck compare -n 4 fixtures/desync/bn_local_stats/*.pth", style="bold"))
     for part in text.comparison(report, 4):
-        console.print(terminal.drawn(part))
+        console.print(terminal.make_renderable(part))
     drawn = console.export_svg(title="syncheck", unique_id="syncheck")
     # Use the fonts of the browser: loading a font from a website would make the picture depend on it.
     return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)

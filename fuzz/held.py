@@ -97,7 +97,7 @@ def _use(first: Snapshot, copy: Snapshot) -> None:
     """Do with two equal snapshots what the commands do; they must not differ, and no step may fail."""
     try:
         report = api.judge(api.Found(group_replicas([first, copy])))
-        text = json_document.render(report, "0") + files.drawn("text", report)
+        text = json_document.render(report, "0") + files.render_format("text", report)
     except CheckpointError:
         return  # of a single tensor, such as one that lies beyond the file's end
     if report.exit_code == 1:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file replacement: a file has its old or its new content, never a part."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def writing(path: str, option: str = "-o") -> Iterator[None]:
-    """Turn a failure to write a file into OptionError.
+def convert_errors(path: str, option: str = "-o") -> Iterator[None]:
+    """Convert errors of writing into OptionError.
 
     option: the spelling of the path's option, or `{baseline}`, which each surface spells.
     """
     try:
         yield
-    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         folder = os.path.dirname(path)
         if folder and isinstance(error, FileNotFoundError) and not os.path.lexists(folder):
-            reason = f"there is no folder {folder}; create it first"
-        raise OptionError(f"{option} {path}: cannot write it: {reason}", "baseline") from None
+            reason = f"the folder {folder} does not exist; create it first"
+        raise OptionError(f"{option} {path}: cannot be written: {reason}", "baseline") from None
 
 
-def check_place(path: str) -> None:
-    """Raise OSError or ValueError where `replace_file` could not write, as far as that shows beforehand."""
-    place, _ = _place(path)
-    folder = os.path.dirname(place)
+def check_writable(path: str) -> None:
+    """Raise OSError or ValueError if `replace_file` would fail, as far as can be known without writing."""
+    target, _ = _resolve(path)
+    folder = os.path.dirname(target)
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -44,51 +44,48 @@ def check_place(path: str) -> None:
 
 
 def replace_file(path: str, content: str) -> None:
-    """Write a text beside a file and put it in its place, so that the whole new one is there or the old one.
+    """Write a temporary file in the same folder and rename it to `path`.
 
-    A link stays, and the file that it leads to is replaced, whose permissions are kept. What is not whole has no name
-    where the system can do that, so that a process that is killed leaves nothing; elsewhere, and in the instant before
-    the new file takes its place, it leaves a hidden file `.syncheck-*.tmp`.
-    Raises OSError or ValueError when it cannot be written, also where something lies there that is no file.
+    A symbolic link is followed, and the target keeps its permissions. On Linux the temporary file has no name until it
+    is complete, so a killed process leaves nothing behind. On other systems, and for the instant before the rename,
+    a killed process leaves a hidden file `.syncheck-*.tmp`.
+    Raises OSError or ValueError if the file cannot be written or is not a regular file.
     """
-    place, mode = _place(path)
-    # A name of its own length: that of the file may be as long as a name can be.
-    beside = os.path.join(os.path.dirname(place), f".syncheck-{os.urandom(8).hex()}.tmp")
-    # What replaces a private file is never readable by others, not even while it is written.
-    first = 0o666 if mode is None else 0o600
+    target, mode = _resolve(path)
+    # Not derived from the target's name, which may have the maximum length already.
+    temporary = os.path.join(os.path.dirname(target), f".syncheck-{os.urandom(8).hex()}.tmp")
+    # The replacement of a private file must not be readable by others while it is written.
+    initial_mode = 0o666 if mode is None else 0o600
     try:
-        if not _named_when_whole(beside, content, first, mode):
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                _fill(file, content, mode)
-        os.replace(beside, place)
+        if not _write_unnamed(temporary, content, initial_mode, mode):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(temporary, flags, initial_mode), "w", encoding="utf-8") as file:
+                _write(file, content, mode)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 
-def _named_when_whole(path: str, content: str, first: int, mode: int | None) -> bool:
-    """Write a text into a file without a name, and give it one; False where the system or the file system cannot.
-
-    first, mode: permissions that it has at first, and in the end. Raises OSError where it cannot be written.
-    """
+def _write_unnamed(path: str, content: str, initial_mode: int, mode: int | None) -> bool:
+    """Write an unnamed file (O_TMPFILE), then link it to `path`. Return False if this is not supported."""
     try:
-        descriptor = os.open(os.path.dirname(path), os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, first)
-    except (OSError, AttributeError):  # as on NFS; beyond Linux there is no such flag
+        descriptor = os.open(os.path.dirname(path), os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, initial_mode)
+    except (OSError, AttributeError):  # no O_TMPFILE on NFS and on other systems than Linux
         return False
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        _fill(file, content, mode)
+        _write(file, content, mode)
         try:
-            # Only if a folder is given does Python follow the link to the file; that it is none does not matter, for
-            # the path begins at the top. See open(2) on O_TMPFILE.
+            # Python follows the link in /proc only if src_dir_fd is given. Any descriptor will do, because the path is
+            # absolute. See O_TMPFILE in open(2).
             os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
-        except (OSError, NotImplementedError):  # without /proc
+        except (OSError, NotImplementedError):  # no /proc
             return False
     return True
 
 
-def _fill(file: TextIO, content: str, mode: int | None) -> None:
+def _write(file: TextIO, content: str, mode: int | None) -> None:
     file.write(content)
     file.flush()
     if mode is not None:
@@ -96,15 +93,15 @@ def _fill(file: TextIO, content: str, mode: int | None) -> None:
     os.fsync(file.fileno())
 
 
-def _place(path: str) -> tuple[str, int | None]:
-    """Return where a path leads, and the permissions of the file there; None where there is none yet."""
+def _resolve(path: str) -> tuple[str, int | None]:
+    """Return the target of a path and its permissions, or None if it does not exist."""
     try:
-        found = os.stat(path).st_mode
-    except FileNotFoundError:  # also for a link that leads nowhere yet
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:  # or a dangling link
         return os.path.realpath(path), None
-    if stat.S_ISDIR(found):
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(found):
-        # To put a file in the place of /dev/null would take it from the whole machine.
-        raise OSError(errno.EINVAL, "a pipe, socket or device lies there; needs a file")
-    return os.path.realpath(path), stat.S_IMODE(found) & 0o777
+    if not stat.S_ISREG(mode):
+        # Replacing /dev/null by a file would break the whole system.
+        raise OSError(errno.EINVAL, "not a regular file but a pipe, socket or device")
+    return os.path.realpath(path), stat.S_IMODE(mode) & 0o777

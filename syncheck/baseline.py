@@ -92,8 +92,8 @@ def read_for_update(path: str) -> Known:
     Raises UsageError as `read` does, and if the file is obviously not writable.
     """
     known = read(path, may_be_missing=True)
-    with atomic.writing(path, _OPTION):
-        atomic.check_place(path)
+    with atomic.convert_errors(path, _OPTION):
+        atomic.check_writable(path)
     return known
 
 
@@ -125,7 +125,7 @@ def serialize(known: Known) -> str:
 
 def write(path: str, known: Known) -> None:
     """Write a baseline atomically. Raises UsageError if it cannot be written."""
-    with atomic.writing(path, _OPTION):
+    with atomic.convert_errors(path, _OPTION):
         atomic.replace_file(path, serialize(known))
 
 

@@ -70,7 +70,7 @@ class _Brief(reprlib.Repr):
 def brief(value: object, most: int = 60) -> str:
     """Return a value from a file as text of at most `most` characters, in bounded time.
 
-    `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
+    `repr` takes exponential time for nested shared references, and fails for integers of more than 4,300 digits.
     """
     short = _Brief()
     short.maxstring = short.maxother = short.maxlong = most
@@ -126,7 +126,7 @@ class Words:
         return name + (entry if dot else "")
 
     def placeholder(self, field: str, metavar: str) -> str:
-        """Write a field with a placeholder for its value: `--group-by REGEX`."""
+        """Return a field with a placeholder for its value: `--group-by REGEX`."""
         return f"{self.name(field)}{self.equals}{metavar}"
 
     def pair(self, field: str, value: object) -> str:
@@ -151,13 +151,13 @@ _CURRENT: ContextVar[Words] = ContextVar("words", default=PYTHON)
 
 
 def current_words() -> Words:
-    """Return how the surface that renders text at present writes options."""
+    """Return the spelling of options on the surface that is rendering text."""
     return _CURRENT.get()
 
 
 @contextmanager
 def spelling(words: Words) -> Iterator[None]:
-    """Render messages and errors with options written so, in a `with` block or a decorated function."""
+    """Render messages and errors with this spelling of options, in a `with` block or a decorated function."""
     token = _CURRENT.set(words)
     try:
         yield

@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.atomic import check_place, replace_file, writing
+from syncheck.atomic import check_writable, convert_errors, replace_file
 from syncheck.comparison.values import select_counted_values
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
@@ -91,14 +91,14 @@ def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tupl
             raise UsageError(f"{other} and {path}: both would be written to {target}; pass them one at a time")
         if os.path.exists(target):
             refuse_overwrite(target, replaceable=fingerprint_file)
-            with writing(target):
-                check_place(target)
+            with convert_errors(target):
+                check_writable(target)
     return [(snapshot, outputs[snapshot.path]) for snapshot in wanted]
 
 
 def write(path: str, text: str) -> None:
     """Write a fingerprint atomically, and create its folders. Raises UsageError if it cannot be written."""
-    with writing(path):
+    with convert_errors(path):
         folder = os.path.dirname(path) or "."
         if not os.path.exists(folder):
             os.makedirs(folder, exist_ok=True)

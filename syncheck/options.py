@@ -35,7 +35,7 @@ SECTIONS = (SELECTION, TOLERANCES, ACCEPTANCE, OUTPUT)
 # The formats of stdout, and the formats of files by extension. GitHub reads annotations from stdout only, and an HTML
 # page is of no use there.
 FORMATS = ("text", "json", "junit", "github", "markdown")
-ENDINGS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
+EXTENSIONS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
 COLORS = ("auto", "always", "never")
 
 _ALL = frozenset({PYTHON, COMMAND_LINE, TOML, PYTEST})
@@ -304,7 +304,7 @@ class RunOptions:
     output: tuple[str, ...] = option(
         (),
         PATHS,
-        f"also write the report to this file; the extension selects the format: {', '.join(ENDINGS)}",
+        f"also write the report to this file; the extension selects the format: {', '.join(EXTENSIONS)}",
         OUTPUT,
         metavar="FILE",
         short="-o",

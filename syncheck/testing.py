@@ -101,9 +101,9 @@ def assert_in_sync(
     """
     __tracebackhide__ = True
     report = _run(things, options, group, across_ranks, comparing, limit)
-    from syncheck.report.failure import could_not_compare
+    from syncheck.report.failure import uncompared_tensors
 
-    if report.verdict != "in_sync" or could_not_compare(report):
+    if report.verdict != "in_sync" or uncompared_tensors(report):
         raise OutOfSync(message(report, limit), report)
     return report
 

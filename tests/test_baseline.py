@@ -316,7 +316,7 @@ def test_a_baseline_that_is_not_there(place: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             compared(place, baseline=str(path))
     assert baseline.read_for_update(str(tmp_path / "no.json")) == frozenset()
-    with pytest.raises(UsageError, match=r"baseline .*: cannot write it: there is no folder"):
+    with pytest.raises(UsageError, match=r"baseline .*: cannot be written: the folder"):
         baseline.read_for_update(str(tmp_path / "no" / "b.json"))
 
 
@@ -327,7 +327,7 @@ def test_options_take_a_baseline(place: Path, tmp_path: Path) -> None:
     options = syncheck.Options(baseline=str(file))
     report = syncheck.compare(place, options=options)
     assert (report.exit_code, report.groups[0].findings[0].accepted) == (0, True)
-    assert words.verdict_line(report) == "IN SYNC but for findings of the baseline: SYN299"
+    assert words.verdict_line(report) == "IN SYNC, ignoring baseline findings (SYN299)"
     with pytest.raises(OutOfSync):
         testing.assert_in_sync(network(), changed(network(), "fc.weight"), options=options)
     both = replace(options, allow=("SYN299",))

@@ -241,7 +241,7 @@ def test_files_that_go_with_checkpoints(tmp_path: Path, monkeypatch: pytest.Monk
         (Path("c") / name).write_text("text")
     report = syncheck.compare("c")
     assert (report.exit_code, report.skipped, len(report.groups)) == (0, 10, 2)
-    assert all("10 files in the folders are no checkpoints" in drawn for drawn in everywhere(report)[:4])
+    assert all("10 files are not checkpoints" in drawn for drawn in everywhere(report)[:4])
 
 
 def test_an_earlier_step_that_differs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
 def test_the_old_file_stays_where_the_new_one_cannot_be_written(tmp_path: Path) -> None:
     """A fingerprint that cannot be written is one line, and leaves nothing half written."""
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UsageError, match="cannot write it"):
+    with pytest.raises(UsageError, match="cannot be written"):
         write(str(tmp_path / "file" / "a.json"), "new")
     assert os.listdir(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "kept"

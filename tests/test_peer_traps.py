@@ -117,12 +117,12 @@ CASES: dict[str, tuple[State, State, int, dict[str, str], str | None]] = {
 }  # fmt: skip
 
 
-ENDINGS = [(".pth", ".pth"), (".safetensors", ".safetensors"), (".pth", ".safetensors")]
+EXTENSIONS = [(".pth", ".pth"), (".safetensors", ".safetensors"), (".pth", ".safetensors")]
 RUNS = [
     (case, endings)
     for case, (first, *_) in CASES.items()
-    for endings in ENDINGS
-    if endings == ENDINGS[0] or "model" not in first  # safetensors holds flat names only
+    for endings in EXTENSIONS
+    if endings == EXTENSIONS[0] or "model" not in first  # safetensors holds flat names only
 ]
 
 

@@ -90,8 +90,8 @@ def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -
 def test_nothing_compared_never_passes(ranks: Ranks) -> None:
     """Options that exclude every tensor fail."""
     excluded = failing(*ranks(), include="no.such.tensor").report
-    assert words.why_undecided(excluded) == Undecided.ALL_EXCLUDED(count=14)
-    assert words.why_undecided(failing({"step": 1}, {"step": 1}).report).code is Undecided.NOTHING
+    assert words.undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=14)
+    assert words.undecided_reason(failing({"step": 1}, {"step": 1}).report).code is Undecided.NOTHING
 
 
 def test_texts_spell_options_in_python(ranks: Ranks, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
         baseline = _read_baseline(settings) if ranks.is_leader() else Baseline()
         return ranks.Task(
             replace(settings.options, baseline=None),
-            files.asks_for_histograms(settings.run.output),
+            files.needs_histograms(settings.run.output),
             lambda found: write_report(settings, found, "comparison", baseline),
         )
 
@@ -143,10 +143,10 @@ def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
     if arguments.exit_zero is None and run.exit_zero:
         from_file.append("exit-zero")
     output_name = "-o" if arguments.output else f"{project.path}: {TOML.name('output')}"
-    files.check_endings(run.output, output_name)
+    files.check_extensions(run.output, output_name)
     if ranks.is_leader():
         for path in run.output:
-            files.check_place(path, output_name)
+            files.check_writable(path, output_name)
             readers.refuse_overwrite(path, output_name)
     if from_file and not run.quiet:
         # Options that accept differences are shown, because the user may have forgotten the file.
@@ -160,7 +160,7 @@ def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int
     settings = _read_settings(arguments, project)
     baseline = _read_baseline(settings)
     options = replace(settings.options, baseline=None)
-    histograms = files.asks_for_histograms(settings.run.output)
+    histograms = files.needs_histograms(settings.run.output)
     found = api.compare(*settings.paths, options=options, histograms=histograms)
     for broken in found.unreadable:
         output.tell(f"error: {broken.path}: {broken.reason}")
@@ -189,7 +189,7 @@ def write_report(settings: Settings, found: Report, layout: str, baseline: Basel
 
 def _print_report(run: RunOptions, found: Report, layout: str) -> None:
     if run.format != "text":
-        output.write_text(files.drawn(run.format, found))
+        output.write_text(files.render_format(run.format, found))
     elif found.groups:
         from syncheck.report import text
 
@@ -204,11 +204,11 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         from syncheck.report import json_document
 
-        output.write_text(json_document.written(listed))
+        output.write_text(json_document.to_json(listed))
     else:
         from syncheck.report import listing
 
-        output.write(listing.contents(listed), arguments.color)
+        output.write(listing.list_contents(listed), arguments.color)
     return 0
 
 
@@ -245,13 +245,13 @@ def explain(arguments: argparse.Namespace) -> int:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
     rules = sorted(RULES, key=lambda rule: rule.CODE)
     if arguments.code is None:
-        output.write(listing.rules(rules), arguments.color)
+        output.write(listing.list_rules(rules), arguments.color)
         return 0
     asked = arguments.code.lower()
     found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
         raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
-    output.write(listing.rule(found), arguments.color)
+    output.write(listing.explain_rule(found), arguments.color)
     return 0
 
 

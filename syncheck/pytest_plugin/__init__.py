@@ -1,7 +1,7 @@
-"""pytest plugin: judges checkpoints, and runs test code on several ranks.
+"""pytest plugin: judges checkpoints, and runs tests on several ranks.
 
-Every hook here is thin; what it needs is imported when it is needed, so that a pytest that uses nothing of syncheck
-pays for a few small modules and neither for torch nor for numpy.
+Hooks import their implementation on first use. A pytest run without syncheck imports a few small modules, and neither
+torch nor numpy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from syncheck.pytest_plugin import checkpoints, options, ranks
+from syncheck.pytest_plugin import options
+from syncheck.pytest_plugin.checkpoints import plugin as checkpoints
+from syncheck.pytest_plugin.ranks import plugin as ranks
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -25,11 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker and bring in the parts that this run needs."""
+    """Declare the marker and register the plugins of this run."""
     config.addinivalue_line(
         "markers",
-        "syncheck(ranks=2, timeout=60): run the test in that many processes with a gloo process group; "
-        "ranks=[2, 4] runs it for each",
+        "syncheck(ranks=2, timeout=60): run the test on this number of ranks, each a process in a gloo process group; "
+        "ranks=[2, 4] runs the test once with 2 and once with 4 ranks",
     )
     config.pluginmanager.register(ranks.RanksPlugin(), "syncheck-ranks")
     checkpoints.configure(config)
@@ -37,12 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each number of ranks that the marker lists."""
-    ranks.generate(metafunc)
+    """Create a test for each number of ranks in the marker."""
+    ranks.parametrize_ranks(metafunc)
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Say which tensors of two state dicts differ."""
+    """Explain a failed `==` of two state dicts."""
     if op != "==" or not (hasattr(left, "values") and hasattr(right, "values")):
         return None
     from syncheck.pytest_plugin import assertion
@@ -54,13 +56,13 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Help who compared state dicts with ==: Python gives up before pytest can ask for an explanation."""
+    """Add help if `==` of state dicts raised an error, for which pytest calls no pytest_assertrepr_compare."""
     report = yield
-    # Of exactly these types: other exceptions' own code may raise when it is asked for a text.
+    # No subclasses, because converting other exceptions to text may raise.
     if call.excinfo is not None and type(call.excinfo.value) in (RuntimeError, ValueError):
         from syncheck.pytest_plugin import assertion
 
-        if (text := assertion.help_for(call.excinfo)) is not None:
+        if (text := assertion.explain_error(call.excinfo)) is not None:
             report.sections.append(("syncheck", text))
     return report
 
@@ -69,7 +71,7 @@ def pytest_runtest_makereport(
 def syncheck(request: pytest.FixtureRequest) -> Syncheck:
     """Compare replicas: `compare(...)` returns a report, `assert_in_sync(...)` fails the test; see syncheck.testing.
 
-    The run's --syncheck-* options and the project's [tool.syncheck] count, unless a call says else.
+    The defaults are the run's --syncheck-* options and the project's [tool.syncheck].
     """
     from syncheck.pytest_plugin.fixture import Syncheck
 
@@ -79,11 +81,11 @@ def syncheck(request: pytest.FixtureRequest) -> Syncheck:
 
 @pytest.fixture
 def _syncheck_ranks(request: pytest.FixtureRequest) -> int:
-    """Number of ranks of this test; it stands in the test's id."""
+    """Number of ranks of this test; a part of the test's id."""
     return int(request.param)
 
 
 @pytest.fixture
 def syncheck_rank(request: pytest.FixtureRequest) -> Rank:
-    """Who this process is: rank, world_size, device, group, seed and the folder `shared` by all ranks of the test."""
-    return ranks.this_rank(request)
+    """Rank, world_size, device, group and seed of this process, and the folder `shared` by all ranks of the test."""
+    return ranks.get_rank(request)

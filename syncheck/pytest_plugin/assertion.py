@@ -1,4 +1,4 @@
-"""`assert a == b` of two state dicts: what differs, where Python would say nothing or that it cannot tell."""
+"""Explanations of `assert a == b` for two state dicts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-# Of torch and of numpy, when a dict asks whether two of its values are equal.
+# Messages of torch and numpy if a dict compares two tensors or arrays.
 _AMBIGUOUS = ("Boolean value of Tensor with more than one value is ambiguous", "truth value of an array with more than")
 HINT = (
-    "== of tensors, or of dicts of them, has no single answer. Instead:\n"
+    "== does not compare tensors or dicts of tensors as a whole. Instead:\n"
     "    from syncheck.testing import assert_in_sync\n"
-    "    assert_in_sync(a, b)    # names the tensors that differ, by how much and why\n"
+    "    assert_in_sync(a, b)    # reports which tensors differ, by how much and why\n"
 )
 
 
 def explain(left: Any, right: Any) -> list[str] | None:
-    """Return the lines that pytest shows for a failed `==` of two state dicts, None for anything else."""
+    """Return pytest's explanation of a failed `==` of two state dicts; None for other objects."""
     try:
         return _explain(left, right)
-    except Exception:  # noqa: BLE001 - the objects are anyone's; then pytest's own explanation stands
+    except Exception:  # noqa: BLE001 - user objects may raise anything; pytest then prints its own explanation
         return None
 
 
@@ -37,14 +37,14 @@ def _explain(left: Any, right: Any) -> list[str] | None:
         report = testing.compare(left, right, across_ranks=False)
     except SyncheckError as error:
         return [title, str(error)]
-    # Pytest shows the first eight lines unless it is asked for more.
+    # Without -v, pytest shows the first eight lines only, so findings come first.
     findings = [f"{f.code}: {f.evidence}" for group in report.groups for f in group.findings if f.fails]
-    said, *table = testing.message(report).splitlines()
-    return [title, said, *findings[:3], *table]
+    summary, *table = testing.message(report).splitlines()
+    return [title, summary, *findings[:3], *table]
 
 
-def help_for(excinfo: pytest.ExceptionInfo[BaseException]) -> str | None:
-    """Return what to say of a test that failed because == of state dicts has no answer, None for other failures."""
+def explain_error(excinfo: pytest.ExceptionInfo[BaseException]) -> str | None:
+    """Return help for a test in which == of state dicts raised an error; None for other errors."""
     if not any(text in str(excinfo.value) for text in _AMBIGUOUS):
         return None
     entry = excinfo.traceback[-1]
@@ -56,17 +56,17 @@ def help_for(excinfo: pytest.ExceptionInfo[BaseException]) -> str | None:
     if not isinstance(compared, ast.Compare) or not isinstance(compared.ops[0], ast.Eq):
         return HINT if "==" in str(entry.statement) else None
     names = {**entry.frame.f_globals, **entry.frame.f_locals}
-    # Only plain names are looked at: anything else would be computed once more.
+    # Only plain names, because other expressions would have to be evaluated again.
     sides = [names.get(side.id) for side in (compared.left, *compared.comparators) if isinstance(side, ast.Name)]
     lines = explain(*sides) if len(sides) == 2 else None
     return HINT if lines is None else "\n".join([*lines, "", HINT])
 
 
-def _is_state_dict(thing: Any) -> bool:
-    """Whether a mapping holds tensors or arrays, at any depth; told without importing what makes them."""
-    if not isinstance(thing, Mapping):
+def _is_state_dict(value: Any) -> bool:
+    """Whether a mapping holds tensors or arrays at any depth. Imports neither torch nor numpy."""
+    if not isinstance(value, Mapping):
         return False
-    return any(_is_tensor(value) or _is_state_dict(value) for value in thing.values())
+    return any(_is_tensor(entry) or _is_state_dict(entry) for entry in value.values())
 
 
 def _is_tensor(value: Any) -> bool:

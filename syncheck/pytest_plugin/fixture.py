@@ -1,4 +1,4 @@
-"""The fixture `syncheck`: comparing in a test, with the options of the run and the project."""
+"""The fixture `syncheck`: comparisons in a test with the options of the run and of the project."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class Syncheck:
-    """Compares with the project's [tool.syncheck] and the `--syncheck-*` options of the run, unless a call says else.
+    """Compares replicas; the defaults are the project's [tool.syncheck] and the `--syncheck-*` options of the run.
 
-    folder: pytest's rootdir, from which on upwards the table is looked for; so do the tests of `--syncheck`.
-    given: fields of `syncheck.Options` that the run's options set.
+    folder: pytest's rootdir; pyproject.toml is searched from there upwards, as for `--syncheck`.
+    given: fields of `syncheck.Options` set by the run's options.
     """
 
     def __init__(self, folder: str | os.PathLike[str], given: dict[str, Any]) -> None:
         self.options = config.merge_options(config.load(folder), **given)
 
-    def compare(self, *things: Any, **how: Any) -> Report:
-        """Compare replicas and return the report; things and keywords as `syncheck.testing.compare` takes them."""
+    def compare(self, *replicas: Any, **keywords: Any) -> Report:
+        """Compare replicas and return the report, with the arguments of `syncheck.testing.compare`."""
         __tracebackhide__ = True
-        return testing.compare(*things, **{"options": self.options, **how})
+        return testing.compare(*replicas, **{"options": self.options, **keywords})
 
-    def assert_in_sync(self, *things: Any, **how: Any) -> Report:
-        """Fail the test unless the replicas are in sync; as `syncheck.testing.assert_in_sync`."""
+    def assert_in_sync(self, *replicas: Any, **keywords: Any) -> Report:
+        """Fail the test unless the replicas are in sync, with the arguments of `syncheck.testing.assert_in_sync`."""
         __tracebackhide__ = True
-        return testing.assert_in_sync(*things, **{"options": self.options, **how})
+        return testing.assert_in_sync(*replicas, **{"options": self.options, **keywords})

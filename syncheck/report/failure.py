@@ -1,4 +1,4 @@
-"""What a failed assertion says: the findings, the worst tensors and the counts, in a text of bounded size."""
+"""Text of a failed assertion: findings, worst tensors and counts, of bounded size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, Group, TensorDiff
 
-# Bounds of a failure's text, whatever the names in a checkpoint are.
+# Bounds of the text, because names in a checkpoint may be arbitrarily long.
 MOST_COLUMNS = 1000
 MOST_ROWS = 10
 MOST_GROUPS = 3
@@ -27,9 +27,9 @@ _NAME, _SENTENCE = 120, 600  # characters
 
 @spelling(PYTHON)
 def message(report: Report, limit: int = MOST_ROWS) -> str:
-    """Say what a report found in a text of bounded size: the worst groups with their findings and tensors, the counts.
+    """Return the worst groups with their findings and tensors, then the verdict and the counts.
 
-    limit: rows of tensors a group, 0 for all.
+    limit: tensors listed per group, 0 for all.
     """
     failing = [group for group in report.groups if group.verdict != "in_sync" or _refused(group)]
     failing.sort(key=lambda group: group.verdict != "out_of_sync")
@@ -37,9 +37,9 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
     lines = plain.render(text_of.comparison(shown, limit)).splitlines()[:-2]
     hidden = len(failing) - len(shown.groups)
     if hidden:
-        lines += [f"and {hidden} more groups of replicas that are not in sync", ""]
+        lines += [f"and {hidden} more groups not in sync", ""]
     for file in report.unreadable[:MOST_UNREADABLE]:
-        lines.append(f"not read: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
+        lines.append(f"unreadable: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
     lines += [_verdict(report), words.counts_line(report)]
     codes = dict.fromkeys(f.code for group in failing for f in group.findings if f.fails)
     title = f"replicas are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
@@ -48,15 +48,15 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
     return logged("\n".join(_cut(line, MOST_COLUMNS) for line in [title, "", *lines]))
 
 
-def of_group(group: Group) -> str:
-    """Draw one group as `syncheck compare` does, in a text of bounded size."""
+def group_text(group: Group) -> str:
+    """Return one group as `syncheck compare` prints it, of bounded size."""
     report = Report(group.verdict, (_cut_group(group, MOST_ROWS),))
     lines = plain.render(text_of.comparison(report, MOST_ROWS, Hint.ALL_ROWS_IN_JSON)).splitlines()[:-2]
     return "\n".join(_cut(line, MOST_COLUMNS) for line in lines).rstrip()
 
 
-def could_not_compare(report: Report) -> list[TensorDiff]:
-    """List what was asked for and is no shard, and yet could not be compared."""
+def uncompared_tensors(report: Report) -> list[TensorDiff]:
+    """Return the tensors without a comparison, except shards and tensors skipped by design."""
     return [diff for group in report.groups for diff in _refused(group)]
 
 
@@ -69,8 +69,8 @@ def _refused(group: Group) -> list[TensorDiff]:
 
 
 def _verdict(report: Report) -> str:
-    """Return the verdict of an assertion, which is stricter than a report's about tensors that were not compared."""
-    refused = could_not_compare(report)
+    """Return the verdict of an assertion: unlike a report, an assertion fails if a tensor could not be compared."""
+    refused = uncompared_tensors(report)
     if report.verdict == "out_of_sync" or report.unreadable or not refused:
         return words.verdict_line(report)
     names = names_text([f"{one_line(_cut(diff.name))} ({_cut(str(diff.detail or ''))})" for diff in refused])
@@ -78,12 +78,12 @@ def _verdict(report: Report) -> str:
 
 
 def _cut(text: str, most: int = _NAME) -> str:
-    return words.cut(text, most)
+    return words.shorten(text, most)
 
 
 def _cut_group(group: Group, limit: int) -> Group:
-    """Return a group with names and sentences of bounded length."""
-    worst = words.listed(group, shards=not limit)
+    """Return a group with names of bounded length and a bounded number of findings and notes."""
+    worst = words.tensors_to_list(group, shards=not limit)
     shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
     rest += [diff for diff in group.tensors if limit and diff.reason is Reason.SHARDED]
     return replace(
@@ -91,15 +91,11 @@ def _cut_group(group: Group, limit: int) -> Group:
         name=_cut(group.name),
         replicas=tuple(replace(replica, path=_cut(replica.path)) for replica in group.replicas),
         notes=group.notes[:MOST_FINDINGS],
-        # The table counts those that it does not show.
-        tensors=(*(_cut_diff(diff) for diff in shown), *rest),
+        # Keep the tensors beyond the limit, because the table reports their number.
+        tensors=(*(replace(diff, name=_cut(diff.name)) for diff in shown), *rest),
         findings=tuple(_cut_findings(group.findings)),
         values=tuple(replace(value, name=_cut(value.name)) for value in group.values),
     )
-
-
-def _cut_diff(diff: TensorDiff) -> TensorDiff:
-    return replace(diff, name=_cut(diff.name))
 
 
 def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:

@@ -1,4 +1,4 @@
-"""The formats of a report, and files of them: the ending names the format, and a file is there whole or not at all."""
+"""Report formats, and report files: the file extension selects the format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck import atomic
 from syncheck.errors import UsageError
-from syncheck.options import ENDINGS
+from syncheck.options import EXTENSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,46 +25,43 @@ def version() -> str:
         return "unknown"
 
 
-def check_endings(paths: Sequence[str], option: str = "-o") -> None:
-    """Raise UsageError for an output file whose ending names no format, before anything is compared.
-
-    option: what the user typed before the path; the error names it.
-    """
+def check_extensions(paths: Sequence[str], option: str = "-o") -> None:
+    """Raise UsageError for an output file with an unknown extension. option: named in the error."""
     for path in paths:
-        if _ending(path) not in ENDINGS:
-            raise UsageError(f"{option} {path}: the ending names the format; needs one of {', '.join(ENDINGS)}")
+        if _extension(path) not in EXTENSIONS:
+            raise UsageError(f"{option} {path}: unknown file extension; use one of {', '.join(EXTENSIONS)}")
 
 
-def asks_for_histograms(paths: Sequence[str]) -> bool:
-    """Whether one of the output files is a page, which draws them."""
-    return any(ENDINGS.get(_ending(path)) == "html" for path in paths)
+def needs_histograms(paths: Sequence[str]) -> bool:
+    """Whether one of the output files is an HTML page, the only format with histograms."""
+    return any(EXTENSIONS.get(_extension(path)) == "html" for path in paths)
 
 
 def write_file(path: str, report: Report, option: str = "-o") -> None:
-    """Write a report in the format of the file's ending. Either the whole file is there afterwards or the old one.
+    """Replace a file atomically by a report in the format of its extension.
 
-    Its folder must be there. Raises UsageError, naming the option, when it cannot be written.
+    Raises UsageError, with the option, if the file cannot be written; its folder must exist.
     """
-    content = drawn(ENDINGS[_ending(path)], report)
-    with atomic.writing(path, option):
+    content = render_format(EXTENSIONS[_extension(path)], report)
+    with atomic.convert_errors(path, option):
         atomic.replace_file(path, content)
 
 
-def check_place(path: str, option: str = "-o") -> None:
-    """Raise UsageError for a file that cannot be written, if that can be told before there is anything to write."""
-    with atomic.writing(path, option):
-        atomic.check_place(path)
+def check_writable(path: str, option: str = "-o") -> None:
+    """Raise UsageError if a file is certainly not writable, before time is spent on the comparison."""
+    with atomic.convert_errors(path, option):
+        atomic.check_writable(path)
 
 
-def _ending(path: str) -> str:
-    # splitext sees no ending in a file that is called `.json`.
+def _extension(path: str) -> str:
+    # os.path.splitext returns no extension for a file named `.json`.
     name = os.path.basename(path).lower()
     return name[name.rfind(".") :] if "." in name else ""
 
 
-def drawn(name: str, report: Report) -> str:
-    """Return a report in a format of `options.FORMATS` or ENDINGS. Text is as in a pipe, with all rows."""
-    # Each is imported when it is asked for: no run needs them all.
+def render_format(name: str, report: Report) -> str:
+    """Return a report in a format of FORMATS or EXTENSIONS. Text is not wrapped and lists all tensors."""
+    # Local imports, because each run needs one module only.
     if name == "json":
         from syncheck.report import json_document
 

@@ -1,4 +1,4 @@
-"""What of a group is judged together: kinds of tensors, as test items of pytest and as test cases of JUnit."""
+"""Units of judgement: kinds of tensors grouped into test items of pytest and test cases of JUnit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, Group
 
-# What is judged by one item, by kind; a kind that is not named here has an item of its own name.
+# Item of each kind; other kinds have an item of the same name.
 ITEMS = {
     "parameter": "parameters",
     "bn_mean": "bn-stats",
@@ -20,30 +20,29 @@ ITEMS = {
     "value": "values",
 }
 VALUES = "values"
-# Items that stand for no kind: a file that no other is a replica of, a group of which nothing is left to compare, and
-# a file that cannot be read.
+# Items without a kind: a file without a replica, a group without tensors to compare, and an unreadable file.
 ALONE, NOTHING, READABLE = "replicas", "tensors", "readable"
 
 
 def item_of(kind: str) -> str:
-    """Name the item that judges a kind of tensor."""
+    """Return the item of a kind of tensor."""
     return ITEMS.get(kind, kind)
 
 
-def concerning(group: Group, item: str, siblings: Sequence[str]) -> list[Finding]:
-    """Return the findings that an item has to tell: those on a tensor or value of its own.
+def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[Finding]:
+    """Return the findings on the tensors or values of an item.
 
-    siblings: all items of the group. A finding on nothing that any of them judges is told by all of them: one that
-    fails must fail something. One that only informs is told once then, by the first.
+    siblings: all items of the group. A finding without an item is reported by all items, because a failing
+    finding must fail some test; an informational finding is then reported by the first item only.
     """
     kinds = {diff.name: diff.kind for diff in group.tensors}
-    told = []
+    findings = []
     for finding in group.findings:
-        concerned = {item_of(kinds[name]) for name in finding.tensors if name in kinds}
+        affected = {item_of(kinds[name]) for name in finding.tensors if name in kinds}
         if finding.values:
-            concerned.add(VALUES)
-        concerned &= set(siblings)
-        others = siblings[:1] if finding.severity == "info" else siblings
-        if item in (concerned or others):
-            told.append(finding)
-    return told
+            affected.add(VALUES)
+        affected &= set(siblings)
+        fallback = siblings[:1] if finding.severity == "info" else siblings
+        if item in (affected or fallback):
+            findings.append(finding)
+    return findings

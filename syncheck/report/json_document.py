@@ -1,4 +1,4 @@
-"""The JSON document, schema 1. Its JSON Schema is `schema.json` beside this file."""
+"""The JSON document, schema 1, described by the JSON Schema in `schema.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 def document(report: Report, version: str) -> dict[str, Any]:
-    """Return the report as JSON values. version: of syncheck."""
+    """Return the report as JSON values. version: the version of syncheck."""
     return {
         "schema": SCHEMA,
         "tool": "syncheck",
@@ -37,13 +37,13 @@ def document(report: Report, version: str) -> dict[str, Any]:
 
 
 def render(report: Report, version: str) -> str:
-    """Return the document as text, NaN and infinity nowhere in it."""
-    return written(document(report, version))
+    """Return the document as strict JSON, without NaN and infinity."""
+    return to_json(document(report, version))
 
 
-def written(value: Any) -> str:
-    """Return JSON in which no name is a command for a CI system whose log it is printed to."""
-    # A number sign stands only in texts, and JSON has an escape of its own for it.
+def to_json(value: Any) -> str:
+    """Return JSON, with the commands of CI systems in names escaped (see `errors.logged`)."""
+    # In JSON `#` occurs only inside strings, where it can be escaped.
     return re.sub(r"##(?=\w*\[)", r"#\\u0023", json.dumps(value, indent=1, allow_nan=False)) + "\n"
 
 
@@ -65,19 +65,19 @@ def _group(group: Group) -> dict[str, Any]:
         "fixed": [asdict(fixed) for fixed in group.fixed],
         "stale": {str(rank): step for rank, step in group.evidence.stale.items()},
         "free_running": None if group.evidence.free_running is None else asdict(group.evidence.free_running),
-        "notes": words.notes_of(group),
+        "notes": words.note_lines(group),
     }
 
 
 def _tensor(diff: TensorDiff) -> dict[str, Any]:
-    # asdict would rebuild the clusters of 1,024 ranks element by element.
+    # dataclasses.asdict would copy the clusters of 1,024 ranks element by element.
     tensor = {name: _plain(getattr(diff, name)) for name in diff.__slots__ if name != "tolerance"}
     return tensor | {"reason": diff.reason or diff.tolerance}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], TensorDiff):
-        return [_tensor(fact) for fact in value]
+        return [_tensor(diff) for diff in value]
     if isinstance(value, Message):
         return str(value)
     if isinstance(value, (Evidence, Histogram)):
@@ -104,6 +104,6 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _value(diff: ValueDiff) -> dict[str, Any]:
-    """Write values as they print, for NaN, bytes and complex numbers have no place in JSON."""
+    """Return values as Python prints them, because JSON has no NaN, bytes and complex numbers."""
     by_rank = {str(rank): None if value is None else brief(value, 200) for rank, value in diff.by_rank.items()}
     return {**asdict(diff), "by_rank": by_rank}

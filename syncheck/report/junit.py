@@ -1,14 +1,16 @@
-"""A report as JUnit XML, which CI systems show as tests: a suite for each group, a case for each kind of tensor.
+"""A report as JUnit XML, which CI systems show as tests: one suite per group, one case per kind of tensor.
 
-The cases are those of the pytest plugin (`items.ITEMS`): `parameters` of a run is one test in both. How one ends:
+The cases are the test items of the pytest plugin (`items.ITEMS`). Results of a case:
 
-- `failure`: a finding that makes the run out of sync. Its type is the code.
-- `error`: could not tell, where that makes the exit code 2: a file that cannot be read, or nothing compared anywhere.
-- `skipped`: nothing of it was compared, and other cases decide.
+- `failure`: a finding makes the run out of sync. The type is the code of the finding.
+- `error`: syncheck could not tell, and the exit code is 2: an unreadable file, or nothing was compared.
+- `skipped`: nothing was compared for this case, and other cases decide.
+- passed: otherwise.
 
-So there are failures if and only if the exit code is 1, and errors and no failures if and only if it is 2. Elements and
-attributes are those of https://github.com/jenkinsci/xunit-plugin/blob/031e285ef3b60dee7aaf36e9096d7dcd95ffae83/src/main/resources/org/jenkinsci/plugins/xunit/types/model/xsd/junit-10.xsd
-and no times: nothing here was measured.
+Therefore the report has failures if and only if the exit code is 1, and errors without failures if and only if it is 2.
+Elements and attributes follow
+https://github.com/jenkinsci/xunit-plugin/blob/031e285ef3b60dee7aaf36e9096d7dcd95ffae83/src/main/resources/org/jenkinsci/plugins/xunit/types/model/xsd/junit-10.xsd
+without times, because no tests ran.
 """
 
 from __future__ import annotations
@@ -32,94 +34,89 @@ _MOST = 500  # characters of an attribute
 
 
 def render(report: Report) -> str:
-    """Return the document: well-formed, in ASCII whatever the names are, so that no encoding can spoil it."""
+    """Return the document in ASCII, which is valid in every encoding."""
     root = ET.Element("testsuites", name="syncheck")
     for group in report.groups:
         _group(ET.SubElement(root, "testsuite", name=_short(group.name)), group, report)
     if report.unreadable:
-        suite = ET.SubElement(root, "testsuite", name="files that cannot be read")
+        suite = ET.SubElement(root, "testsuite", name="unreadable files")
         for file in report.unreadable:
             case = ET.SubElement(suite, "testcase", classname=_short(file.path), name=items.READABLE)
-            _end(case, "error", "unreadable", f"could not tell: {file.path}: {file.reason}")
+            _add_result(case, "error", "unreadable", f"could not tell: {file.path}: {file.reason}")
     if report.aliases or report.skipped:
         suite = ET.SubElement(root, "testsuite", name="files that were not compared")
         for alias in report.aliases:
             case = ET.SubElement(suite, "testcase", classname=_short(alias.path), name="alias")
-            _end(case, "skipped", "alias", f"a link leads to {alias.of}, which was compared in its place")
+            _add_result(case, "skipped", "alias", f"a link to {alias.of}, which was compared instead")
         if report.skipped:
             case = ET.SubElement(suite, "testcase", classname="syncheck", name="skipped")
-            _end(case, "skipped", "skipped", f"{report.skipped} files in the folders are no checkpoints")
+            _add_result(case, "skipped", "skipped", f"{report.skipped} files are not checkpoints")
     if not report.groups and not report.unreadable:
         suite = ET.SubElement(root, "testsuite", name="syncheck")
         case = ET.SubElement(suite, "testcase", classname="syncheck", name=items.NOTHING)
-        _end(case, "error", "undecided", words.verdict_line(report))
+        _add_result(case, "error", "undecided", words.verdict_line(report))
     for suite in root:
-        _count(suite, suite, ("tests", "failures", "errors", "skipped"))
-    _count(root, root, ("tests", "failures", "errors"))
+        _set_counts(suite, ("tests", "failures", "errors", "skipped"))
+    _set_counts(root, ("tests", "failures", "errors"))
     ET.indent(root)
-    # Characters beyond ASCII become references.
+    # Characters beyond ASCII become character references.
     body = ET.tostring(root, encoding="us-ascii", xml_declaration=False).decode("ascii")
-    # As `errors.logged` does, but in an attribute the name stays what it is.
+    # Escape CI commands like `errors.logged`, but with a reference that XML parsers decode.
     body = re.sub(r"##(?=\w*\[)", "#&#35;", body)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{body}\n'
 
 
-def _count(element: ET.Element, of: ET.Element, names: Sequence[str]) -> None:
+def _set_counts(element: ET.Element, names: Sequence[str]) -> None:
     tags = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
     for name in names:
-        element.set(name, str(sum(1 for _ in of.iter(tags[name]))))
+        element.set(name, str(sum(1 for _ in element.iter(tags[name]))))
 
 
 def _group(suite: ET.Element, group: Group, report: Report) -> None:
-    _properties(suite, group)
+    _add_properties(suite, group)
     if group.verdict == "alone":
         case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=items.ALONE)
-        reason = f"one file only, nothing to compare it with: {group.replicas[0].path}"
-        _end(
-            case,
-            "error" if report.verdict == "undecided" else "skipped",
-            "alone",
-            reason,
-            "\n".join(words.notes_of(group)),
-        )
+        result = "error" if report.verdict == "undecided" else "skipped"
+        reason = f"no replica to compare with: {group.replicas[0].path}"
+        _add_result(case, result, "alone", reason, "\n".join(words.note_lines(group)))
         return
     siblings = list(dict.fromkeys(map(items.item_of, group.kinds)))
     if any(value.counts for value in group.values):
         siblings.append(items.VALUES)
     for item in siblings or [items.NOTHING]:
         case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=_short(item))
-        _judged(case, group, items.concerning(group, item, siblings or [items.NOTHING]), report)
+        _judge(case, group, items.findings_of_item(group, item, siblings or [items.NOTHING]), report)
 
 
-def _properties(suite: ET.Element, group: Group) -> None:
-    told = {"verdict": group.verdict, "run": group.run, "replicas": str(len(group.replicas))}
+def _add_properties(suite: ET.Element, group: Group) -> None:
+    values = {"verdict": group.verdict, "run": group.run, "replicas": str(len(group.replicas))}
     if group.step is not None:
-        told["step"] = str(group.step)
-    told |= {name: str(getattr(group.counts, name)) for name in ("tensors", "different", "not_compared")}
+        values["step"] = str(group.step)
+    values |= {name: str(getattr(group.counts, name)) for name in ("tensors", "different", "not_compared")}
     if group.left_out:
-        told["left_out"] = str(group.left_out)
+        values["left_out"] = str(group.left_out)
     if group.fixed:
-        told["fixed"] = "; ".join(words.fixed_lines([group]))
+        values["fixed"] = "; ".join(words.fixed_lines([group]))
     properties = ET.SubElement(suite, "properties")
-    for name, value in told.items():
+    for name, value in values.items():
         ET.SubElement(properties, "property", name=f"syncheck_{name}", value=_short(value))
 
 
-def _judged(case: ET.Element, group: Group, findings: Sequence[Finding], report: Report) -> None:
-    """Give a case its end. findings: those that it has to tell."""
+def _judge(case: ET.Element, group: Group, findings: Sequence[Finding], report: Report) -> None:
+    """Add the result of a case. findings: the findings of this case."""
     item = case.get("name")
-    kinds = {kind: of for kind, of in group.kinds.items() if items.item_of(kind) == item}
-    mine = tuple(diff for diff in group.tensors if diff.kind in kinds or item == items.NOTHING)
+    kinds = {kind: counts for kind, counts in group.kinds.items() if items.item_of(kind) == item}
+    diffs = tuple(diff for diff in group.tensors if diff.kind in kinds or item == items.NOTHING)
     counts = sum(kinds.values(), Counts())
     failing = [finding for finding in findings if finding.fails]
-    reason = _nothing(group, counts, mine, is_values=item == items.VALUES)
+    reason = _undecided_reason(group, counts, diffs, is_values=item == items.VALUES)
     verdict: Verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
-    told = failure.of_group(
+    text = failure.group_text(
         replace(
             group,
             verdict=verdict,
             kinds=kinds,
-            tensors=mine,
+            tensors=diffs,
             findings=tuple(findings),
             counts=counts,
             values=group.values if item == items.VALUES else (),
@@ -128,32 +125,32 @@ def _judged(case: ET.Element, group: Group, findings: Sequence[Finding], report:
     if failing:
         first = failing[0]
         more = f" (and {', '.join(f.code for f in failing[1:4])})" if failing[1:] else ""
-        _end(case, "failure", first.code, f"{words.headline(first)}{more}: {first.evidence}", told)
+        _add_result(case, "failure", first.code, f"{words.finding_title(first)}{more}: {first.evidence}", text)
     elif reason:
-        # What makes the whole answer "could not tell" is an error, or a run of exit code 2 would look green.
-        untold = report.verdict == group.verdict == "undecided"
-        _end(case, "error" if untold else "skipped", "undecided", f"could not tell: {reason}", told)
+        # For exit code 2 the case must be an error, because CI systems show skipped cases as success.
+        is_decisive = report.verdict == group.verdict == "undecided"
+        _add_result(case, "error" if is_decisive else "skipped", "undecided", f"could not tell: {reason}", text)
     else:
-        ET.SubElement(case, "system-out").text = _clean(told)
+        ET.SubElement(case, "system-out").text = _clean(text)
 
 
-def _nothing(group: Group, counts: Counts, mine: Sequence[TensorDiff], *, is_values: bool) -> str:
-    """Say why a case can tell nothing; empty where it can."""
-    untold = sum(diff.unknown and diff.reason == "checksum" for diff in mine)
-    if untold:
-        return f"the stored checksums do not tell of {untold} of {counts.tensors} tensors"
+def _undecided_reason(group: Group, counts: Counts, diffs: Sequence[TensorDiff], *, is_values: bool) -> str:
+    """Return why a case has no verdict; empty if it has one."""
+    unknown = sum(diff.unknown and diff.reason == "checksum" for diff in diffs)
+    if unknown:
+        return f"{unknown} of {counts.tensors} tensors have no usable stored checksum"
     if not is_values and not counts.compared:
-        reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in mine)
-        why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        return f"no tensor was compared ({why})" if why else "no tensor was compared; the options may leave all out"
+        reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in diffs)
+        details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+        return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
     if group.verdict == "undecided":
-        return "too little was compared in this group to tell of the model"
+        return "too few tensors of this group were compared for a verdict"
     return ""
 
 
-def _end(case: ET.Element, how: str, kind: str, message: str, body: str = "") -> None:
-    ended = ET.SubElement(case, how, type=kind, message=_short(message))
-    ended.text = _clean(body or message)
+def _add_result(case: ET.Element, tag: str, kind: str, message: str, body: str = "") -> None:
+    result = ET.SubElement(case, tag, type=kind, message=_short(message))
+    result.text = _clean(body or message)
 
 
 def _short(text: str) -> str:
@@ -162,5 +159,5 @@ def _short(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Escape all that is not printable: most of it has no place in XML, not even as a reference."""
+    """Escape control characters, most of which XML does not allow even as references."""
     return logged("\n".join(map(one_line, text.split("\n"))))

@@ -1,4 +1,4 @@
-"""Listings for people: the contents of a checkpoint, the findings, one finding explained."""
+"""Text output of `syncheck show` and `syncheck explain`: a checkpoint's contents, all findings, one finding."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def contents(listed: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of `syncheck show`. listed: what `contents.describe` returns."""
+def list_contents(contents: Mapping[str, Any]) -> list[Part]:
+    """Return the output of `syncheck show`. contents: the result of `contents.describe`."""
     numbers = ["bytes", "min", "max", "mean", "std"]
-    # A column of zeros would take the room of names; the first line says it of all.
-    finite = not any(row["nonfinite"] for row in listed["tensors"])
+    # If all values are finite, the first line states it instead of a column of zeros.
+    finite = not any(row["nonfinite"] for row in contents["tensors"])
     numbers += [] if finite else ["nonfinite"]
     grid = Grid(("name", "kind", "dtype", "shape", *numbers), right=tuple(numbers))
-    for row in listed["tensors"]:
-        statistics = [_short(row[name]) for name in numbers[1:]]
+    for row in contents["tensors"]:
+        statistics = [_number_cell(row[name]) for name in numbers[1:]]
         shape = "x".join(map(str, row["shape"])) or "scalar"
         size = "-" if row["bytes"] is None else str(row["bytes"])
         grid.add(row["name"], row["kind"], row["dtype"], row["refused"] or shape, size, *statistics)
-    about = [
-        f"{listed['path']}: {listed['format']}, {len(listed['tensors'])} tensors, {words.bytes_text(listed['bytes'])}"
-    ]
-    if finite and any(row["nonfinite"] == 0 for row in listed["tensors"]):
-        about[0] += ", all numbers finite"
-    if listed["metadata"]:
-        about.append("metadata: " + ", ".join(f"{k} {v}" for k, v in listed["metadata"].items() if v is not None))
-    elif listed["kinds_guessed"]:
-        about.append("no metadata: which tensors are parameters and which buffers is guessed from their names")
-    values = [f"{name} = {value!r}" for name, value in listed["values"].items()]
+    size = words.bytes_text(contents["bytes"])
+    header = [f"{contents['path']}: {contents['format']}, {len(contents['tensors'])} tensors, {size}"]
+    if finite and any(row["nonfinite"] == 0 for row in contents["tensors"]):
+        header[0] += ", all values finite"
+    if contents["metadata"]:
+        header.append("metadata: " + ", ".join(f"{k} {v}" for k, v in contents["metadata"].items() if v is not None))
+    elif contents["kinds_guessed"]:
+        header.append("no metadata: parameters and buffers are distinguished by name")
+    values = [f"{name} = {value!r}" for name, value in contents["values"].items()]
     if values:
-        about.append(f"values: {names_text(values, 12)}")
-    if listed["stubs"]:
-        about.append("objects of unknown classes, kept inert: " + ", ".join(listed["stubs"]))
-    return [*lines(about), BLANK, grid]
+        header.append(f"values: {names_text(values, 12)}")
+    if contents["stubs"]:
+        header.append("objects of unknown classes, not loaded: " + ", ".join(contents["stubs"]))
+    return [*lines(header), BLANK, grid]
 
 
-def _short(value: Any) -> str:
+def _number_cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def rules(listed: Sequence[Any]) -> list[Part]:
-    """Return one line for each finding that syncheck knows."""
-    grid = Grid(("code", "finding", "severity", "says"))
-    for found in listed:
-        grid.add(found.CODE, Span(found.SLUG), found.SEVERITY, found.__doc__.partition("\n")[0])
+def list_rules(rules: Sequence[Any]) -> list[Part]:
+    """Return the table of all findings, one row per rule module."""
+    grid = Grid(("code", "finding", "severity", "summary"))
+    for rule in rules:
+        grid.add(rule.CODE, Span(rule.SLUG), rule.SEVERITY, rule.__doc__.partition("\n")[0])
     return [grid]
 
 
-def rule(found: Any) -> list[Part]:
-    """Return what a finding means, paragraph by paragraph: its module's docstring."""
-    parts: list[Part] = [line(f"{found.CODE} {found.SLUG} ({found.SEVERITY})", "bold")]
-    for paragraph in textwrap.dedent(found.__doc__).strip().split("\n\n"):
+def explain_rule(rule: Any) -> list[Part]:
+    """Return the docstring of a rule module, one paragraph per line."""
+    parts: list[Part] = [line(f"{rule.CODE} {rule.SLUG} ({rule.SEVERITY})", "bold")]
+    for paragraph in textwrap.dedent(rule.__doc__).strip().split("\n\n"):
         parts += [BLANK, line(" ".join(paragraph.split("\n")))]
     return parts

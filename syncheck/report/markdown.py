@@ -1,9 +1,9 @@
-"""A report in GitHub's markdown, for a comment on a pull request or a job's summary.
+"""A report in GitHub's Markdown: the text of a pull request comment or of a job summary.
 
-Texts from files are not to be trusted: a name must not notify anybody (`@team`), refer to an issue (`#1`), link, load
-a picture or break a table. GitHub looks for all of these in rendered text, so no escape stops them; in a code span it
-looks for none: https://github.github.com/gfm/#code-spans. So every name, and every word that could be more than a
-word, stands in one.
+Names in files are untrusted: a name must not notify anybody (`@team`), reference an issue (`#1`), link, load an image
+or break a table. GitHub finds mentions and references in the rendered text, so Markdown escapes do not prevent them,
+but code spans do: https://github.github.com/gfm/#code-spans. Therefore all names, and all words with a possible special
+meaning, are code spans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import logged, one_line
 from syncheck.messages import names_text
-from syncheck.report import when, words
+from syncheck.report import words
+from syncheck.report.history import describe_history
 from syncheck.series import step_order
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, Group, Report, TensorDiff
 
-    Drawing = Callable[[Group], str]
+    Renderer = Callable[[Group], str]
 
-# Characters. GitHub refuses a comment of more than 65,536; what is left is for those who add lines of their own.
+# Characters. GitHub's limit for a comment is 65,536; the rest is reserved for additions by users.
 MOST = 60_000
 MOST_ROWS = 30
-# A longer table is folded.
+# Longer tables are folded.
 _OPEN_ROWS = 5
 _MOST_ITEMS = 10
 _MOST_NAME = 200
@@ -35,65 +36,65 @@ _MOST_TEXT = 1_000
 _MOST_CELL = 80
 _MOST_PIECES = 8
 
-# A word that is only a word: no character of it means anything to markdown or GitHub,
+# Words without special characters of Markdown.
 _PLAIN = re.compile(r"(?:[^\W_]|[.,;:()'\"%/=+?-])+")
-# and it is nothing that GitHub links or draws all the same: an address, :emoji:, GH-1, a commit.
-_MEANT = re.compile(r":/|www\.|:\S+:|gh-\d|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", re.IGNORECASE)
+# Words converted by GitHub nevertheless: a URL, :emoji:, GH-1, a commit hash.
+_CONVERTED = re.compile(r":/|www\.|:\S+:|gh-\d|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", re.IGNORECASE)
 _OPENING, _CLOSING = "(\"'", ".,;:\"'"
 
 
 def render(report: Report) -> str:
-    """Return the page, of at most MOST characters; what is left out is counted on it.
+    """Return the page, at most MOST characters long, with the number of omitted groups.
 
-    A group out of sync stands with its findings and worst tensors, of a run with several steps the last one. Where the
-    room ends, tables go first, then findings.
+    Groups out of sync are shown with findings and worst tensors; for a run with several steps, the last step only. If
+    the page would be too long, tables are omitted first, then findings.
     """
     head, tail = _head(report), _tail(report)
-    room = MOST - len(_joined([*head, *tail])) - 200  # for the line on groups left out
-    full, brief = _shown(report)
-    waiting = [(group, _DRAWINGS) for group in full] + [(group, _DRAWINGS[-1:]) for group in brief]
+    room = MOST - len(_join_blocks([*head, *tail])) - 200  # for the line on omitted groups
+    last_steps, earlier_steps = _groups_to_show(report)
+    waiting = [(group, _RENDERERS) for group in last_steps] + [(group, _RENDERERS[-1:]) for group in earlier_steps]
     body: list[str] = []
     used = 0
-    # What had no room once is not tried again: thousands of groups would be drawn for nothing.
-    too_long: set[Drawing] = set()
-    for group, drawings in waiting:
-        for draw, share in drawings:
-            if draw not in too_long and used + len(drawn := draw(group)) + 2 <= share * room:
-                used += len(drawn) + 2
-                body.append(drawn)
+    # Do not retry a renderer after its text was too long, because there may be thousands of groups.
+    too_long: set[Renderer] = set()
+    for group, renderers in waiting:
+        for render_group, share in renderers:
+            if render_group not in too_long and used + len(block := render_group(group)) + 2 <= share * room:
+                used += len(block) + 2
+                body.append(block)
                 break
-            too_long.add(draw)
+            too_long.add(render_group)
     if len(body) < len(waiting):
         hidden = len(waiting) - len(body)
-        body.append(f"... and {hidden} more groups, for which a comment has no room; the .json report has all.")
-    return _joined([*head, *body, *tail]) + "\n"
+        body.append(f"... and {hidden} more groups, omitted to keep the comment short; the .json report lists all.")
+    return _join_blocks([*head, *body, *tail]) + "\n"
 
 
-def _joined(blocks: Sequence[str]) -> str:
-    """Put a blank line between blocks, but none inside a list."""
-    drawn = blocks[0]
+def _join_blocks(blocks: Sequence[str]) -> str:
+    """Join blocks with blank lines, and items of a list without."""
+    text = blocks[0]
     for before, block in pairwise(blocks):
-        drawn += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block
-    return drawn
+        text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block
+    return text
 
 
 def _head(report: Report) -> list[str]:
     closures = [f"**{text(closure.sentence)}**" for closure in report.closures[:_MOST_ITEMS]]
-    fixed = [f"- {text(told)}" for told in words.fixed_lines(report.groups)]
+    fixed = [f"- {text(line)}" for line in words.fixed_lines(report.groups)]
     more = [f"- and {len(fixed) - _MOST_ITEMS} more"] if len(fixed) > _MOST_ITEMS else []
-    told = ["\n".join([*fixed[:_MOST_ITEMS], *more])] if fixed else []
-    return [f"## syncheck: {text(words.verdict_line(report))}", words.counts_line(report), *told, *closures]
+    fixed_list = ["\n".join([*fixed[:_MOST_ITEMS], *more])] if fixed else []
+    return [f"## syncheck: {text(words.verdict_line(report))}", words.counts_line(report), *fixed_list, *closures]
 
 
 def _tail(report: Report) -> list[str]:
-    """Return what needs a line only: replicas in sync, files with none to compare with, files not read."""
-    unread = [f"{name(file.path)}: {text(file.reason)}" for file in report.unreadable[:_MOST_ITEMS]]
+    """Return the lists of unreadable files, replicas in sync and uncompared files."""
+    unreadable = [f"{name(file.path)}: {text(file.reason)}" for file in report.unreadable[:_MOST_ITEMS]]
     if len(report.unreadable) > _MOST_ITEMS:
-        unread.append(f"and {len(report.unreadable) - _MOST_ITEMS} more")
+        unreadable.append(f"and {len(report.unreadable) - _MOST_ITEMS} more")
     in_sync = [group.name for group in report.groups if not _has_section(group) and group.verdict == "in_sync"]
     return [
-        *(["Not read:\n\n" + "\n".join(f"- {line}" for line in unread)] if unread else []),
-        *([f"In sync: {_listed(in_sync)}"] if in_sync else []),
+        *(["Unreadable files:\n\n" + "\n".join(f"- {line}" for line in unreadable)] if unreadable else []),
+        *([f"In sync: {names_text([*map(name, in_sync)], _MOST_ITEMS)}"] if in_sync else []),
         *words.omission_lines(report, name),
     ]
 
@@ -102,8 +103,8 @@ def _has_section(group: Group) -> bool:
     return group.verdict in ("out_of_sync", "undecided") or bool(group.findings)
 
 
-def _shown(report: Report) -> tuple[list[Group], list[Group]]:
-    """Return the groups that a reader must see: those of the last step of each run, and those of the steps before."""
+def _groups_to_show(report: Report) -> tuple[list[Group], list[Group]]:
+    """Return the groups with a section: at the last step of each run, and at earlier steps."""
     shown = [group for group in report.groups if _has_section(group)]
     last: dict[str, int] = {}
     for group in shown:
@@ -121,15 +122,15 @@ def _title(group: Group) -> str:
 
 def _with_table(group: Group) -> str:
     table = _table(group)
-    return _with_findings(group) + ("" if table is None else f"\n\n{table}")
+    return _with_findings(group) + (f"\n\n{table}" if table else "")
 
 
 def _with_findings(group: Group) -> str:
     files = [f"{name(replica.path)} (rank {replica.rank})" for replica in group.replicas[:4]]
     more = f" and {len(group.replicas) - len(files)} more" if len(group.replicas) > len(files) else ""
-    notes = "".join(f"; {text(note)}" for note in words.notes_of(group)[:4])
+    notes = "".join(f"; {text(note)}" for note in words.note_lines(group)[:4])
     blocks = [f"### {_title(group)}", f"Files: {', '.join(files)}{more}{notes}", *map(_finding, group.findings)]
-    return _joined(blocks)
+    return _join_blocks(blocks)
 
 
 def _on_one_line(group: Group) -> str:
@@ -137,14 +138,14 @@ def _on_one_line(group: Group) -> str:
     return f"- {_title(group)}{codes}"
 
 
-# From the longest to the shortest; up to which share of the page each may be used, so that the next has room too.
-_DRAWINGS: tuple[tuple[Drawing, float], ...] = ((_with_table, 0.6), (_with_findings, 0.8), (_on_one_line, 1.0))
+# From long to short, with the largest share of the page in use afterwards; the rest is reserved for shorter texts.
+_RENDERERS: tuple[tuple[Renderer, float], ...] = ((_with_table, 0.6), (_with_findings, 0.8), (_on_one_line, 1.0))
 
 
 def _finding(finding: Finding) -> str:
-    since = f"- **When:** {text(when.sentence(finding))}\n" if finding.history is not None else ""
+    since = f"- **When:** {text(describe_history(finding))}\n" if finding.history is not None else ""
     return (
-        f"#### {text(words.headline(finding))}\n\n"
+        f"#### {text(words.finding_title(finding))}\n\n"
         f"- **What:** {text(finding.evidence)}\n"
         f"{since}"
         f"- **Why:** {text(str(finding.cause))}\n"
@@ -153,75 +154,72 @@ def _finding(finding: Finding) -> str:
     )
 
 
-def _table(group: Group) -> str | None:
-    found = words.listed(group)
-    if not found:
-        return None
+def _table(group: Group) -> str:
+    """Return the table of worst tensors; empty if there are none."""
+    diffs = words.tensors_to_list(group)
+    if not diffs:
+        return ""
     lines = [
         "| tensor | kind | ranks | differing | max abs | max rel | max ulp |",
         "|---|---|---|---|--:|--:|--:|",
-        *(_row(diff) for diff in found[:MOST_ROWS]),
+        *(_row(diff) for diff in diffs[:MOST_ROWS]),
     ]
     table = "\n".join(lines)
-    if len(found) > MOST_ROWS:
-        table += f"\n\n... and {len(found) - MOST_ROWS} more; the .json report has all."
-    if len(found) <= _OPEN_ROWS:
+    if len(diffs) > MOST_ROWS:
+        table += f"\n\n... and {len(diffs) - MOST_ROWS} more; the .json report lists all."
+    if len(diffs) <= _OPEN_ROWS:
         return table
-    # The blank lines end the HTML block, so that the table is read as markdown.
-    return f"<details><summary>{len(found)} tensors, worst first</summary>\n\n{table}\n\n</details>"
+    # The blank lines end the HTML block; otherwise the table would not be parsed as Markdown.
+    return f"<details><summary>{len(diffs)} tensors, worst first</summary>\n\n{table}\n\n</details>"
 
 
 def _row(diff: TensorDiff) -> str:
-    differing, *gaps = words.gap_cells(diff)
+    differing, *differences = words.difference_cells(diff)
     ranks = words.clusters_text(diff)
     ranks = (ranks if len(ranks) <= _MOST_CELL else f"{ranks[:_MOST_CELL]}...").replace("|", "\\|")
-    return f"| {' | '.join([name(diff.name), text(diff.kind), ranks, text(differing), *gaps])} |"
+    return f"| {' | '.join([name(diff.name), text(diff.kind), ranks, text(differing), *differences])} |"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names_text([*map(name, names)], _MOST_ITEMS)
-
-
-def name(given: str) -> str:
-    """Return a name from a file as a code span on one line, long ones without their middle."""
-    # Inside a span only a backtick means anything, and in a table a bar; both are written as control characters are.
-    escaped = words.cut(logged(one_line(given)).replace("`", "\\x60").replace("|", "\\x7c"), _MOST_NAME)
+def name(raw: str) -> str:
+    """Return a name from a file as a code span, shortened in its middle."""
+    # Code spans end at backticks and table cells at bars, so both are escaped like control characters.
+    escaped = words.shorten(logged(one_line(raw)).replace("`", "\\x60").replace("|", "\\x7c"), _MOST_NAME)
     return f"`{escaped}`" if escaped.strip() else "`(blank)`"
 
 
-def text(given: str) -> str:
-    """Return a sentence that may hold names from files: words that could be more than words become code spans."""
-    done: list[str] = []
+def text(raw: str) -> str:
+    """Return a sentence with names from files, in which words with a possible special meaning are code spans."""
+    escaped: list[str] = []
     room = _MOST_TEXT
-    for word in _whole(one_line(given).split()):
-        done.append(_word(word))
-        room -= len(done[-1]) + 1
+    for word in _join_brackets(one_line(raw).split()):
+        escaped.append(_word(word))
+        room -= len(escaped[-1]) + 1
         if room < 0:
-            return " ".join([*done[:-1], "..."])
-    return " ".join(done)
+            return " ".join([*escaped[:-1], "..."])
+    return " ".join(escaped)
 
 
-def _whole(split: Sequence[str]) -> Iterator[str]:
-    """Put together what brackets hold together and code spans would take apart: call(a, b=c_d), weight_1[0, 2]."""
-    at = 0
-    while at < len(split):
-        end = at + 1
-        if not _is_plain(split[at]):
-            # Not far: a bracket that is never closed may not swallow a sentence.
-            for after in range(end, min(at + _MOST_PIECES, len(split)) + 1):
-                if _closed(" ".join(split[at:after]).lstrip(_OPENING)):
-                    end = after
+def _join_brackets(pieces: Sequence[str]) -> Iterator[str]:
+    """Join the pieces of an expression in brackets into one code span: call(a, b=c_d), weight_1[0, 2]."""
+    start = 0
+    while start < len(pieces):
+        end = start + 1
+        if not _is_plain(pieces[start]):
+            # Limit the number of pieces, because an open bracket would join a whole sentence.
+            for candidate in range(end, min(start + _MOST_PIECES, len(pieces)) + 1):
+                if _is_balanced(" ".join(pieces[start:candidate]).lstrip(_OPENING)):
+                    end = candidate
                     break
-        yield " ".join(split[at:end])
-        at = end
+        yield " ".join(pieces[start:end])
+        start = end
 
 
-def _closed(piece: str) -> bool:
+def _is_balanced(piece: str) -> bool:
     return all(piece.count(opening) <= piece.count(closing) for opening, closing in ("()", "[]"))
 
 
 def _is_plain(word: str) -> bool:
-    return len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) is not None and not _MEANT.search(word)
+    return len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) is not None and not _CONVERTED.search(word)
 
 
 def _word(word: str) -> str:
@@ -229,8 +227,8 @@ def _word(word: str) -> str:
         return word
     core = word.lstrip(_OPENING)
     before = word[: len(word) - len(core)]
-    kept = core.rstrip(_CLOSING)
-    # A closing parenthesis belongs to the sentence if what opened it does: (rank.0) and call(x) end alike.
-    while kept.endswith(")") and kept.count(")") > kept.count("("):
-        kept = kept[:-1].rstrip(_CLOSING)
-    return f"{before}{name(kept)}{core[len(kept) :]}"
+    span = core.rstrip(_CLOSING)
+    # A closing parenthesis without an opening one in the word belongs to the sentence: "(rank.0)", but "call(x)".
+    while span.endswith(")") and span.count(")") > span.count("("):
+        span = span[:-1].rstrip(_CLOSING)
+    return f"{before}{name(span)}{core[len(span) :]}"

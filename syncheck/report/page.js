@@ -1,9 +1,9 @@
-// Sorts, filters and turns the pages of the tables of tensors, and shows the histogram of a chosen one. Without it the
-// page shows the worst rows of each, and the histogram of the worst.
-// Texts enter the page as text only (textContent), so no name in a checkpoint can become markup.
+// Sorts, filters and pages the tables of tensors, and shows the histogram of the selected tensor. Without JavaScript the
+// page shows the worst rows of each table, and the worst histogram.
+// Texts are inserted with textContent only, so no name in a checkpoint can become markup.
 "use strict";
 (() => {
-  const PAGE = 200; // rows drawn at once: 50,000 would make the page slow
+  const PAGE = 200; // rows per page, because 50,000 would make the browser slow
   const NAME = 0, KIND = 1;
 
   const element = (tag, properties = {}, ...children) => {
@@ -12,8 +12,8 @@
     return made;
   };
 
-  // The part of the address after '#' keeps the view, so that a link shows what its sender saw.
-  // 'filter=bn1' holds for every table of the page, 'filter2=bn1' for the second.
+  // The fragment of the URL stores the view, so that a link opens the same view.
+  // 'filter=bn1' applies to every table of the page, 'filter2=bn1' to the second.
   const view = () => new URLSearchParams(location.hash.slice(1));
   const recall = (key, n) => view().get(key + n) ?? view().get(key) ?? "";
   const remember = (key, n, value) => {
@@ -24,7 +24,7 @@
     try {
       history.replaceState(null, "", "#" + next);
     } catch {
-      // A page inside another may not change its address; the table works all the same.
+      // An embedded page may not change its URL; the table works without it.
     }
   };
 
@@ -32,12 +32,12 @@
     const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent));
     if (data === null) return rows;
     const { texts, rows: more } = JSON.parse(data.textContent);
-    for (const [name, ...places] of more) rows.push([name, ...places.map((place) => texts[place])]);
+    for (const [name, ...indices] of more) rows.push([name, ...indices.map((index) => texts[index])]);
     return rows;
   };
 
-  // By what is shown: '12 of 64' as 12, '1.5e-07' and '41.00%' as numbers, what has no number last. What is shown alike
-  // keeps the order worst first, or its reverse, so that one order is always the other backwards.
+  // Sorts by the displayed text: '12 of 64' as 12, '1.5e-07' and '41.00%' as numbers, texts without a number last. Equal
+  // texts keep the order "worst first", or its reverse, so that ascending is always descending backwards.
   const collator = new Intl.Collator("en", { numeric: true }); // layers.2 before layers.10
   const compare = (all, column, numeric, sign) => {
     if (!numeric) return (a, b) => sign * (collator.compare(all[a][column], all[b][column]) || a - b);
@@ -56,7 +56,7 @@
     const titles = heads.map((head) => head.textContent);
     const all = rowsOf(table, holder.querySelector('script[type="application/json"]'));
     const names = all.map((row) => row[NAME].toLowerCase());
-    let page = 0, found = []; // places in `all`
+    let page = 0, matching = []; // indices into `all`
 
     const filter = element("input", { type: "search", placeholder: "words in the name", spellcheck: false });
     const kind = element("select", {}, element("option", { value: "", textContent: "all" }));
@@ -71,17 +71,17 @@
     const controls = element("div", { className: "controls" }, ...labels, back, on, status);
 
     const draw = () => {
-      const pages = Math.max(1, Math.ceil(found.length / PAGE));
+      const pages = Math.max(1, Math.ceil(matching.length / PAGE));
       page = Math.min(Math.max(page, 0), pages - 1);
-      const shown = found.slice(page * PAGE, (page + 1) * PAGE);
+      const shown = matching.slice(page * PAGE, (page + 1) * PAGE);
       table.tBodies[0].replaceChildren(
-        ...shown.map((place) => {
-          const cells = all[place].map((textContent, i) => element("td", { className: classes[i], textContent }));
+        ...shown.map((index) => {
+          const cells = all[index].map((textContent, i) => element("td", { className: classes[i], textContent }));
           return element("tr", {}, ...cells);
         })
       );
-      const turned = pages > 1 ? `, page ${page + 1} of ${pages}` : "";
-      status.textContent = `${found.length} of ${all.length} tensors${turned}`;
+      const position = pages > 1 ? `, page ${page + 1} of ${pages}` : "";
+      status.textContent = `${matching.length} of ${all.length} tensors${position}`;
       back.disabled = page === 0;
       on.disabled = page === pages - 1;
       back.hidden = on.hidden = pages === 1;
@@ -94,16 +94,16 @@
       const column = titles.indexOf(sort.replace(/^-/, ""));
       filter.value = recall("filter", n);
       kind.value = only;
-      const fits = (i) => (!only || all[i][KIND] === only) && words.every((word) => names[i].includes(word));
-      found = [...all.keys()].filter(fits);
+      const matches = (i) => (!only || all[i][KIND] === only) && words.every((word) => names[i].includes(word));
+      matching = [...all.keys()].filter(matches);
       if (column >= 0) {
-        // 'differing' is set as text, for it may say why nothing was compared, and is sorted as a number.
+        // The column 'differing' is aligned as text, because it may contain a reason, but it is sorted as a number.
         const numeric = column > KIND + 1;
-        found.sort(compare(all, column, numeric, sort.startsWith("-") ? -1 : 1));
+        matching.sort(compare(all, column, numeric, sort.startsWith("-") ? -1 : 1));
       }
       heads.forEach((head, i) => {
-        const way = i !== column ? "none" : sort.startsWith("-") ? "descending" : "ascending";
-        head.setAttribute("aria-sort", way);
+        const direction = i !== column ? "none" : sort.startsWith("-") ? "descending" : "ascending";
+        head.setAttribute("aria-sort", direction);
       });
       page = 0;
       draw();
@@ -111,7 +111,7 @@
 
     heads.forEach((head, i) => {
       const button = element("button", { type: "button", textContent: titles[i] });
-      button.title = "sort; the third time, worst first again";
+      button.title = "Sort; click a third time to restore the order, worst first";
       button.addEventListener("click", () => {
         const [first, second] = i > KIND + 1 ? ["-" + titles[i], titles[i]] : [titles[i], "-" + titles[i]];
         const sort = recall("sort", n);
@@ -131,20 +131,20 @@
     apply();
   };
 
-  // One drawing holds the histograms of all tensors; that of the chosen one is shown.
-  const choose = (holder, n) => {
+  // One chart contains the histograms of all tensors; CSS hides all but the selected one.
+  const select = (holder, n) => {
     const drawn = [...holder.querySelectorAll("g.histogram")];
     if (!drawn.length) return;
     const rows = [...holder.querySelector("tbody").rows].map((row) => [...row.cells].map((cell) => cell.textContent));
     const options = rows.map(([name], value) => element("option", { value, textContent: name }));
     const choice = element("select", {}, ...options);
-    const said = holder.querySelector(".said");
+    const line = holder.querySelector(".selected");
     const show = () => {
       const at = Math.max(0, rows.findIndex(([name]) => name === recall("histogram", n)));
-      const [name, differing, gap] = rows[at];
+      const [name, differing, maxAbs] = rows[at];
       choice.value = at;
       drawn.forEach((each, i) => each.classList.toggle("chosen", i === at));
-      said.textContent = `${name}: elements that differ: ${differing}; largest gap: ${gap}`;
+      line.textContent = `${name}: differing elements: ${differing}; max abs: ${maxAbs}`;
     };
     choice.addEventListener("change", () => (remember("histogram", n, rows[choice.value][0]), show()));
     addEventListener("hashchange", show);
@@ -152,6 +152,6 @@
     show();
   };
 
-  document.querySelectorAll("div.histograms").forEach((holder, i) => choose(holder, i + 1));
+  document.querySelectorAll("div.histograms").forEach((holder, i) => select(holder, i + 1));
   document.querySelectorAll("div.tensors").forEach((holder, i) => start(holder, i + 1));
 })();

@@ -1,7 +1,7 @@
-"""What reports for people are made of, before it is known where they go: lines, tables, labelled sentences.
+"""Parts of a text report: lines, tables and labeled sentences.
 
-`plain` draws them for pipes and files, without rich; `terminal` draws them on a terminal, with it. Texts from files
-are escaped here, once, and are never taken for markup by either.
+`plain` draws them for pipes and files without rich, `terminal` draws them with rich. Texts from files are escaped here,
+and neither interprets them as markup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text in one style, of rich's words: 'bold red'."""
+    """Text with a style of rich: 'bold red'."""
 
     text: str
     style: str = ""
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Line:
-    """A line or paragraph. indent: columns. An empty one is a blank line."""
+    """A line or paragraph. indent: columns. A Line without spans is a blank line."""
 
     spans: tuple[Span, ...] = ()
     indent: int = 0
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Labels:
-    """Sentences, or a curve, behind labels, the labels under each other."""
+    """A column of labels, each with a sentence or a curve."""
 
     rows: tuple[tuple[str, str | Sparkline], ...]
     indent: int = 0
@@ -43,7 +43,7 @@ class Labels:
 
 @dataclass
 class Grid:
-    """A table. right: columns of numbers, aligned to the right."""
+    """A table. right: columns aligned to the right."""
 
     columns: tuple[str, ...]
     right: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Grid:
     rows: list[tuple[Span, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | Span, style: str = "") -> None:
-        """Append a row; style is that of cells without their own."""
+        """Append a row. style: of cells given as str."""
         self.rows.append(tuple(c if isinstance(c, Span) else Span(one_line(c), style) for c in cells))
 
 
@@ -59,12 +59,12 @@ Part = Line | Labels | Grid
 
 
 def line(text: str, style: str = "", indent: int = 0) -> Line:
-    """Return a line in one style."""
+    """Return an escaped line in one style."""
     return Line((Span(one_line(text), style),), indent)
 
 
 def lines(texts: Sequence[str], style: str = "", indent: int = 0) -> list[Part]:
-    """Return lines in one style."""
+    """Return escaped lines in one style."""
     return [line(text, style, indent) for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""Draw a report for pipes and files: nothing is wrapped, boxed, coloured or cut, so that `grep` finds whole names."""
+"""Draw a report for pipes and files, without wrapping, boxes, colors or cuts, to keep names searchable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from syncheck.report.parts import Part
 
-# Columns of a curve; what reads it may have no characters beyond ASCII.
+# Columns of a curve.
 _WIDTH = 100
 
 
 def render(parts: Iterable[Part]) -> str:
-    """Return the text, ending in a line end."""
+    """Return the text, ending in a newline."""
     return logged("".join(f"{line.rstrip()}\n" for part in parts for line in _lines(part)))
 
 
@@ -28,8 +28,8 @@ def _lines(part: Part) -> Iterator[str]:
     elif isinstance(part, Labels):
         widest = max(len(label) for label, _ in part.rows)
         for label, text in part.rows:
-            drawn = text if isinstance(text, str) else text.drawn(_WIDTH, ascii_only=True)
-            yield f"{indent}{label:{widest}}  {drawn}"
+            value = text if isinstance(text, str) else text.render(_WIDTH, ascii_only=True)
+            yield f"{indent}{label:{widest}}  {value}"
     else:
         yield from (indent + line for line in _grid(part))
 

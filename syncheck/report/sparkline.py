@@ -1,4 +1,4 @@
-"""A curve on one line of text."""
+"""A curve in one line of text."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# From low to high; what agrees, and where no number tells the gap, have marks of their own.
+# Marks from small to large differences; separate marks for no difference and for an unknown difference.
 _BLOCKS, _ASCII = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", ".:-=+*#@"
 _AGREES, _AGREES_ASCII, _UNKNOWN = "\u00b7", "_", "?"
-# Columns: of one point, of the least and the widest curve.
+# Columns of one point, of the narrowest and of the widest curve.
 _CELL, _LEAST, _WIDEST = 4, 8, 100
-# A larger ratio than this between the gaps is drawn by their logarithms.
-_DECADES = 100
+# Ratio of largest to smallest difference from which the scale is logarithmic.
+_LOG_RATIO = 100
 
 
 @dataclass(frozen=True)
 class Sparkline:
-    """Gaps with what stands before and after them. A gap is None where no number tells it."""
+    """Differences over steps, with the texts before and after the curve. None is an unknown difference."""
 
-    gaps: tuple[float | None, ...]
+    values: tuple[float | None, ...]
     before: str
     after: str
 
-    def drawn(self, width: int, *, ascii_only: bool = False) -> str:
-        """Return the line, of at most `width` columns if that leaves the curve eight."""
-        scale = ", log scale" if _is_wide(self.gaps) else ""
+    def render(self, width: int, *, ascii_only: bool = False) -> str:
+        """Return the line, at most `width` columns wide unless the curve would be narrower than eight columns."""
+        scale = ", log scale" if _needs_log_scale(self.values) else ""
         room = width - len(self.before) - len(self.after) - len(scale) - 4
-        marks = _marks(self.gaps, max(_LEAST, min(room, _WIDEST)), ascii_only)
+        marks = _marks(self.values, max(_LEAST, min(room, _WIDEST)), ascii_only)
         return f"{self.before} |{marks}| {self.after}{scale}"
 
 
-def _marks(gaps: Sequence[float | None], room: int, ascii_only: bool) -> str:
+def _marks(values: Sequence[float | None], room: int, ascii_only: bool) -> str:
     levels, agrees = (_ASCII, _AGREES_ASCII) if ascii_only else (_BLOCKS, _AGREES)
-    found = _thinned(gaps, room)
-    known = [gap for gap in gaps if gap]
+    points = _downsample(values, room)
+    known = [value for value in values if value]
     low, high = min(known, default=1.0), max(known, default=1.0)
 
-    def mark(gap: float | None) -> str:
-        if not gap:
-            return _UNKNOWN if gap is None else agrees
-        share = gap / high
-        if _is_wide(gaps):
-            # The largest gap has the highest mark, the smallest the lowest.
-            share = (1 + 7 * (math.log(gap) - math.log(low)) / (math.log(high) - math.log(low))) / 8
+    def mark(value: float | None) -> str:
+        if not value:
+            return _UNKNOWN if value is None else agrees
+        share = value / high
+        if _needs_log_scale(values):
+            # The largest value has the highest mark, the smallest the lowest.
+            share = (1 + 7 * (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))) / 8
         return levels[max(0, math.ceil(share * 8 - 1e-9) - 1)]
 
-    return "".join(mark(gap) * max(1, min(_CELL, room // len(found))) for gap in found)
+    return "".join(mark(value) * max(1, min(_CELL, room // len(points))) for value in points)
 
 
-def _is_wide(gaps: Sequence[float | None]) -> bool:
-    known = [gap for gap in gaps if gap]
-    return max(known, default=0) > _DECADES * min(known, default=0)
+def _needs_log_scale(values: Sequence[float | None]) -> bool:
+    known = [value for value in values if value]
+    return max(known, default=0) > _LOG_RATIO * min(known, default=0)
 
 
-def _thinned(gaps: Sequence[float | None], room: int) -> list[float | None]:
-    """Return at most `room` gaps, each the largest of some neighbours."""
-    if len(gaps) <= room:
-        return list(gaps)
-    parts = [gaps[i * len(gaps) // room : (i + 1) * len(gaps) // room] for i in range(room)]
-    return [max((gap for gap in part if gap is not None), default=None) for part in parts]
+def _downsample(values: Sequence[float | None], room: int) -> list[float | None]:
+    """Return at most `room` values, each the maximum of adjacent values."""
+    if len(values) <= room:
+        return list(values)
+    parts = [values[i * len(values) // room : (i + 1) * len(values) // room] for i in range(room)]
+    return [max((value for value in part if value is not None), default=None) for part in parts]

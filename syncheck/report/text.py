@@ -1,4 +1,4 @@
-"""Reports for people: what `syncheck compare` and `syncheck report` print, as parts to be drawn."""
+"""Text reports of `syncheck compare` and `syncheck report`, as parts for `plain` and `terminal`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from syncheck.errors import one_line
 from syncheck.messages import Hint
 from syncheck.records import Counts
-from syncheck.report import when, words
+from syncheck.report import words
+from syncheck.report.history import describe_history, difference_text
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
 from syncheck.report.sparkline import Sparkline
 from syncheck.series import by_run, shown_steps
@@ -24,21 +25,24 @@ _MOST_NOTES = 6
 def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
     """Return each group with its findings and worst tensors, then the verdict.
 
-    limit: rows of tensors to print for each group, 0 for all. all_rows: how to see the rows beyond the limit.
+    limit: tensors listed per group, 0 for all. all_rows: the hint printed if tensors are omitted.
     """
     parts: list[Part] = []
     for group in report.groups:
         parts += _group(group, limit, all_rows)
-    found = by_run(report.groups).items()
-    runs = [run for run, groups in found if len(groups) > 1 and any(g.verdict == "out_of_sync" for g in groups)]
+    runs = [
+        run
+        for run, groups in by_run(report.groups).items()
+        if len(groups) > 1 and any(group.verdict == "out_of_sync" for group in groups)
+    ]
     if runs:
-        shown = f"{', '.join(runs[:3])}{' and others' * (len(runs) > 3)}"
-        parts += [line(f"several steps of {shown}: syncheck report tells since when they differ", "dim"), BLANK]
+        names = f"{', '.join(runs[:3])}{' and others' * (len(runs) > 3)}"
+        parts += [line(f"several steps of {names}: syncheck report shows the first step that differs", "dim"), BLANK]
     return parts + _closing(report)
 
 
 def overview(report: Report, limit: int) -> list[Part]:
-    """Return runs by kinds, drift over steps, findings, and what SyncBatchNorm closed, then the verdict."""
+    """Return the tables of runs and of drift, the findings, and gaps closed by SyncBatchNorm, then the verdict."""
     parts: list[Part] = []
     runs = by_run(report.groups)
     shown = [group for groups in runs.values() for group in shown_steps(groups)]
@@ -54,7 +58,7 @@ def overview(report: Report, limit: int) -> list[Part]:
     notes = list(dict.fromkeys(str(note) for group in shown for note in group.notes))
     parts += lines(notes[:_MOST_NOTES], "dim")
     if len(notes) > _MOST_NOTES:
-        parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare has them", "dim"))
+        parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare lists all", "dim"))
     if notes:
         parts.append(BLANK)
     for closure in report.closures:
@@ -79,7 +83,7 @@ def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
     ]
     if len(group.replicas) > _MOST_REPLICAS:
         files.append(f"... and {len(group.replicas) - _MOST_REPLICAS} more replicas")
-    parts = [_title(group), *lines(files, indent=2), *lines(words.notes_of(group), "dim", 2), BLANK]
+    parts = [_title(group), *lines(files, indent=2), *lines(words.note_lines(group), "dim", 2), BLANK]
     if group.verdict == "alone":
         return parts
     if group.kinds:
@@ -104,39 +108,39 @@ def _kinds(group: Group) -> Grid:
 def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
     rows: list[tuple[str, str | Sparkline]] = [("what", one_line(finding.evidence))]
     if finding.history is not None:
-        rows.append(("when", when.sentence(finding)))
+        rows.append(("when", describe_history(finding)))
         if curve:
             rows.append(("drift", _curve(finding.history)))
     rows += [("why", one_line(str(finding.cause))), ("fix", one_line(str(finding.fix)))]
     rows.append(("more", f"syncheck explain {finding.code}"))
-    return [line(words.headline(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
+    return [line(words.finding_title(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
 
 
 def _curve(history: History) -> Sparkline:
     first, last = history.points[0], history.points[-1]
     most = max(history.points, key=lambda point: point.max_abs or 0)
-    # What came and went would not show in the numbers at both ends.
-    greater = (most.max_abs or 0) > 1.1 * (last.max_abs or 0)
-    peak = f", most {when.number(most.max_abs)} at {most.step}" if greater else ""
+    # The numbers at both ends would hide a difference that appeared and disappeared.
+    has_peak = (most.max_abs or 0) > 1.1 * (last.max_abs or 0)
+    peak = f", maximum {difference_text(most.max_abs)} at {most.step}" if has_peak else ""
     return Sparkline(
         tuple(point.max_abs for point in history.points),
-        f"step {first.step}: {when.number(first.max_abs)}",
-        f"{last.step}: {when.number(last.max_abs)}{peak}",
+        f"step {first.step}: {difference_text(first.max_abs)}",
+        f"{last.step}: {difference_text(last.max_abs)}{peak}",
     )
 
 
 def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
-    worst = words.listed(group, shards=not limit)  # SYN104 tells of them in one sentence
+    worst = words.tensors_to_list(group, shards=not limit)  # SYN104 summarizes shards in one sentence
     sharded = sum(diff.reason == "sharded" for diff in group.tensors) if limit else 0
     parts: list[Part] = []
     if worst:
-        rows = [(diff, words.gap_cells(diff)) for diff in worst[: limit or None]]
-        # By digests, and of what is missing, no gap is known: the words may then have the room.
-        known = any(cell not in ("", "-") for _, (_, *gaps) in rows for cell in gaps)
+        rows = [(diff, words.difference_cells(diff)) for diff in worst[: limit or None]]
+        # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
+        known = any(cell not in ("", "-") for _, (_, *differences) in rows for cell in differences)
         numbers = ("max abs", "max rel", "max ulp") if known else ()
         grid = Grid(("tensor", "kind", "ranks", "differing", *numbers), right=numbers, indent=2)
-        for diff, (differing, *gaps) in rows:
-            grid.add(diff.name, diff.kind, words.clusters_text(diff), differing, *gaps[: len(numbers)])
+        for diff, (differing, *differences) in rows:
+            grid.add(diff.name, diff.kind, words.clusters_text(diff), differing, *differences[: len(numbers)])
         parts.append(grid)
     more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
     more += [f"{sharded} sharded"] if sharded else []
@@ -147,11 +151,11 @@ def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
 
 def _matrix(last: list[Group]) -> Grid:
     kinds = list(dict.fromkeys(kind for group in last for kind in group.kinds))
-    # A space lets the longest heading fold on a narrow terminal.
+    # With a space the longest heading can wrap on a narrow terminal.
     grid = Grid(("run", *(kind.replace("optimizer_step", "optimizer step") for kind in kinds), "verdict"))
     for group in last:
-        counted = [group.kinds.get(kind, Counts()) for kind in kinds]
-        cells = [Span(words.kind_cell(counts), "red" if counts.different else "") for counts in counted]
+        counts_by_kind = [group.kinds.get(kind, Counts()) for kind in kinds]
+        cells = [Span(words.kind_cell(counts), "red" if counts.different else "") for counts in counts_by_kind]
         grid.add(group.name, *cells, Span(words.VERDICTS[group.verdict], STYLES[group.verdict]))
     return grid
 

@@ -1,4 +1,4 @@
-"""Sentences and cells that more than one format prints."""
+"""Sentences and table cells shared by several report formats."""
 
 from __future__ import annotations
 
@@ -24,40 +24,45 @@ VERDICTS = {
 
 _MOST_VALUES = 5
 _MOST_FIXED = 3
+_MOST_PATHS = 6
 
 
 def counts_line(report: Report) -> str:
-    """Return the last line of every report: how many tensors ended how, what was not compared included."""
+    """Return the last line of every report: the number of tensors by result, including those not compared."""
     counts = report.counts
     equal = f", {counts.equal} equal" if counts.equal else ""
     line = (
         f"{counts.tensors} tensors: {counts.identical} identical{equal}, {counts.close} close, "
         f"{counts.different} different, {counts.not_compared} not compared"
     )
-    left_out = sum(group.left_out for group in report.groups)
-    return line + (f" ({left_out} left out by the options)" if left_out else "")
+    excluded = sum(group.left_out for group in report.groups)
+    return line + (f" ({excluded} excluded by options)" if excluded else "")
 
 
 def verdict_line(report: Report) -> str:
-    """Return the verdict, with the reason where it could not be told."""
-    by_what = " by stored checksum" if report.quick and report.verdict != "undecided" else ""
-    text = VERDICTS[report.verdict] + by_what
+    """Return the verdict; if it is undecided, with the reason."""
+    method = " by stored checksum" if report.quick and report.verdict != "undecided" else ""
+    text = VERDICTS[report.verdict] + method
     if report.verdict == "in_sync":
-        findings = [finding for group in report.groups for finding in group.findings]
-        excused = (
-            ("allowed findings", sorted({finding.code for finding in findings if finding.allowed})),
-            ("findings of the baseline", sorted({finding.code for finding in findings if finding.accepted})),
-        )
-        told = [f"{what}: {', '.join(codes)}" for what, codes in excused if codes]
-        text += f" but for {' and '.join(told)}" if told else ""
+        text += _ignored_findings(report)
     if report.verdict == "undecided":
-        text += f": {why_undecided(report)}"
+        text += f": {undecided_reason(report)}"
     elif count := len(report.unreadable):
         text += f", and {count} file{'s' * (count != 1)} could not be read"
     return text
 
 
-def why_undecided(report: Report) -> Message:
+def _ignored_findings(report: Report) -> str:
+    findings = [finding for group in report.groups for finding in group.findings]
+    ignored = (
+        ("allowed findings", sorted({finding.code for finding in findings if finding.allowed})),
+        ("baseline findings", sorted({finding.code for finding in findings if finding.accepted})),
+    )
+    parts = [f"{label} ({', '.join(codes)})" for label, codes in ignored if codes]
+    return f", ignoring {' and '.join(parts)}" if parts else ""
+
+
+def undecided_reason(report: Report) -> Message:
     """Return why a report has no verdict."""
     if report.unreadable:
         return Undecided.UNREADABLE(count=len(report.unreadable))
@@ -67,7 +72,7 @@ def why_undecided(report: Report) -> Message:
     if alone and len(alone) == len(report.groups):
         return Undecided.NO_REPLICAS()
     if alone:
-        paths = names_text([_short(group.replicas[0].path) for group in alone])
+        paths = names_text([_shorten_name(group.replicas[0].path) for group in alone])
         return Undecided.SOME_ALONE(count=len(alone), paths=paths)
     unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
     if ambiguous := [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]:
@@ -77,78 +82,91 @@ def why_undecided(report: Report) -> Message:
         return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
     if unknown:
         return Undecided.NO_CHECKSUMS(unknown=len(unknown), tensors=report.counts.tensors)
-    if lonely := [group.uncompared for group in report.groups if group.uncompared]:
-        return Undecided.RANKS_NOT_COMPARED(ranks=lonely[0])
+    if uncompared := [group.uncompared for group in report.groups if group.uncompared]:
+        return Undecided.RANKS_NOT_COMPARED(ranks=uncompared[0])
     if any(group.shards for group in report.groups):
         return Undecided.ONLY_SHARDS()
     excluded = sum(group.left_out for group in report.groups)
     return Undecided.ALL_EXCLUDED(count=excluded) if excluded else Undecided.NOTHING()
 
 
-def omission_lines(report: Report, name: Callable[[str], str] | None = None) -> list[str]:
-    """Return a line for each reason why paths given were compared with nothing. name: writes a path."""
-    name = name or _short
+def omission_lines(report: Report, format_name: Callable[[str], str] | None = None) -> list[str]:
+    """Return one line per reason why some of the given paths were not compared.
+
+    format_name: formats a path; by default, shortened on one line.
+    """
+    format_name = format_name or _shorten_name
     lines = []
     alone = [group for group in report.groups if group.verdict == "alone"]
     if alone and len(report.groups) > 1:
-        many = f"{len(alone)} checkpoint{'s' * (len(alone) > 1)}"
-        paths = names_text([name(group.replicas[0].path) for group in alone[:7]], 6, len(alone))
-        lines.append(f"{many} without a replica, compared with nothing: {paths}")
+        subject = "checkpoints have no replica and were" if len(alone) > 1 else "checkpoint has no replica and was"
+        paths = [format_name(group.replicas[0].path) for group in alone[: _MOST_PATHS + 1]]
+        lines.append(f"{len(alone)} {subject} not compared: {names_text(paths, _MOST_PATHS, len(alone))}")
     if report.aliases:
         count = len(report.aliases)
-        links = names_text([f"{name(alias.path)} is {name(alias.of)}" for alias in report.aliases[:7]], 6, count)
-        lines.append(f"{count} path{'s' * (count > 1)} not compared, for a link leads to a checkpoint given: {links}")
-    if report.skipped:
-        plural = (
-            "files in the folders are no checkpoints and were"
-            if report.skipped > 1
-            else "file is no checkpoint and was"
+        subject = (
+            "paths are links to other given files and were"
+            if count > 1
+            else "path is a link to another given file and was"
         )
-        lines.append(f"{report.skipped} {plural} skipped")
+        links = [f"{format_name(alias.path)} -> {format_name(alias.of)}" for alias in report.aliases[: _MOST_PATHS + 1]]
+        lines.append(f"{count} {subject} not compared: {names_text(links, _MOST_PATHS, count)}")
+    if report.skipped:
+        subject = "files are not checkpoints and were" if report.skipped > 1 else "file is not a checkpoint and was"
+        lines.append(f"{report.skipped} {subject} skipped")
     return lines
 
 
-def cut(text: str, most: int) -> str:
-    """Shorten a text to `most` characters in its middle: the ends of names tell more than their middles."""
+def shorten(text: str, most: int) -> str:
+    """Cut the middle of a text longer than `most` characters; both ends of a name distinguish it."""
     return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[1 - most // 2 :]}"
 
 
-def spans_text(ranks: Sequence[int]) -> str:
-    """Write ranks as short as a cell of a table asks: (0, 1, 2, 5) gives 0-2,5."""
-    spans: list[list[int]] = []
+def _shorten_name(name: str) -> str:
+    return shorten(one_line(name), 120)
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Return ranks as ranges for a table cell: (0, 1, 2, 5) gives '0-2,5'."""
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
         else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+            ranges.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def ranks_label(ranks: Sequence[int]) -> str:
+    """Return ranks for a sentence: 'rank 1', 'ranks 0-1'."""
+    return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
 def clusters_text(diff: TensorDiff) -> str:
-    """Write who agrees with whom: '0,2,3 | 1'; of several replica groups in each: '0 | 2; 1 | 3'."""
-    apart = sets_within(diff)
-    if len(apart) < 2:
+    """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups."""
+    sets_by_group = sets_within(diff)
+    if len(sets_by_group) < 2:
         return _sets_text(diff.clusters)
-    texts = [_sets_text(sets) for sets in apart[:4]]
-    return "; ".join(texts) + (f"; {len(apart) - 4} more" if len(apart) > 4 else "")
+    texts = [_sets_text(sets) for sets in sets_by_group[:4]]
+    return "; ".join(texts) + (f"; {len(sets_by_group) - 4} more" if len(sets_by_group) > 4 else "")
 
 
 def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
-    shown = [spans_text(found) for found in sets[:4]]
+    shown = [rank_ranges(ranks) for ranks in sets[:4]]
     more = len(sets) - len(shown)
     return " | ".join(shown) + (f" | {more} more" if more > 0 else "")
 
 
-def gap_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
-    """Return differing elements, max abs, max rel and max ULP of a tensor, or the reason it was not compared."""
+def difference_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
+    """Return differing elements, max abs, max rel and max ULP of a tensor, or why it was not compared."""
     if diff.status == "not_compared":
         return one_line(f"{diff.reason}: {diff.detail}"), "", "", ""
     if diff.mismatched is None:
         return one_line(f"by {diff.reason}: {diff.detail}"), "-", "-", "-"
     differing = f"{diff.mismatched} of {diff.numel}"
-    odd = sum(1 for count in diff.nonfinite.values() if count)
-    if odd and odd < len(diff.nonfinite):
-        differing += " (not finite on some)"
+    ranks_not_finite = sum(1 for count in diff.nonfinite.values() if count)
+    if 0 < ranks_not_finite < len(diff.nonfinite):
+        differing += " (not finite on some ranks)"
     if diff.status == "close":
         differing += one_line(f", close: {diff.tolerance}")
     absolute = "-" if diff.max_abs is None else f"{diff.max_abs:.3g}"
@@ -157,17 +175,17 @@ def gap_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
 
 
 def drift_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """Return run, step, gap and tensor of the largest drift at each step; steps that say the same have one row."""
+    """Return run, step, largest drift and its tensor; steps with equal values share one row."""
     rows = []
-    for (run, gap, tensor), points in groupby(report.drift, lambda point: (point.run, point.max_abs, point.tensor)):
+    for (run, drift, tensor), points in groupby(report.drift, lambda point: (point.run, point.max_abs, point.tensor)):
         steps = [str(point.step) for point in points if point.step is not None]
         step = f"{steps[0]}-{steps[-1]}" if len(steps) > 1 else steps[0] if steps else "-"
-        rows.append((run, step, f"{gap:.4g}", tensor or "-"))
+        rows.append((run, step, f"{drift:.4g}", tensor or "-"))
     return rows
 
 
 def bytes_text(size: int) -> str:
-    """Write a size in bytes with a decimal unit: 46833547 gives 46.8 MB."""
+    """Return a size in bytes with a decimal unit: 46833547 gives '46.8 MB'."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
@@ -177,7 +195,7 @@ def bytes_text(size: int) -> str:
 
 
 def kind_cell(counts: Counts) -> str:
-    """Say how one kind of tensor stands in a run: '20 agree', '9/20 differ'."""
+    """Return the result of one kind of tensor: '20 agree', '9/20 differ'."""
     parts = []
     if counts.different:
         parts.append(f"{counts.different}/{counts.tensors} differ")
@@ -189,7 +207,7 @@ def kind_cell(counts: Counts) -> str:
 
 
 def values_text(values: Sequence[ValueDiff]) -> str:
-    """Say which Python values differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. What a rank does not have is left out."""
+    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks."""
     shown = [value for value in values if None not in value.by_rank.values()]
     texts = [
         f"{value.name}: " + ", ".join(f"{brief(of, 40)} on rank {rank}" for rank, of in list(value.by_rank.items())[:4])
@@ -200,11 +218,12 @@ def values_text(values: Sequence[ValueDiff]) -> str:
     return "; ".join(texts)
 
 
-def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """Sort by what a reader should see first.
+def sort_worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Sort tensors by importance.
 
-    Out of sync before the rest; a NaN on some ranks only; then by the size of the gap. After the weights come what
-    always differs a little under DDP, running statistics, and counters, whose gaps are steps and on no scale of theirs.
+    Tensors out of sync come first, then NaN or infinity on some ranks only, then larger differences. Running
+    statistics, which always drift a little under DDP, follow the parameters. Counters come last, because they count
+    steps and their differences are on another scale.
     """
 
     def key(d: TensorDiff) -> tuple[object, ...]:
@@ -215,54 +234,40 @@ def worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
     return sorted(diffs, key=key)
 
 
-def listed(group: Group, *, shards: bool = True) -> list[TensorDiff]:
-    """Return the tensors that a report lists, worst first. shards: those too of which no rank has a copy.
+def tensors_to_list(group: Group, *, shards: bool = True) -> list[TensorDiff]:
+    """Return the tensors to list in a report, worst first. shards: include tensors stored only as shards.
 
-    Random number states are expected to differ: they are counted and not listed.
+    RNG states, which differ by design, are counted but not listed.
     """
-    left_out = ("rng",) if shards else ("rng", "sharded")
-    return worst_first([diff for diff in group.tensors if diff.reason not in left_out])
+    unlisted = ("rng",) if shards else ("rng", "sharded")
+    return sort_worst_first([diff for diff in group.tensors if diff.reason not in unlisted])
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence: 'ranks 0-1'."""
-    return f"rank{'s' * (len(ranks) > 1)} {spans_text(ranks)}"
-
-
-def suspects(finding: Finding) -> str:
-    """Name the ranks of a finding: 'ranks 0-1'."""
-    return named(finding.ranks)
-
-
-def notes_of(group: Group) -> list[str]:
-    """Return how the group was found, then its notes."""
+def note_lines(group: Group) -> list[str]:
+    """Return how the files were grouped, and the notes of the group."""
     return ["; ".join(map(str, group.grouping)), *map(str, group.notes)]
 
 
-def headline(finding: Finding) -> str:
-    """Name a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
-    excused = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
-    return f"{finding.code} {finding.slug} ({finding.severity}{excused}) on {suspects(finding)}"
-
-
-def _short(name: str) -> str:
-    return cut(one_line(name), 120)
+def finding_title(finding: Finding) -> str:
+    """Return the title of a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
+    ignored = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
+    return f"{finding.code} {finding.slug} ({finding.severity}{ignored}) on {ranks_label(finding.ranks)}"
 
 
 def fixed_lines(groups: Sequence[Group]) -> list[str]:
-    """Say what of the baseline is not found any more, a line for each run and code."""
+    """Return a line for each resolved run and code of the baseline."""
     lines = []
     for group in groups:
         for fixed in group.fixed:
-            names = names_text([*map(_short, fixed.names)], _MOST_FIXED)
+            names = names_text([*map(_shorten_name, fixed.names)], _MOST_FIXED)
             lines.append(
-                f"fixed: {_short(group.label or group.run)} no longer has {_short(fixed.code)} on {names}; "
-                f"{Hint.UPDATE_BASELINE()}"
+                f"fixed: {_shorten_name(group.label or group.run)} no longer has {_shorten_name(fixed.code)} on "
+                f"{names}; {Hint.UPDATE_BASELINE()}"
             )
     return lines
 
 
 def group_title(group: Group) -> str:
-    """Name a group with its number of replicas."""
+    """Return the name of a group with its number of replicas."""
     count = len(group.replicas)
     return f"{one_line(group.name)}, {count} replica{'s' if count != 1 else ''}"

@@ -48,7 +48,7 @@ def test_known_findings_pass_and_new_ones_fail(run: Run, differing: Callable[...
     known = run(command, *FILES)
     assert (known.code, known.err) == (0, "")
     assert "SYN201 bn-local-stats (warning, accepted by the baseline) on ranks 0-1" in known.out
-    assert known.lines[-2] == "IN SYNC but for findings of the baseline: SYN201"
+    assert known.lines[-2] == "IN SYNC, ignoring baseline findings (SYN201)"
     differing("running_mean", "layer0.bn.running_var")
     new = run(command, *FILES)
     assert (new.code, new.lines[-2]) == (1, "OUT OF SYNC")
@@ -141,7 +141,7 @@ def test_an_update_needs_a_file_that_can_be_written(run: Run, differing: Callabl
     assert "--update-baseline: requires --baseline FILE" in done.err
     done = run("compare", "run_*.pth", "--update-baseline", "--baseline", "no/known.json")
     assert (done.code, done.out) == (2, "")
-    assert "--baseline no/known.json: cannot write it: there is no folder no; create it first" in done.err
+    assert "--baseline no/known.json: cannot be written: the folder no does not exist; create it first" in done.err
     os.symlink("there.json", tmp_path / "known.json")
     assert run("compare", *FILES, "--update-baseline", "-q").err == ""
     assert (tmp_path / "there.json").exists()

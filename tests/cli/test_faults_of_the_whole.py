@@ -121,7 +121,7 @@ def test_files_and_memory_from_next_to_none(shell: Shell, tmp_path: Path) -> Non
         seen.add((code, bool(out)))
     for files in range(4, 24):
         code, out, err = shell(f"ulimit -n {files}; {COMPARE} -o out.html")
-        told = (f"syncheck: error: {FILES}\n", "syncheck: error: -o out.html: cannot write it: Too many open files\n")
+        told = (f"syncheck: error: {FILES}\n", "syncheck: error: -o out.html: cannot be written: Too many open files\n")
         assert (code, err) == (0, "") or (code == 2 and err in told) or "Fatal Python error" in err, (files, err)
         seen.add((code, bool(out)))
     assert {(0, True), (2, False)} <= seen

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import Done, save, save_pth
 
-from syncheck.options import ENDINGS, FORMATS
+from syncheck.options import EXTENSIONS, FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,9 +62,9 @@ def test_every_ending(run: Run, tmp_path: Path) -> None:
 
     Only the histograms, which are gathered for the page, stand in the JSON beside it and not in that without one.
     """
-    wanted = [argument for ending in ENDINGS for argument in ("-o", f"out{ending}")]
+    wanted = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
     assert run("compare", "run_*.pth", "--format", "github", *wanted).code == 1
-    for ending, name in ENDINGS.items():
+    for ending, name in EXTENSIONS.items():
         text = (tmp_path / f"out{ending}").read_text()
         is_whole(name, text)
         if name == "json":
@@ -81,10 +81,10 @@ def test_help_and_errors_name_the_formats(run: Run) -> None:
     assert all(name in wrong.err for name in FORMATS)
     ending = run("compare", "run_*.pth", "-o", "out.junit")
     assert (ending.code, ending.out, ending.err.count("\n")) == (2, "", 1)
-    assert all(name in ending.err for name in ENDINGS)
+    assert all(name in ending.err for name in EXTENSIONS)
     told = re.sub(r"\s+", " ", run("compare", "--help").out)
     assert f"{{{','.join(FORMATS)}}}" in told
-    assert ", ".join(ENDINGS) in told
+    assert ", ".join(EXTENSIONS) in told
 
 
 def test_every_format_is_documented() -> None:
@@ -92,7 +92,7 @@ def test_every_format_is_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     lines = [line for line in page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")]
     cells = {cell.strip(" `") for line in lines for cell in line.split("|")[1:3]}
-    assert {*FORMATS, *ENDINGS} - cells == set(), "have no row in the table of docs/options.md, Formats"
+    assert {*FORMATS, *EXTENSIONS} - cells == set(), "have no row in the table of docs/options.md, Formats"
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])

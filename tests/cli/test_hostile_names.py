@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
 from syncheck.errors import logged, one_line
-from syncheck.options import ENDINGS, FORMATS
+from syncheck.options import EXTENSIONS, FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,12 +62,12 @@ def is_calm(text: str) -> bool:
 
 def check_documents(run: Run, paths: tuple[str, str], names: list[str]) -> None:
     """Write every format, and read it with what reads it."""
-    outputs = [argument for ending in ENDINGS for argument in ("-o", f"out{ending}")]
+    outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
     done = run("compare", "--no-config", *outputs, "--", *paths)
     assert (done.code, done.err) == (1, "")
     assert is_calm(done.out)
     texts = {}
-    for ending in ENDINGS:
+    for ending in EXTENSIONS:
         with open(f"out{ending}", encoding="utf-8") as file:
             texts[ending] = file.read()
     (group,) = json.loads(texts[".json"])["groups"]
@@ -228,11 +228,11 @@ def test_long_and_many(run: Run, tmp_path: Path, count: int, length: int) -> Non
     for rank, path in enumerate(paths):
         save_safetensors(tmp_path / path, {name: np.full(1, rank, np.float32) for name in tensors[:2000]})
     began = time.monotonic()
-    outputs = [argument for ending in ENDINGS for argument in ("-o", f"out{ending}")]
+    outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
     assert run("compare", *paths, *outputs).code == 1
     assert run("compare", *paths, "--color", "always").code == 1
     assert run("show", paths[0]).code == 0
     assert time.monotonic() - began < 60
     size = count * length
-    for ending in ENDINGS:
+    for ending in EXTENSIONS:
         assert (tmp_path / f"out{ending}").stat().st_size < 20 * size + 2_000_000

@@ -56,7 +56,7 @@ def test_files_may_not_be_long(ranks: Path, most: int) -> None:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
     )
-    assert (done.returncode, done.stderr) == (2, "syncheck: error: -o out.json: cannot write it: File too large\n")
+    assert (done.returncode, done.stderr) == (2, "syncheck: error: -o out.json: cannot be written: File too large\n")
     assert done.stdout.splitlines()[-2] == "OUT OF SYNC"
     assert (ranks / "out.json").read_text() == "old"
     assert sorted(os.listdir(ranks)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
@@ -102,6 +102,6 @@ def test_a_folder_that_is_read_only_in_one_place(ranks: Path) -> None:
     assert done.stdout == "2\n2\n2\n"
     lines = done.stderr.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == ["Read-only file system"] * 3
-    assert lines[0] == "syncheck: error: -o out.json: cannot write it: Read-only file system"
+    assert lines[0] == "syncheck: error: -o out.json: cannot be written: Read-only file system"
     assert sorted(os.listdir(ranks)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
     assert (ranks / "out.json").read_text() == "old"

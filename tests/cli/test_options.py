@@ -224,7 +224,7 @@ def test_output(run: Main, tmp_path: Path) -> None:
     assert f"error: {tmp_path}/pyproject.toml: tool.syncheck.output a.pdf: the ending names" in done.err
     done = run("run_*.pth", table="output = ['no/folder/a.json']")
     assert done.code == 2
-    assert "tool.syncheck.output no/folder/a.json: cannot write it: there is no folder" in done.err
+    assert "tool.syncheck.output no/folder/a.json: cannot be written: the folder" in done.err
 
 
 def test_limit(run: Main) -> None:

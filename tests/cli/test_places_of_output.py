@@ -38,7 +38,7 @@ def refused(done: Done, text: str) -> None:
 def test_what_is_no_file(run: Run, tmp_path: Path, command: tuple[str, ...], what: str) -> None:
     """A pipe that nobody reads makes nothing wait; it, a socket, a device and a looping link stay what they are."""
     out = tmp_path / "out.json"
-    needed = "cannot write it: a pipe, socket or device lies there; needs a file"
+    needed = "cannot be written: not a regular file but a pipe, socket or device"
     if what == "socket":
         with socket.socket(socket.AF_UNIX) as opened:
             opened.bind("out.json")
@@ -49,10 +49,10 @@ def test_what_is_no_file(run: Run, tmp_path: Path, command: tuple[str, ...], wha
             pytest.skip("only root may make a device")
     elif what == "loop":
         out.symlink_to("out.json")
-        needed = "cannot write it: Too many levels of symbolic links"
+        needed = "cannot be written: Too many levels of symbolic links"
     elif what == "below a file":
         (tmp_path / "folder").touch()
-        out, needed = tmp_path / "folder" / "out.json", "cannot write it: Not a directory"
+        out, needed = tmp_path / "folder" / "out.json", "cannot be written: Not a directory"
     else:
         os.mkfifo(tmp_path / "pipe")
         out.symlink_to("pipe")
@@ -94,7 +94,7 @@ def test_the_longest_name(run: Run, tmp_path: Path) -> None:
     name = "n" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 5)
     assert run("compare", *TWO, "-o", f"{name}.json", "-o", f"{name}.json").code == 1
     assert json.loads((tmp_path / f"{name}.json").read_text())["verdict"] == "out_of_sync"
-    refused(run("compare", *TWO, "-o", f"{name}n.json"), "cannot write it: File name too long")
+    refused(run("compare", *TWO, "-o", f"{name}n.json"), "cannot be written: File name too long")
     assert run("fingerprint", TWO[0], "-q", "-o", f"{name[:200]}.json").code == 0
 
 
@@ -103,7 +103,7 @@ def test_names_from_the_project_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.syncheck]\noutput = ["a\\u0000b.json"]\n')
     done = run("compare", *TWO)
     assert (done.code, done.out) == (2, "")
-    assert re.search(r"cannot write it: .*embedded null ", done.err)  # Python 3.13 says which call it was
+    assert re.search(r"cannot be written: .*embedded null ", done.err)  # Python 3.13 says which call it was
 
 
 def test_no_checkpoint_is_lost(run: Run, tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_seen_before_anything_is_compared(run: Run, tmp_path: Path, monkeypatch:
     (tmp_path / "folder.json").mkdir()
     refused(
         run("compare", *TWO, "-o", "no/out.json"),
-        "-o no/out.json: cannot write it: there is no folder no; create it first",
+        "-o no/out.json: cannot be written: the folder no does not exist; create it first",
     )
-    refused(run("compare", *TWO, "-o", "folder.json"), "-o folder.json: cannot write it: Is a directory")
+    refused(run("compare", *TWO, "-o", "folder.json"), "-o folder.json: cannot be written: Is a directory")
 
 
 def test_a_verdict_survives_its_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_verdict_survives_its_report(run: Run, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "replace", failing)
     done = run("compare", *TWO, "-o", "a.json", "-o", "b.xml", "-o", "c.md")
-    assert (done.code, done.err) == (2, "syncheck: error: -o b.xml: cannot write it: No space left on device\n")
+    assert (done.code, done.err) == (2, "syncheck: error: -o b.xml: cannot be written: No space left on device\n")
     assert done.lines[-2] == "OUT OF SYNC"
     shown = sorted(path.name for path in tmp_path.iterdir() if "rank" not in path.name)
     assert shown == ["a.json", "c.md"]
@@ -179,7 +179,7 @@ def test_full_disk(run: Run, tmp_path: Path, ending: str) -> None:
                 pass
         before = sorted(os.listdir(disk))
         done = ended(tmp_path, "compare", *TWO, "-o", str(out))
-        assert done.err == f"syncheck: error: -o {out}: cannot write it: No space left on device\n"
+        assert done.err == f"syncheck: error: -o {out}: cannot be written: No space left on device\n"
         assert (done.code, done.lines[-2]) == (2, "OUT OF SYNC")
         assert (out.read_text(), sorted(os.listdir(disk))) == ("old", before)
         done = ended(tmp_path, "fingerprint", TWO[0], "-o", str(disk / "f.json"))
@@ -200,7 +200,7 @@ def test_read_only_disk(run: Run, tmp_path: Path) -> None:
         for place in (disk / "out.json", disk / "new.json", tmp_path / "here.json"):
             done = ended(tmp_path, "compare", *TWO, "-o", str(place))
             assert (done.code, done.out) == (2, "")
-            assert done.err == f"syncheck: error: -o {place}: cannot write it: Read-only file system\n"
+            assert done.err == f"syncheck: error: -o {place}: cannot be written: Read-only file system\n"
         assert (disk / "out.json").read_text() == "old"
         # Where one stands there, too.
         assert ended(disk, "compare", *TWO, "-o", str(tmp_path / "out.json")).code == 1

@@ -82,7 +82,7 @@ def test_reports_are_written_by_rank_0(across: Across) -> None:
 
 
 @pytest.mark.parametrize(
-    "path, says", [("no/report.json", "there is no folder no; create it first"), ("/dev/full", "/dev/full")]
+    "path, says", [("no/report.json", "the folder no does not exist; create it first"), ("/dev/full", "/dev/full")]
 )
 def test_a_report_that_cannot_be_written_is_exit_code_2_on_all(across: Across, path: str, says: str) -> None:
     """Rank 0 fails to write; rank 1, which writes nothing, ends with 2 as well, and rank 0 says why in one line."""

@@ -104,8 +104,8 @@ def test_bystanders_are_counted(cli: Run, tmp_path: Path) -> None:
     for command in (("report",), ("compare", "ckpts"), ("compare", "ckpts", "--format", "github")):
         done = cli(*command)
         assert done.code == 2
-        assert "1 file is no checkpoint and was skipped" in done.out
-        assert "1 checkpoint without a replica, compared with nothing: ckpts/best.pth" in done.out
+        assert "1 file is not a checkpoint and was skipped" in done.out
+        assert "1 checkpoint has no replica and was not compared: ckpts/best.pth" in done.out
 
 
 def test_comparison_of_several_steps_names_the_report(cli: Run, tmp_path: Path) -> None:
@@ -114,6 +114,6 @@ def test_comparison_of_several_steps_names_the_report(cli: Run, tmp_path: Path) 
         for rank in (0, 1):
             made = changed(network(), "fc.bias") if rank else network()
             save_pth(tmp_path / "c" / f"ckpt-rank{rank}-step{step}.pth", made)
-    hint = "several steps of ckpt: syncheck report tells since when they differ"
+    hint = "several steps of ckpt: syncheck report shows the first step that differs"
     assert hint in cli("compare", "c").lines
     assert not any("several steps" in line for line in cli("compare", *sorted((tmp_path / "c").glob("*50.pth"))).lines)

@@ -58,10 +58,10 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     """On 80 columns nothing is broken or wider, with the optimizer's names too; a column tells of NaN where one is."""
     path = next((Path(__file__).parents[2] / "fixtures/desync/step_skipped").rglob("*.pth"))
     listed = contents.describe(str(path)) | {"path": "a.pth"}
-    drawn = terminal.render(listing.contents(listed), 80, color=False)
+    drawn = terminal.render(listing.list_contents(listed), 80, color=False)
     assert max(map(len, drawn.splitlines())) <= 80
     assert "\noptimizer.fc.weight.exp_avg  optimizer\n" in drawn
-    assert ", all numbers finite\n" in drawn
+    assert ", all values finite\n" in drawn
     assert " nonfinite" not in drawn
     model = network()
     model["fc.bias"][0] = np.nan

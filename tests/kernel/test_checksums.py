@@ -97,7 +97,7 @@ def test_nothing_stored_is_2(tmp_path: Path) -> None:
     paths = [str(save_safetensors(tmp_path / f"run_rank{rank}.safetensors", network())) for rank in range(2)]
     report = compare(*paths, options=QUICK)
     assert (report.exit_code, report.counts.not_compared) == (2, 14)
-    assert words.why_undecided(report) == Undecided.NO_CHECKSUMS(unknown=14, tensors=14)
+    assert words.undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=14, tensors=14)
     with spelling(COMMAND_LINE):
         assert "--quick" in words.verdict_line(report)
     mixed = compare(ranks(tmp_path, network())[0], paths[1], options=QUICK)
@@ -119,10 +119,10 @@ def test_some_without_are_counted(tmp_path: Path) -> None:
     _without_checksums(paths[1], "fc.bias")
     report = compare(*paths, options=QUICK)
     assert report.exit_code == 2
-    assert words.why_undecided(report) == Undecided.NO_CHECKSUMS(unknown=1, tensors=14)
+    assert words.undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=1, tensors=14)
     assert (report.counts.identical, report.counts.not_compared) == (13, 1)
     # An assertion is stricter: what it was asked to compare and could not makes it fail.
-    assert [diff.name for diff in failure.could_not_compare(report)] == ["fc.bias"]
+    assert [diff.name for diff in failure.uncompared_tensors(report)] == ["fc.bias"]
 
 
 def _without_checksums(path: str, tensor: str = "") -> None:

@@ -71,7 +71,7 @@ def told(report: syncheck.Report) -> Any:
     document = json_document.document(report, "")
     for group in document["groups"]:
         group["notes"] = group["notes"][1:]  # the first note is about grouping
-    return json.loads(json_document.written(document))
+    return json.loads(json_document.to_json(document))
 
 
 @pytest.mark.parametrize("folder, ranks", cases())

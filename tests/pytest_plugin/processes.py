@@ -1,4 +1,4 @@
-"""Whether processes are there, still or yet."""
+"""Checks for running processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process is running and not a zombie."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -15,7 +15,7 @@ def alive(pid: int) -> bool:
 
 
 def noted(file: Path, count: int, seconds: float = 30) -> list[int]:
-    """Wait until the ids of so many processes stand in a file, each in a line; return them. All are alive."""
+    """Wait until a file lists this number of process ids, one per line. Return them after checking that they run."""
     deadline = time.monotonic() + seconds
     while (not file.exists() or file.read_text().count("\n") < count) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -26,7 +26,7 @@ def noted(file: Path, count: int, seconds: float = 30) -> list[int]:
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:
-    """Wait for processes to end; return whether they did."""
+    """Wait for processes to end. Return whether they did."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(alive, pids)):
         time.sleep(0.05)

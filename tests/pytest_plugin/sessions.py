@@ -1,4 +1,4 @@
-"""Sessions of pytest in a child process: several in one, for a process of its own costs half a second each."""
+"""pytest sessions in a child process, several per process, because starting a process takes half a second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ json.dump(ended, sys.__stdout__)
 
 @dataclass
 class Session:
-    """How a session ended, and what it printed."""
+    """Exit code and output of a session."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Session:
         self.lines = self.out.splitlines()
 
     def outcomes(self) -> dict[str, str]:
-        """The outcome of each item by id, of a session with -v."""
+        """Return the outcome of each item by id. The session must have run with -v."""
         words = ("PASSED", "FAILED", "SKIPPED", "ERROR")
         split = [line.split(" ", 2) for line in self.lines if "::" in line.split(" ")[0]]
         found = {parts[0]: parts[1] for parts in split if len(parts) > 1 and parts[1] in words}
@@ -51,11 +51,11 @@ class Session:
         return found
 
 
-def sessions(*asked: tuple[Path, list[Any]], columns: int = 200, **environment: str) -> list[Session]:
-    """Run pytest in each folder with the arguments, one after the other in one child."""
+def sessions(*runs: tuple[Path, list[Any]], columns: int = 200, **environment: str) -> list[Session]:
+    """Run pytest in each folder with its arguments, one session after the other in one child process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     kept |= {"COLUMNS": str(columns), "PY_COLORS": "0", "CI": ""} | environment
-    jobs = [(str(folder), [f"--rootdir={folder}", *map(str, arguments)]) for folder, arguments in asked]
+    jobs = [(str(folder), [f"--rootdir={folder}", *map(str, arguments)]) for folder, arguments in runs]
     done = subprocess.run(
         [sys.executable, "-c", _CHILD], input=json.dumps(jobs), capture_output=True, text=True, env=kept, timeout=60,
         check=False,

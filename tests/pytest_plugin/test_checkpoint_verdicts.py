@@ -1,4 +1,4 @@
-"""pytest's exit code with `--syncheck` says what `syncheck.compare` says: there is no pass that is none."""
+"""The exit code of pytest with `--syncheck` agrees with `syncheck.compare`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import syncheck
 from syncheck import api
 from syncheck.errors import PYTEST
 from syncheck.messages import Refusal
-from syncheck.pytest_plugin.checkpoints.outcomes import outcome
+from syncheck.pytest_plugin.checkpoints.outcomes import judge_item
 from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.records import Counts, Reason, TensorDiff
-from syncheck.report.items import concerning
+from syncheck.report.items import findings_of_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ STEP = {"state": {0: {"step": np.array(3.0, np.float32), "exp_avg": np.ones(3, n
 
 
 def ranks(*trees: Any, name: str = "run_rank{}.pth") -> Callable[[Path], None]:
-    """Return what writes one checkpoint per rank."""
+    """Return a function that writes one checkpoint per rank."""
 
     def write(folder: Path) -> None:
         for rank, tree in enumerate(trees):
@@ -40,17 +40,17 @@ def ranks(*trees: Any, name: str = "run_rank{}.pth") -> Callable[[Path], None]:
 
 
 def several(*writers: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return what writes all of these."""
+    """Return a function that calls all of these functions."""
     return lambda folder: [writer(folder) for writer in writers] and None
 
 
 def empty(folder: Path) -> None:
-    """Write a checkpoint that cannot be read."""
+    """Write an unreadable checkpoint."""
     (folder / "broken.pth").write_bytes(b"")
 
 
 def without(state: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a state dict that lacks a tensor."""
+    """Return a state dict without a tensor."""
     return {key: value for key, value in state.items() if key != name}
 
 
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     ),
     "an averaged copy": (ranks(*({"model": network(), "ema": {"w": np.full(2, r, np.float32)}} for r in range(2))), {}),
     "random states": (RNG, {}),
-    "random states asked for": (RNG, {"only": ("rng",)}),
+    "rng on request": (RNG, {"only": ("rng",)}),
     "nothing matches": (SAME, {"include": ("nothing",)}),
     "all left out": (BIAS, {"exclude": ("*",)}),
     "the difference left out": (BIAS, {"exclude": ("fc.*",)}),
@@ -116,15 +116,15 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
 
 
 def arguments(options: dict[str, Any]) -> list[str]:
-    """Return options of the library as those of the plugin."""
+    """Convert options of the library into options of the plugin."""
     given = []
     for name, value in options.items():
         given += [f"{PYTEST.name(name)}={each}" for each in (value if isinstance(value, tuple) else (value,))]
     return given
 
 
-def test_pytest_passes_where_nothing_fails_and_something_was_compared(tmp_path: Path) -> None:
-    """For constructed cases of every kind pytest exits 0 exactly where the library says in sync, else 1."""
+def test_pytest_agrees_on_constructed_cases(tmp_path: Path) -> None:
+    """For cases of every kind, pytest exits with 0 if and only if the library returns in sync."""
     jobs, expected = [], []
     for number, (write, options) in enumerate(CASES.values()):
         folder = tmp_path / str(number)
@@ -139,23 +139,23 @@ def test_pytest_passes_where_nothing_fails_and_something_was_compared(tmp_path: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_items_are_known_before_a_tensor_is_read(tmp_path: Path, name: str) -> None:
-    """What the names tell of a group's kinds is what its comparison then counts."""
+def test_items_are_planned_from_names(tmp_path: Path, name: str) -> None:
+    """The kinds planned from names are the kinds counted by the comparison."""
     write, given = CASES[name]
     write(tmp_path)
     options = syncheck.Options(**given)
     found = api.find(tmp_path, options=options)
     for replicas, group in zip(found.groups, api.judge(found, options).groups, strict=True):
-        told = set(api.kinds_in(replicas, options))
+        kinds = set(api.kinds_in(replicas, options))
         if group.verdict != "alone":
-            assert told - {"value"} == set(group.kinds) - (set() if "rng" in options.only else {"rng"})
+            assert kinds - {"value"} == set(group.kinds) - (set() if "rng" in options.only else {"rng"})
         if any(value.counts for value in group.values):
-            assert "value" in told
+            assert "value" in kinds
 
 
 @pytest.mark.slow
 def test_pytest_agrees_on_real_runs(tmp_path: Path) -> None:
-    """On the fixtures, whole folders and their parts, pytest and the library agree."""
+    """pytest and the library agree on the fixtures and their subfolders."""
     folders = [FIXTURES, *(folder for part in ("desync", "in_sync") for folder in sorted((FIXTURES / part).iterdir()))]
     ended = sessions(*((tmp_path, ["--syncheck", folder, "-p", "no:cacheprovider"]) for folder in folders))
     for folder, run in zip(folders, ended, strict=True):
@@ -164,7 +164,7 @@ def test_pytest_agrees_on_real_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pytest_agrees_on_random_cases(tmp_path: Path) -> None:
-    """Whatever is changed, left out or broken at random, pytest exits 0 exactly where the library says in sync."""
+    """For random faults and options, pytest exits with 0 if and only if the library returns in sync."""
     jobs, expected = [], []
     for seed in range(40):
         folder = tmp_path / str(seed)
@@ -177,7 +177,7 @@ def test_pytest_agrees_on_random_cases(tmp_path: Path) -> None:
 
 
 def random_case(chance: random.Random, folder: Path) -> dict[str, Any]:
-    """Write some runs of some ranks with some faults, and return some options."""
+    """Write random runs with random faults, and return random options."""
     for run in range(chance.randint(1, 3)):
         faulty = chance.random() < 0.4
         for rank in range(chance.choice((1, 2, 2, 3))):
@@ -204,8 +204,8 @@ def random_case(chance: random.Random, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("spread", [(), ("-n", "2")], ids=["alone", "xdist"])
-def test_a_file_that_breaks_during_the_run_is_no_pass(tmp_path: Path, spread: tuple[str, ...]) -> None:
-    """A file cut, removed or replaced after it was opened fails every item of its group and no other."""
+def test_a_file_damaged_during_the_run_fails(tmp_path: Path, spread: tuple[str, ...]) -> None:
+    """A file truncated, removed or replaced after it was opened fails every item of its group and no other."""
     for run in ("cut", "gone", "other", "folder", "whole"):
         for rank in range(2):
             save(tmp_path / f"{run}_rank{rank}.pth", network())
@@ -228,32 +228,32 @@ def test_a_file_that_breaks_during_the_run_is_no_pass(tmp_path: Path, spread: tu
         word = "PASSED" if run == "whole" else "FAILED"
         assert {ended.outcomes()[f".::{run}::{item}"] for item in ("parameters", "bn-stats")} == {word}, ended.out
     for file in ("cut_rank1.pth", "gone_rank0.pth", "other_rank0.pth", "folder_rank1.pth"):
-        assert f"could not tell: broken since the run began: {file}: " in ended.out
+        assert f"could not tell: unreadable since the run began: {file}: " in ended.out
     assert "Traceback" not in ended.out
 
 
-def test_every_finding_that_fails_has_an_item_that_fails() -> None:
-    """A finding on two kinds of tensor fails both items; one on no tensor of any item fails all of its group."""
+def test_every_failing_finding_fails_an_item() -> None:
+    """A finding on two kinds fails both items; a finding without tensors fails all items of its group."""
     diffs = (
         TensorDiff("w", "parameter", "float32", (2,), "different"),
         TensorDiff("m", "bn_mean", "float32", (2,), "different"),
     )
 
-    def told(tensors: tuple[str, ...], values: tuple[str, ...] = ()) -> set[str]:
+    def items_of(tensors: tuple[str, ...], values: tuple[str, ...] = ()) -> set[str]:
         finding = make_finding("SYN299", "unexplained-difference", "error", (0, 1), tensors, "", "", "", values)
         group = make_group("a", None, "out_of_sync", (), Counts(), diffs, findings=(finding,))
         siblings = ("parameters", "bn-stats", "optimizer", "values")
-        return {item for item in siblings if concerning(group, item, siblings) == [finding]}
+        return {item for item in siblings if findings_of_item(group, item, siblings) == [finding]}
 
-    assert told(("w",)) == {"parameters"}
-    assert told(("w", "m")) == {"parameters", "bn-stats"}
-    assert told(("w",), ("step",)) == {"parameters", "values"}
-    assert told(()) == told(("not listed",)) == {"parameters", "bn-stats", "optimizer", "values"}
+    assert items_of(("w",)) == {"parameters"}
+    assert items_of(("w", "m")) == {"parameters", "bn-stats"}
+    assert items_of(("w",), ("step",)) == {"parameters", "values"}
+    assert items_of(()) == items_of(("not listed",)) == {"parameters", "bn-stats", "optimizer", "values"}
 
 
 @pytest.mark.parametrize("decided", [True, False])
-def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, decided: bool) -> None:
-    """Where its tensors could not be compared an item is skipped with the reason; where nothing could, it fails."""
+def test_an_item_without_a_comparison_does_not_pass(tmp_path: Path, decided: bool) -> None:
+    """An item without a comparison is skipped with the reason, and fails if its group is undecided."""
     refused = TensorDiff(
         "s", "optimizer", "float32", (2,), "not_compared", reason=Reason.REFUSED, detail=Refusal.SPARSE()
     )
@@ -266,15 +266,15 @@ def test_an_item_of_which_nothing_was_compared_does_not_pass(tmp_path: Path, dec
 
     siblings = ("parameters", "optimizer")
     judge: Any = Judge()
-    ended = {item: outcome(Planned(tmp_path, "x", "a", item, siblings, 0), judge) for item in siblings}
+    ended = {item: judge_item(Planned(tmp_path, "x", "a", item, siblings, 0), judge) for item in siblings}
     assert ended["parameters"].status == ("passed" if decided else "failed")
     assert ended["optimizer"].status == ("skipped" if decided else "failed")
     assert "no tensor was compared (1 refused: a sparse tensor)" in ended["optimizer"].body
     assert ("syncheck_verdict", "undecided") in ended["optimizer"].properties
 
 
-def test_shards_leave_the_verdict_to_what_was_compared(tmp_path: Path) -> None:
-    """A kind that is shards alone is skipped beside one in sync, and the summary then says what `compare` says."""
+def test_shards_do_not_change_the_verdict(tmp_path: Path) -> None:
+    """A kind stored as shards is skipped beside a kind in sync, and the summary agrees with `compare`."""
     parts = {rank: np.full((2, 3), rank, np.float32) for rank in range(2)}
     folder = tmp_path / "both"
     statistics = {name: array for name, array in network(layers=1).items() if "running" in name or "num_" in name}
@@ -290,8 +290,8 @@ def test_shards_leave_the_verdict_to_what_was_compared(tmp_path: Path) -> None:
     assert line.startswith("COULD NOT TELL")
 
 
-def test_what_no_item_judges_is_counted(tmp_path: Path) -> None:
-    """Random number states, what options leave out, and values that may differ are told beside a pass, in junit too."""
+def test_unjudged_tensors_are_counted(tmp_path: Path) -> None:
+    """Summary and JUnit contain RNG states, excluded tensors, and values that may differ."""
     for rank in range(2):
         state = np.full(4, rank, np.int64)
         tree = {"model": network(), "rng_state": state, "temperature": 0.5 + rank, "step": 5}
@@ -300,8 +300,8 @@ def test_what_no_item_judges_is_counted(tmp_path: Path) -> None:
         ended = session(tmp_path, "--syncheck", "*.pth", "--syncheck-exclude", "fc.*", "--junitxml=j.xml", *spread)
         assert ended.code == 0, ended.out
         (line,) = [line for line in ended.lines if line.startswith("IN SYNC")]
-        assert line.endswith("; rng 1/1 not compared; 2 tensors left out by the options")
+        assert line.endswith("; rng 1/1 not compared; 2 tensors excluded by options")
         assert "    values that differ: temperature: 0.5 on rank 0, 1.5 on rank 1" in ended.lines
         junit = (tmp_path / "j.xml").read_text()
-        assert 'name="syncheck_not_judged" value="rng 1/1 not compared; 2 tensors left out' in junit
+        assert 'name="syncheck_not_judged" value="rng 1/1 not compared; 2 tensors excluded' in junit
         assert 'name="syncheck_values_that_differ" value="temperature: 0.5 on rank 0' in junit

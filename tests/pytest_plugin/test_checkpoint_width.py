@@ -1,4 +1,4 @@
-"""How wide the texts of failures are: as the terminal, which nobody can see while pytest captures."""
+"""Width of failure texts: the width of the terminal, which is not visible while pytest captures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def on_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
-    """Run pytest in a folder on a terminal of that many columns, and return what stood on it."""
+    """Run pytest on a terminal with this number of columns, and return its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     kept = {name: of for name, of in os.environ.items() if not name.startswith(("PYTEST_", "COV_", "COLUMNS"))}
@@ -44,7 +44,7 @@ def on_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
 
 @pytest.mark.parametrize("spread", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_a_wide_terminal_is_used(tmp_path: Path, spread: tuple[str, ...]) -> None:
-    """On a terminal of 200 columns all columns of the table stand and sentences are that long, captured or not."""
+    """On a terminal of 200 columns the table has all columns and sentences use the width, captured or not."""
     for rank in range(2):
         state = {f"encoder.layers.{i}.self_attention.weight": np.full(3, rank, np.float32) for i in range(3)}
         save(tmp_path / f"ddp_rank{rank}.pth", state)
@@ -54,8 +54,8 @@ def test_a_wide_terminal_is_used(tmp_path: Path, spread: tuple[str, ...]) -> Non
     assert max(len(line) for line in body.splitlines() if line.startswith("  what")) > 80
 
 
-def test_a_long_name_does_not_push_the_others_away(tmp_path: Path) -> None:
-    """Of a very long name the end stands, and the rows of other tensors stay as wide as the terminal."""
+def test_long_names_are_cut(tmp_path: Path) -> None:
+    """A very long name keeps its end, and the rows of other tensors fit the terminal."""
     for rank in range(2):
         state = {"deep." * 60 + "weight": np.full(3, rank, np.float32), "fc.weight": np.full(3, rank, np.float32)}
         save(tmp_path / f"ddp_rank{rank}.pth", state)

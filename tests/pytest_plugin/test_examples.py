@@ -1,4 +1,4 @@
-"""The small project in tests/examples does what its README says."""
+"""The example project in tests/examples behaves as its README describes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.mark.slow
-def test_the_suite_finds_the_bug(pytester: pytest.Pytester) -> None:
-    """DDP's ranks stay in sync, and the layer that no one wrapped is found, by the assertion in the test."""
+def test_the_suite_detects_the_bug(pytester: pytest.Pytester) -> None:
+    """The ranks of DDP stay in sync, and the assertion in the test detects the layer outside the wrapper."""
     shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)
     result = pytester.runpytest_subprocess(timeout=90)
     result.assert_outcomes(passed=3, failed=1)
@@ -32,7 +32,7 @@ def test_the_suite_finds_the_bug(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 def test_the_checkpoints_are_judged(pytester: pytest.Pytester) -> None:
-    """What two ranks of the trainer saved agrees but for BatchNorm's statistics, and can be accepted."""
+    """Checkpoints of the trainer differ in BatchNorm statistics only, which a baseline accepts."""
     shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True)
     # gloo may abort when an interpreter ends, after the files are written; that is not looked at here.
     launcher = [sys.executable, "-m", "torch.distributed.run"]  # torchrun, of this environment

@@ -1,4 +1,4 @@
-"""The fixture `syncheck`, and what pytest says about == of two state dicts."""
+"""The fixture `syncheck`, and explanations of == of two state dicts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_arrays_alone():
 
 
 def test_fixture_and_assertions(pytester: pytest.Pytester) -> None:
-    """A failure is told with the table and the caller's line; == of state dicts is explained, other things are not."""
+    """A failure contains the table and the caller's line; == is explained for state dicts only."""
     pytester.makepyfile(CHECKS)
     result = pytester.runpytest_subprocess("-v")
     result.assert_outcomes(passed=3, failed=5)
@@ -72,8 +72,8 @@ def test_fixture_and_assertions(pytester: pytest.Pytester) -> None:
     assert "fixture.py" not in text
 
 
-def test_odd_failures_stay_as_they_are(pytester: pytest.Pytester) -> None:
-    """Where == compares what cannot be explained, or an error cannot be printed, pytest's own failure stands."""
+def test_other_failures_are_unchanged(pytester: pytest.Pytester) -> None:
+    """If == cannot be explained or an error cannot be printed, pytest's own failure is unchanged."""
     pytester.makepyfile(
         """
         import numpy as np
@@ -102,8 +102,8 @@ def test_odd_failures_stay_as_they_are(pytester: pytest.Pytester) -> None:
     assert "E       KeyError" not in result.stdout.str()
 
 
-def test_run_and_project_say_how(pytester: pytest.Pytester) -> None:
-    """The fixture takes the project's [tool.syncheck], and the run's options before that."""
+def test_options_of_run_and_project(pytester: pytest.Pytester) -> None:
+    """The fixture uses the project's [tool.syncheck], which options of the run override."""
     pytester.makepyfile(CHECKS)
     pytester.makefile(".toml", pyproject='[tool.syncheck]\nexclude = ["bias"]\n[tool.pytest.ini_options]\n')
     result = pytester.runpytest_subprocess("-k", "assertion_fails")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project that names its checkpoints in its pyproject.toml."""
+    """A project with syncheck_checkpoints in its pyproject.toml."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_suite.py").write_text("def test_own():\n    pass\n")
     save(tmp_path / "ckpts" / "ddp_rank0.pth", network())
@@ -26,9 +26,9 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_checkpoints_of_the_project(project: Path) -> None:
-    """As testpaths: judged beside the suite by a bare pytest in the root, and not where a path is given or elsewhere.
+    """Like testpaths, the ini value applies to pytest without paths in the rootdir only.
 
-    What the project allows is allowed, is told, and gives way to the command line.
+    The project's options apply, are printed, and are overridden by the command line.
     """
     ours = {"ckpts::ddp::parameters": "PASSED", "ckpts::ddp::bn-stats": "PASSED"}
     suite = {"tests/test_suite.py::test_own": "PASSED"}
@@ -44,21 +44,21 @@ def test_checkpoints_of_the_project(project: Path) -> None:
     for run in (bare, spread):
         assert (run.code, run.outcomes()) == (0, suite | ours), run.out
         assert "syncheck: options from pyproject.toml: allow SYN201" in run.lines
-        assert "not judged" not in run.out
-        assert "options in force: allow SYN201" in run.out
+        assert "syncheck_checkpoints:" not in run.out
+        assert "options in effect: allow SYN201" in run.out
     assert (path.code, path.outcomes()) == (0, suite), path.out
-    assert "syncheck_checkpoints: not judged, paths were given" in path.lines
-    assert "syncheck_checkpoints: not judged, --syncheck was given" in other.lines
+    assert "syncheck_checkpoints: ignored, because paths were given" in path.lines
+    assert "syncheck_checkpoints: ignored, because --syncheck was given" in other.lines
     assert below.code == 0
-    assert f"syncheck_checkpoints: not judged, pytest was not started in {project}" in below.lines
+    assert f"syncheck_checkpoints: ignored, because pytest was not started in {project}" in below.lines
     assert list(below.outcomes()) == ["test_suite.py::test_own"]
     assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
     assert "options from pyproject.toml" not in strict.out
     assert (strict.code, strict.outcomes()["ckpts::ddp::bn-stats"]) == (1, "FAILED")
 
 
-def test_checkpoints_that_are_not_there(project: Path) -> None:
-    """A project whose checkpoints are gone, or whose table is wrong, is told so: its suite alone is no pass."""
+def test_missing_checkpoints(project: Path) -> None:
+    """Missing checkpoints and an invalid table are errors, even if the suite passes."""
     for file in (project / "ckpts").iterdir():
         file.unlink()
     (gone,) = sessions((project, []))
@@ -72,7 +72,7 @@ def test_checkpoints_that_are_not_there(project: Path) -> None:
 
 
 def test_a_rank_judges_no_checkpoints(project: Path) -> None:
-    """The session inside a rank, known by a plugin's name, collects its test alone."""
+    """The session of a rank collects no checkpoints."""
     (project / "conftest.py").write_text(
         "def pytest_configure(config):\n    config.pluginmanager.register(object(), 'syncheck-rank')\n"
     )
@@ -80,8 +80,8 @@ def test_a_rank_judges_no_checkpoints(project: Path) -> None:
     assert inside.outcomes() == {"tests/test_suite.py::test_own": "PASSED"}, inside.out
 
 
-def test_a_root_named_by_a_link_is_the_root(project: Path) -> None:
-    """Where --rootdir is a link to the current folder, configured checkpoints are judged, and ids can be given."""
+def test_rootdir_is_a_link(project: Path) -> None:
+    """If --rootdir is a link to the current folder, configured checkpoints are judged, and ids work."""
     (project.parent / "link").symlink_to(project)
     root = f"--rootdir={project.parent / 'link'}"
     bare, one = sessions((project, ["-v", root]), (project, ["-v", root, "../link/ckpts::ddp::bn-stats"]))

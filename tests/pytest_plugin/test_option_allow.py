@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_allow(tmp_path: Path) -> None:
-    """An allowed finding passes and stays visible, another one fails as before, an unknown code is wrong usage."""
+    """An allowed finding passes and is reported, other findings fail, and an unknown code is a usage error."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "running_mean"))
     allowed, spread, other, wrong = sessions(
@@ -25,7 +25,7 @@ def test_allow(tmp_path: Path) -> None:
     for run in (allowed, spread):
         assert (run.code, run.outcomes()[".::ddp::bn-stats"]) == (0, "PASSED"), run.out
         assert "bn-stats 2/6 differ (SYN201 allowed)" in run.out
-        assert "options in force: allow" in run.out
+        assert "options in effect: allow" in run.out
     assert (other.code, other.outcomes()[".::ddp::bn-stats"]) == (1, "FAILED"), other.out
     assert "(SYN201)" in other.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR

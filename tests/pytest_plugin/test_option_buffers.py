@@ -14,7 +14,7 @@ BASE = ["-v", "--syncheck", "*.pth"]
 
 
 def test_buffers(tmp_path: Path) -> None:
-    """Names that match are judged as buffers, where the files do not say what they are."""
+    """Matching names are judged as buffers if the files have no metadata."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "fc.bias"))
     (buffers,) = sessions((tmp_path, [*BASE, "--syncheck-buffers", "fc.bias"]))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_group_by(tmp_path: Path) -> None:
-    """Files that the expression sorts together are one group of items; a bad expression is wrong usage."""
+    """Files with equal matches are one group, and an invalid expression is a usage error."""
     for name, state in {"alice": network(), "bob": network(), "carol": changed(network(), "fc.bias")}.items():
         save(tmp_path / f"final-{name}.pth", state)
     grouped, split, wrong = sessions(
@@ -23,8 +23,8 @@ def test_group_by(tmp_path: Path) -> None:
     )
     assert grouped.code == 1
     assert grouped.outcomes() == {".::final::parameters": "FAILED", ".::final::bn-stats": "PASSED"}, grouped.out
-    # Three groups of one: nothing could be told, so nothing passes.
+    # Three groups of one file have no verdict and fail.
     assert set(split.outcomes().values()) == {"FAILED"}
-    assert "one file only, nothing to compare it with" in split.out
+    assert "no replica to compare with" in split.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
     assert wrong.out.startswith("ERROR: --syncheck-group-by '(': not a regular expression")

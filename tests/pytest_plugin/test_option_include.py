@@ -14,7 +14,7 @@ BASE = ["-v", "--syncheck", "*.pth"]
 
 
 def test_include(tmp_path: Path) -> None:
-    """Only tensors whose name matches are judged; a pattern that leaves out all is no pass."""
+    """Only tensors with a matching name are judged; a pattern without a match fails."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "fc.bias"))
     included, nothing = sessions(
@@ -23,4 +23,4 @@ def test_include(tmp_path: Path) -> None:
     )
     assert (included.code, len(included.outcomes())) == (0, 2), included.out
     assert (nothing.code, nothing.outcomes()) == (1, {".::ddp::tensors": "FAILED"})
-    assert "no tensor was compared: the options leave all of them out" in nothing.out
+    assert "no tensor was compared: the options exclude all tensors" in nothing.out

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def test_only(tmp_path: Path) -> None:
-    """Only items of that kind are there, random number states where asked for, and another kind's fault is not seen."""
+    """Only items of this kind exist, RNG states on request, and differences of other kinds are ignored."""
     for rank in range(2):
         model = changed(network(), "running_mean") if rank else network()
         tree = {"model": model, "rng_state": np.full(4, rank, np.int64), "optimizer": {"state": {}, "param_groups": []}}

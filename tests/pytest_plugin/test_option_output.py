@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def drifted(tmp_path: Path) -> Path:
-    """A folder with two checkpoints that are not equal, and an empty suite."""
+    """A folder with two different checkpoints and an empty suite."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "running_mean"))
     (tmp_path / "test_suite.py").write_text("def test_own():\n    pass\n")
@@ -23,7 +23,7 @@ def drifted(tmp_path: Path) -> Path:
 
 
 def test_files_are_written(drifted: Path) -> None:
-    """The report on all checkpoints is written in the format of each ending, with -n and with -k too, and told."""
+    """Reports on all checkpoints are written in the format of their extension, with -n and -k too."""
     endings = ("json", "html", "md", "txt", "xml")
     one, spread, listed = sessions(
         (drifted, ["--syncheck", "*.pth", *(f"--syncheck-output=one.{ending}" for ending in endings)]),
@@ -46,8 +46,8 @@ def test_files_are_written(drifted: Path) -> None:
     assert not (drifted / "listed.json").exists()
 
 
-def test_what_cannot_be_written(drifted: Path) -> None:
-    """A file that cannot be written is told and is never exit code 0; wrong use is told before anything is compared."""
+def test_output_errors(drifted: Path) -> None:
+    """An output file that cannot be written is an error; wrong usage is reported before the comparison."""
     base = ["--syncheck", "*.pth", "--syncheck-output"]
     passed, failed, ending, nothing = sessions(
         (drifted, [*base, "no_folder/a.json", "-k", "parameters"]),
@@ -56,9 +56,9 @@ def test_what_cannot_be_written(drifted: Path) -> None:
         (drifted, ["test_suite.py", "--syncheck-output", "a.json"]),
     )
     for run in (passed, failed):
-        assert "ERROR: --syncheck-output no_folder/a.json: cannot write it" in run.out
+        assert "ERROR: --syncheck-output no_folder/a.json: cannot be written" in run.out
         assert "report written" not in run.out
     assert (passed.code, failed.code) == (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.TESTS_FAILED)
     assert ending.code == nothing.code == pytest.ExitCode.USAGE_ERROR
-    assert ending.out.startswith("ERROR: --syncheck-output a.pdf: the ending names the format")
-    assert nothing.out.startswith("ERROR: --syncheck-output a.json: there is no checkpoint to report on")
+    assert ending.out.startswith("ERROR: --syncheck-output a.pdf: unknown file extension")
+    assert nothing.out.startswith("ERROR: --syncheck-output a.json: no checkpoints to report on")

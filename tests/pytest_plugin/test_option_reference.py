@@ -1,4 +1,4 @@
-"""`--syncheck-reference`, `--syncheck-jobs` and `--syncheck-quick`, and a table that sets them and the printing."""
+"""`--syncheck-reference`, `--syncheck-jobs` and `--syncheck-quick`, also in [tool.syncheck]."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_reference(tmp_path: Path) -> None:
-    """Findings name the ranks apart from the reference; each group that has it is judged, and an unknown one is wrong
-    usage."""
+    """Findings contain the ranks that differ from the reference; an unknown reference is a usage error."""
     for rank, state in enumerate((network(), network(), changed(network(), "fc.bias"))):
         save(tmp_path / f"wide_rank{rank}.pth", state)
     for rank in range(2):
@@ -36,7 +35,7 @@ def test_reference(tmp_path: Path) -> None:
 
 
 def test_quick_and_jobs(tmp_path: Path) -> None:
-    """Damage after saving is not seen by --syncheck-quick, which is told; threads change nothing but must be some."""
+    """--syncheck-quick misses damage after saving and is reported; jobs changes nothing and must be positive."""
     whole = save(tmp_path / "ddp_rank0.pth", network()).read_bytes()
     weight = network()["fc.weight"].tobytes()
     (tmp_path / "ddp_rank1.pth").write_bytes(whole)
@@ -49,14 +48,14 @@ def test_quick_and_jobs(tmp_path: Path) -> None:
         (tmp_path, [*base, "--syncheck-jobs", "0"]),
     )
     assert [run.code for run in (plain, quick, threads)] == [1, 0, 1]
-    assert "options in force: quick\n" in quick.out
-    assert "options in force" not in threads.out
+    assert "options in effect: quick\n" in quick.out
+    assert "options in effect" not in threads.out
     assert none.code == pytest.ExitCode.USAGE_ERROR
     assert "--syncheck-jobs 0: must be at least 1" in none.out
 
 
 def test_a_table_with_all_options(tmp_path: Path) -> None:
-    """The plugin takes the tolerances of the project's table, and passes over what is for the command line alone."""
+    """The plugin uses the tolerances of [tool.syncheck], and ignores keys of the command line."""
     for rank, state in enumerate((network(), changed(network(), "running_mean"))):
         save(tmp_path / f"ddp_rank{rank}.pth", state)
     (tmp_path / "pyproject.toml").write_text(
@@ -70,5 +69,5 @@ def test_a_table_with_all_options(tmp_path: Path) -> None:
     )
     assert (inside.code, bitwise.code) == (0, 1)
     assert "syncheck: options from pyproject.toml: reference 1; jobs 2; tolerance bn_mean" in inside.lines
-    assert "options in force: tolerance bn_mean\n" in inside.out
+    assert "options in effect: tolerance bn_mean\n" in inside.out
     assert not (tmp_path / "no.pdf").exists()

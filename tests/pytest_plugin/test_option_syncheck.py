@@ -1,4 +1,4 @@
-"""`--syncheck GLOB`: what is judged, what is collected beside it, and what is wrong usage."""
+"""`--syncheck GLOB`: checkpoints to judge, tests collected beside them, and usage errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUR_ITEMS = {"ckpts::ddp::parameters": "PASSED", "ckpts::ddp::bn-stats": "PASSED
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with a suite, two equal checkpoints, and files that are none."""
+    """A project with a suite, two equal checkpoints, and other files."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_suite.py").write_text("def test_own():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
@@ -26,7 +26,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_without_a_path_only_checkpoints_are_judged(project: Path) -> None:
-    """The suite of the folder is collected only where a path asks for it, with -n too, and `passed` is exit code 0."""
+    """The suite of the folder is collected only with a path, with -n too."""
     alone, both, everything, spread = sessions(
         (project, ["-v", "--syncheck", "ckpts/*.pth"]),
         (project, ["-v", "--syncheck", "ckpts/*.pth", "tests/test_suite.py"]),
@@ -61,20 +61,20 @@ def test_a_glob_that_the_shell_expanded(project: Path) -> None:
 
 
 @pytest.mark.parametrize("spread", [(), ("-n", "2")], ids=["alone", "xdist"])
-def test_nothing_to_judge_is_wrong_usage(project: Path, spread: tuple[str, ...]) -> None:
-    """A glob without a match, a missing file and a folder without a checkpoint end in one line and exit code 4."""
+def test_paths_without_checkpoints_are_usage_errors(project: Path, spread: tuple[str, ...]) -> None:
+    """A glob without a match, a missing file and a folder without checkpoints give one line and exit code 4."""
     (project / "empty").mkdir()
     wrong: list[list[Any]] = [["no/*.pth"], ["ckpts/ddp_rank7.pth"], [""], ["empty"]]
     for paths, ended in zip(wrong, sessions(*((project, ["--syncheck", *p, *spread]) for p in wrong)), strict=True):
         assert ended.code == pytest.ExitCode.USAGE_ERROR, ended.out
-        told = [line for line in ended.lines if line]
-        assert len(told) == 1, ended.out
-        assert told[0].startswith("ERROR: ")
-        assert (paths[0] or "''") in told[0]
+        lines = [line for line in ended.lines if line]
+        assert len(lines) == 1, ended.out
+        assert lines[0].startswith("ERROR: ")
+        assert (paths[0] or "''") in lines[0]
 
 
-def test_globs_are_relative_to_where_pytest_was_started(project: Path) -> None:
-    """Below the root, globs are seen from there, ids too, and a test that moves elsewhere changes no verdict."""
+def test_globs_are_relative_to_the_start_folder(project: Path) -> None:
+    """Globs and ids are relative to the start folder, even if a test changes the working folder."""
     (project / "tests" / "test_suite.py").write_text("import os\n\ndef test_own():\n    os.chdir('/')\n")
     root = f"--rootdir={project}"
     (ended,) = sessions((project / "ckpts", ["-v", "--syncheck", "*.pth", "../tests", root]))
@@ -84,8 +84,8 @@ def test_globs_are_relative_to_where_pytest_was_started(project: Path) -> None:
     assert found == dict.fromkeys(("test_own", "ddp::parameters", "ddp::bn-stats"), "PASSED"), ended.out
 
 
-def test_the_id_as_printed_can_be_given(project: Path) -> None:
-    """An id, or the start of one, selects items beside --syncheck; one that is not there is told."""
+def test_ids_on_the_command_line(project: Path) -> None:
+    """An id, or its beginning, selects items beside --syncheck; an unknown id is an error with the known ids."""
     one, some, wrong = sessions(
         (project, ["-v", "--syncheck", "ckpts/*.pth", "ckpts::ddp::bn-stats", "-n", "1"]),
         (project, ["-v", "--syncheck", "ckpts/*.pth", "ckpts::ddp", "tests"]),
@@ -94,11 +94,11 @@ def test_the_id_as_printed_can_be_given(project: Path) -> None:
     assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
     assert some.outcomes() == {"tests/test_suite.py::test_own": "PASSED"} | OUR_ITEMS, some.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
-    assert "not found: ckpts::ddp::bn; there are ckpts::ddp::parameters, ckpts::ddp::bn-stats" in wrong.out
+    assert "ckpts::ddp::bn: no such test; available are ckpts::ddp::parameters, ckpts::ddp::bn-stats" in wrong.out
 
 
-def test_a_pytest_without_checkpoints_pays_nothing(project: Path) -> None:
-    """A run of a suite alone imports neither numpy nor what compares; nor does importing the plugin."""
+def test_imports_without_checkpoints(project: Path) -> None:
+    """A run without checkpoints imports neither numpy nor the comparison."""
     (project / "tests" / "test_suite.py").write_text(
         "import sys\n\ndef test_own():\n"
         "    heavy = {'numpy', 'torch', 'rich', 'syncheck.api', 'syncheck.pytest_plugin.checkpoints.judge'}\n"
@@ -110,7 +110,7 @@ def test_a_pytest_without_checkpoints_pays_nothing(project: Path) -> None:
 
 
 def test_folders_that_the_shell_expanded(project: Path) -> None:
-    """A folder beside --syncheck is judged by what it holds: scripts and other endings hide no checkpoint."""
+    """A folder beside --syncheck is judged by its content: scripts and other extensions hide no checkpoint."""
     save(project / "runs" / "a" / "rank0.pth", network())
     save(project / "runs" / "a" / "rank1.pth", network())
     save(project / "runs" / "b" / "rank0.pth", network())
@@ -131,7 +131,7 @@ def test_folders_that_the_shell_expanded(project: Path) -> None:
 
 
 def test_folders_with_tests_and_checkpoints(project: Path) -> None:
-    """A folder with both is judged too, unless the glob was quoted or it lies above what is judged, which is told."""
+    """A folder with tests and checkpoints is judged, unless the glob was quoted or the folder is a parent."""
     save(project / "tests" / "data" / "rank0.pth", network())
     save(project / "tests" / "data" / "rank1.pth", changed(network(), "fc.bias"))
     (project / "runs").mkdir()
@@ -150,6 +150,6 @@ def test_folders_with_tests_and_checkpoints(project: Path) -> None:
     assert both.outcomes().items() > (suite | OUR_ITEMS).items()
     for run, folder in ((quoted, "tests"), (quoted_spread, "tests"), (above, ".")):
         assert (run.code, run.outcomes()) == (0, suite | OUR_ITEMS), run.out
-        assert f"syncheck: only tests are taken from {folder}: --syncheck {folder} judges" in run.out
+        assert f"syncheck: {folder}: its checkpoints are not compared" in run.out
     assert neither.code == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: runs: neither a checkpoint nor a file of tests in this folder" in neither.out
+    assert "ERROR: runs: this folder contains neither checkpoints nor tests" in neither.out

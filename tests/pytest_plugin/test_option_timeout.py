@@ -1,4 +1,4 @@
-"""--syncheck-timeout, its ini value, and the marker that wins over both."""
+"""--syncheck-timeout, its ini value, and the marker, which overrides both."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_with_its_own_limit(): time.sleep(1.5)
     ids=["option", "ini", "option over ini"],
 )
 def test_limit(pytester: pytest.Pytester, option: list[str], ini: str, limit: str | None) -> None:
-    """A test that takes longer is ended and fails with the limit; the option wins over the ini value."""
+    """A test beyond the time limit fails with the limit; the option overrides the ini value."""
     pytester.makepyfile(SLOW)
     pytester.makeini(f"[pytest]\nsyncheck_timeout = {ini}\n")
     result = pytester.runpytest_subprocess(*option)
     result.assert_outcomes(passed=2 - (limit is not None), failed=limit is not None)
     if limit is not None:
-        result.stdout.fnmatch_lines([f"time limit of {limit} s passed*", "ranks 0, 1 of 2 had not finished"])
+        result.stdout.fnmatch_lines([f"time limit of {limit} s exceeded*", "ranks 0, 1 of 2 had not finished"])
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf"])
-def test_senseless_limits_are_refused(pytester: pytest.Pytester, given: str) -> None:
-    """What is no number of seconds is a usage error."""
+def test_invalid_limits(pytester: pytest.Pytester, given: str) -> None:
+    """A value other than a positive number is a usage error."""
     pytester.makepyfile(SLOW)
     result = pytester.runpytest_inprocess(f"--syncheck-timeout={given}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --syncheck-timeout *: needs a number of seconds above 0"])
+    result.stderr.fnmatch_lines(["ERROR: --syncheck-timeout *: must be a number of seconds above 0"])

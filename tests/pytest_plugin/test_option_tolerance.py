@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_tolerance(tmp_path: Path) -> None:
-    """A small gap fails by default, passes within a tolerance, which is told, and half a tolerance is wrong usage."""
+    """A small difference passes only within a tolerance; rtol without atol is a usage error."""
     save(tmp_path / "ddp_rank0.pth", network())
     save(tmp_path / "ddp_rank1.pth", changed(network(), "bn.weight", by=1e-6))
     base = ["-v", "--syncheck", "*.pth"]
@@ -30,14 +30,14 @@ def test_tolerance(tmp_path: Path) -> None:
     )
     assert [run.code for run in (none, near, far, steps, torchs)] == [1, 0, 1, 0, 0]
     assert "parameters 2/8 close" in near.out
-    assert "options in force: rtol 1e-05; atol 0" in near.out
-    assert "options in force: ulp 16" in steps.out
-    assert "options in force: close\n" in torchs.out
-    for run, told in (
-        (both, "--syncheck-close cannot be combined with --syncheck-ulp"),
+    assert "options in effect: rtol 1e-05; atol 0" in near.out
+    assert "options in effect: ulp 16" in steps.out
+    assert "options in effect: close\n" in torchs.out
+    for run, error in (
+        (both, "--syncheck-close is a whole tolerance: it cannot be combined with --syncheck-ulp"),
         (half, "--syncheck-rtol and --syncheck-atol belong together"),
         (negative, "--syncheck-ulp -1: must be at least 0"),
         (word, "--syncheck-atol: must be a number, not 'some'"),
     ):
         assert run.code == pytest.ExitCode.USAGE_ERROR
-        assert told in run.out
+        assert error in run.out

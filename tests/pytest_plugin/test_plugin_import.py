@@ -1,4 +1,4 @@
-"""What the plugin costs those who do not use it."""
+"""The cost of the plugin for runs without syncheck."""
 
 from __future__ import annotations
 

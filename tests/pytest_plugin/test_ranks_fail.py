@@ -1,4 +1,4 @@
-"""Tests on several ranks that fail: each way is told with its rank, none hangs, and no process is left."""
+"""Failing tests on several ranks: each failure names its rank, none hangs, and no process remains."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_afterwards(): pass
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run the suite once; return its folder and output."""
+    """Run the suite once. Return its folder and output."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_suite.py").write_text(SUITE)
     run = subprocess.run(
@@ -170,7 +170,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def shown(done: tuple[Path, str], test: str) -> str:
-    """What pytest prints of one failure."""
+    """Return the output about one failure."""
     match = re.search(rf"_+ {test} _+\n(.*?)\n(?=_{{5,}} \w+ _{{5,}}\n|={{5,}})", done[1], re.DOTALL)
     assert match, done[1]
     return match[1]
@@ -185,13 +185,13 @@ def shown(done: tuple[Path, str], test: str) -> str:
             ["Captured stdout rank 0 call", "said on 0", "Captured stdout rank 1 call", "said on 1"],
         ),
         ("test_alike", ["rank 0 of 3 failed:", "seen by rank 0", "ranks 1, 2: failed too", "with the same failure"]),
-        ("test_hangs", ["time limit of 1 s passed", "rank 0 of 2 had ended", "rank 1: had not finished"]),
+        ("test_hangs", ["time limit of 1 s exceeded", "rank 0 of 2 had ended", "rank 1: had not finished"]),
         ("test_hangs", [' in wait_for_nothing\n  File "', "in test_hangs"]),
-        ("test_killed", ["rank 1 of 2 failed:", "ended by SIGKILL in the middle of the test", "out of memory"]),
-        ("test_leaves", ["rank 0 of 2 failed:", "left with exit code 7 in the middle of the test", "last words"]),
+        ("test_killed", ["rank 1 of 2 failed:", "killed by SIGKILL during the test", "out of memory"]),
+        ("test_leaves", ["rank 0 of 2 failed:", "exited with code 7 during the test", "last words"]),
         ("test_sys_exit", ["SystemExit: I am leaving"]),
-        ("test_pytest_exit", ["its session was left by Exit: no more"]),
-        ("test_skips_on_one", ["do not agree on the outcome: passed on rank 0; skipped on rank 1"]),
+        ("test_pytest_exit", ["its session was ended by Exit: no more"]),
+        ("test_skips_on_one", ["disagree on the outcome: passed on rank 0; skipped on rank 1"]),
         ("test_setup", ["rank 0 of 2 failed in setup:", "ValueError: the fixture is broken"]),
         ("test_teardown", ["rank 0 of 2 failed in teardown:", "ValueError: the end is broken"]),
         (
@@ -199,52 +199,52 @@ def shown(done: tuple[Path, str], test: str) -> str:
             ["rank 0 of 2 failed:", "AssertionError: the body", "rank 0: failed in teardown too"],
         ),
         ("test_body_and_teardown", ["AssertionError: LEAK", "rank 1: failed too", "with the same failure"]),
-        ("test_body_and_exit", ["AssertionError: the body", "left with exit code 3 in the middle of the test"]),
-        ("test_closes_files", ["rank 0 of 2 failed:", "lost its connection to pytest in the middle of the test"]),
-        ("test_takes_the_connection", ["rank 1 of 2 failed:", "lost its connection to pytest in the middle of"]),
+        ("test_body_and_exit", ["AssertionError: the body", "exited with code 3 during the test"]),
+        ("test_closes_files", ["rank 0 of 2 failed:", "lost the connection to pytest during the test"]),
+        ("test_takes_the_connection", ["rank 1 of 2 failed:", "lost the connection to pytest during"]),
         ("test_unknown_fixture", ["rank 0 of 2 failed in setup:", "fixture 'there_is_none' not found"]),
-        ("test_breakpoint", ["breakpoint() in a test on several ranks: a rank has no terminal"]),
+        ("test_breakpoint", ["breakpoint() in a test on several ranks: ranks have no terminal"]),
         ("test_another_error_than_expected", ["ValueError: not a KeyError"]),
         ("test_strict", ["[XPASS(strict)] should fail"]),
         ("test_unpicklable", ["test_suite.Local: <unlocked _thread.lock object"]),
-        ("test_segfault", ["ended by SIGSEGV", "Captured stderr rank 0", "in string_at"]),
-        (r"test_\d+", ["there is no test test_suite.py::test_", "Has the test the same id in every process?"]),
+        ("test_segfault", ["killed by SIGSEGV", "Captured stderr rank 0", "in string_at"]),
+        (r"test_\d+", ["the rank collected no test test_suite.py::test_"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_failure_is_told(done: tuple[Path, str], test: str, texts: list[str]) -> None:
-    """The failing rank's own words are shown, and where the others stood."""
+def test_output_of_failures(done: tuple[Path, str], test: str, texts: list[str]) -> None:
+    """The output contains the failure of the rank, and the state of the other ranks."""
     text = shown(done, test)
     for expected in texts:
         assert expected in text, text
 
 
-def test_only_what_used_up_memory_is_called_so(done: tuple[Path, str]) -> None:
-    """The hint at a lack of memory belongs to SIGKILL that the plugin did not send."""
+def test_hint_about_memory(done: tuple[Path, str]) -> None:
+    """The hint about memory is printed only for a SIGKILL that the plugin did not send."""
     for test in ("test_closes_files", "test_takes_the_connection"):
         assert "SIGKILL" not in shown(done, test)
 
 
-def test_nothing_of_ours_is_shown(done: tuple[Path, str]) -> None:
-    """No traceback leads through the plugin's own files."""
-    told = done[1].replace(shown(done, "test_segfault"), "")  # there, the interpreter tells of every thread
-    assert "pytest_plugin/" not in told
+def test_tracebacks_without_the_plugin(done: tuple[Path, str]) -> None:
+    """Tracebacks contain no files of the plugin."""
+    output = done[1].replace(shown(done, "test_segfault"), "")  # contains the stacks of all threads
+    assert "pytest_plugin/" not in output
 
 
 def test_summary_names_rank_and_reason(done: tuple[Path, str]) -> None:
-    """The short summary has one line a test, which begins with the rank."""
+    """The short summary has one line per test, which starts with the rank."""
     assert "FAILED test_suite.py::test_own_assertion - rank 1: assert [1, 2" in done[1]
-    assert re.search(r"FAILED test_suite.py::test_hangs - time limit of 1 s passed", done[1])
+    assert re.search(r"FAILED test_suite.py::test_hangs - time limit of 1 s exceeded", done[1])
     assert "FAILED test_suite.py::test_unknown_fixture - rank 0: fixture 'there_is_none'" in done[1]
 
 
 def test_the_next_test_runs(done: tuple[Path, str]) -> None:
-    """After all of these, a test on ranks passes; what leaves a process behind passes too, but is not used again."""
+    """After failures a test on ranks passes, and processes with side effects are not reused."""
     assert "21 failed, 2 passed" in done[1]
 
 
 def test_no_process_is_left(done: tuple[Path, str]) -> None:
-    """Neither ranks nor what they started outlive pytest."""
+    """Neither ranks nor their children outlive pytest."""
     pids = [int(line) for line in (done[0] / "pids").read_text().split()]
     assert len(set(pids)) > 30
     assert gone(pids)
@@ -263,8 +263,8 @@ def test_waits():
 
 
 @pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
-def test_ending_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
-    """Ctrl-C, a scheduler's SIGTERM and a kill of pytest take all ranks and their children with it."""
+def test_the_end_of_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
+    """Ctrl-C, SIGTERM and SIGKILL of pytest end all ranks and their children."""
     (tmp_path / "test_it.py").write_text(WAITS)
     with subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as running:
         started = noted(tmp_path / "pids", 4)
@@ -275,7 +275,7 @@ def test_ending_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
 
 
 def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
-    """When pytest-timeout ends the test first, the ranks are ended and their stacks are shown."""
+    """If pytest-timeout ends the test first, the ranks are killed and their stacks are shown."""
     path = pytester.makepyfile(WAITS)
     result = pytester.runpytest_subprocess("--timeout=5", timeout=60)  # time for the ranks to begin the test
     result.assert_outcomes(failed=1)
@@ -286,18 +286,18 @@ def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ("ranks=0", "ranks=0: needs a number from 1 to 64"),
-        ("ranks=1000", "ranks=1000: needs a number from 1 to 64"),
-        ("ranks=[]", "ranks=[]: needs a number"),
+        ("ranks=0", "ranks=0: must be a number from 1 to 64"),
+        ("ranks=1000", "ranks=1000: must be a number from 1 to 64"),
+        ("ranks=[]", "ranks=[]: must be a number"),
         ("ranks=[2, 2]", "or a list of different ones"),
-        ("ranks='2'", "ranks='2': needs a number"),
-        ("ranks=True", "ranks=True: needs a number"),
-        ("rank=2", "does not know 'rank'; it takes ranks, timeout and group"),
-        ("ranks=2, timeout=0", "timeout=0: needs a number of seconds above 0"),
+        ("ranks='2'", "ranks='2': must be a number"),
+        ("ranks=True", "ranks=True: must be a number"),
+        ("rank=2", "has no argument 'rank'; it takes ranks, timeout and group"),
+        ("ranks=2, timeout=0", "timeout=0: must be a number of seconds above 0"),
     ],
 )
-def test_wrong_markers_are_refused(pytester: pytest.Pytester, marker: str, message: str) -> None:
-    """A marker that makes no sense fails at collection, in one line that says what is needed."""
+def test_invalid_markers(pytester: pytest.Pytester, marker: str, message: str) -> None:
+    """An invalid marker fails at collection with one line about its problem."""
     pytester.makepyfile(f"import pytest\n@pytest.mark.syncheck({marker})\ndef test_it(): pass\n")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
@@ -306,8 +306,8 @@ def test_wrong_markers_are_refused(pytester: pytest.Pytester, marker: str, messa
 
 
 def test_the_fixture_needs_the_marker(pytester: pytest.Pytester) -> None:
-    """syncheck_rank in a test that runs in one process says which marker is missing."""
+    """syncheck_rank in a test without the marker fails with the required marker."""
     pytester.makepyfile("def test_it(syncheck_rank): pass")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["the fixture syncheck_rank needs @pytest.mark.syncheck(ranks=2) on the test"])
+    result.stdout.fnmatch_lines(["the fixture syncheck_rank requires @pytest.mark.syncheck(ranks=2) on the test"])

@@ -1,4 +1,4 @@
-"""Odd tests, conftests and endings: what passes elsewhere passes on ranks, and nothing that fails is lost."""
+"""Unusual tests and conftests: tests that pass in one process pass on ranks, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_skips_while_the_other_waits(syncheck_rank):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with both suites, whose ini file is beside it."""
+    """A project with both suites and a separate ini file."""
     made = tmp_path_factory.mktemp("odd")
     (made / "tests").mkdir()
     (made / "ini").mkdir()
@@ -147,8 +147,8 @@ def pytest_on(folder: Path, file: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_what_passes_elsewhere_passes_on_ranks(folder: Path) -> None:
-    """Ids, conftests run once, hooks, replaced streams, patched modules and things left behind fail no test."""
+def test_unusual_tests_pass_on_ranks(folder: Path) -> None:
+    """Ids, conftests, hooks, replaced streams, patched modules and side effects fail no test."""
     done = pytest_on(folder, "test_pass.py")
     assert re.search(r"\b15 passed, 1 xfailed\b", done.stdout), done.stdout + done.stderr
     pids = [int(line) for line in (folder / "tests" / "pids").read_text().split()]
@@ -158,7 +158,7 @@ def test_what_passes_elsewhere_passes_on_ranks(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def failed(folder: Path) -> str:
-    """What pytest prints on the suite that fails."""
+    """Return the output of the failing suite."""
     done = pytest_on(folder, "test_fail.py")
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
@@ -172,18 +172,18 @@ def failed(folder: Path) -> str:
         ("test_fork_returns", "AssertionError: the parent fails"),
         ("test_half_a_message", "rank 0: had not finished"),
         ("test_teardown_is_given_time", "AssertionError: only here"),
-        ("test_skips_while_the_other_waits", "do not agree on the outcome: not finished on rank 0; skipped on rank 1"),
+        ("test_skips_while_the_other_waits", "disagree on the outcome: not finished on rank 0; skipped on rank 1"),
     ],
 )
-def test_what_fails_is_told(failed: str, test: str, text: str) -> None:
-    """Strict expectations, forks, broken messages and one-sided skips end as failures, soon."""
+def test_unusual_failures(failed: str, test: str, text: str) -> None:
+    """Strict xfails, forks, invalid messages and skips on one rank fail quickly."""
     shown = re.search(rf"\n_+ {test} _+\n(.*?)\n(?=_{{5,}} \w+ _{{5,}}\n|={{5,}})", failed, re.DOTALL)
     assert shown, failed
     assert text in shown[1]
 
 
 def test_a_failed_rank_tears_down(failed: str, folder: Path) -> None:
-    """The fixtures of a rank that failed are torn down, also when that takes longer than others are waited for."""
+    """Fixtures of a failed rank are torn down, even if this takes longer than the grace period."""
     assert "6 failed" in failed
     assert (folder / "tests" / "ended1").exists()
 
@@ -200,7 +200,7 @@ def test_stops():
 
 
 def test_stopped_ranks_end_with_pytest(tmp_path: Path) -> None:
-    """Ranks that can notice nothing themselves are ended when pytest is killed."""
+    """Stopped ranks are killed when pytest is killed."""
     (tmp_path / "test_it.py").write_text(STOPPED)
     with subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
         started = noted(tmp_path / "pids", 2)
@@ -209,7 +209,7 @@ def test_stopped_ranks_end_with_pytest(tmp_path: Path) -> None:
 
 
 def test_subtests_do_not_decide(pytester: pytest.Pytester) -> None:
-    """A subtest that skips does not make the test a skipped one; one that fails fails it."""
+    """A skipped subtest does not skip the test, and a failed subtest fails the test."""
     if not hasattr(pytest, "Subtests"):
         pytest.skip("this pytest has no subtests")
     pytester.makepyfile(
@@ -241,7 +241,7 @@ def test_differs(syncheck_rank): assert syncheck_rank.rank == 5
     ("options", "hint"), [("-q -vv", "add -v to"), ("-v", "add -v to"), ("-q", "add -vvv to"), ("-vv", "")]
 )
 def test_summary_and_hint(pytester: pytest.Pytester, options: str, hint: str) -> None:
-    """A doctest's summary has its expectation; how to see all of a failure depends on the verbosity there is."""
+    """The summary of a doctest contains its expectation, and the hint depends on the verbosity."""
     pytester.makepyfile(TEXTS)
     result = pytester.runpytest_subprocess("--doctest-modules", *options.split())
     result.assert_outcomes(failed=2)

@@ -37,14 +37,14 @@ def never():
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Three tests on two ranks, of which the second fails."""
+    """Three tests on two ranks; the second test fails."""
     pytester.makepyfile(measured=MEASURED, test_suite=SUITE)
     return pytester
 
 
 @pytest.mark.slow
 def test_xdist(suite: pytest.Pytester) -> None:
-    """`-n 2`: each worker has ranks of its own, the failing rank's words and the worker's id arrive."""
+    """`-n 2`: each worker has its own ranks, and the output contains the failure and the id of the worker."""
     result = suite.runpytest_subprocess("-n", "2", "-rA")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines_random(["rank 1 of 2 failed:", "E * assert 1 == 0", "worker gw[01] on 1"])
@@ -52,8 +52,8 @@ def test_xdist(suite: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-def test_stop_at_first_failure_and_begin_there(suite: pytest.Pytester) -> None:
-    """`-x` stops after the failing test; `--lf` then runs that one only."""
+def test_stop_at_first_failure_and_rerun(suite: pytest.Pytester) -> None:
+    """`-x` stops after the failing test, and `--lf` then runs this test only."""
     result = suite.runpytest_subprocess("-x")
     result.assert_outcomes(passed=1, failed=1)
     result = suite.runpytest_subprocess("--lf")
@@ -62,8 +62,8 @@ def test_stop_at_first_failure_and_begin_there(suite: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-def test_choosing(suite: pytest.Pytester) -> None:
-    """`-k`, `-m` and a node id choose as usual, and the ranks do not choose again."""
+def test_selection(suite: pytest.Pytester) -> None:
+    """`-k`, `-m` and a node id select tests in the outer session only."""
     suite.runpytest_subprocess("-k", "first or third").assert_outcomes(passed=2, deselected=1)
     suite.runpytest_subprocess("-m", "not syncheck").assert_outcomes(deselected=3)
     suite.runpytest_subprocess("test_suite.py::test_third").assert_outcomes(passed=1)
@@ -71,7 +71,7 @@ def test_choosing(suite: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 def test_without_capturing(suite: pytest.Pytester) -> None:
-    """`-s` shows what the ranks print at once, each line behind its rank, and not a second time."""
+    """`-s` prints the output of the ranks immediately and once, each line after its rank."""
     result = suite.runpytest_subprocess("-s", "-k", "first", "-rA")
     result.stdout.fnmatch_lines_random(["*[[]rank 0[]] worker master on 0", "*[[]rank 1[]] worker master on 1"])
     assert result.stdout.str().count("worker master on 0") == 1
@@ -80,7 +80,7 @@ def test_without_capturing(suite: pytest.Pytester) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "with xdist"])
 def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
-    """pytest-cov counts the lines that ran in the ranks: both branches, and not the function no one called."""
+    """pytest-cov counts the lines executed in the ranks."""
     suite.makefile(".toml", pyproject="[tool.coverage.run]\nbranch = true\n")
     result = suite.runpytest_subprocess("--cov=measured", "--cov-report=term-missing", "-k", "first", *workers)
     result.assert_outcomes(passed=1, deselected=0 if workers else 2)
@@ -90,17 +90,15 @@ def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
 
 @pytest.mark.parametrize("option", ["--pdb", pytest.param("--trace", marks=pytest.mark.slow)])
 def test_debuggers_are_refused(suite: pytest.Pytester, option: str) -> None:
-    """A debugger is refused with the reason when a test on ranks is selected, and works when none is."""
+    """A debugger is a usage error if a test on ranks is selected, and works otherwise."""
     result = suite.runpytest_subprocess(option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        [f"ERROR: {option} does not work with tests on several ranks, such as test_suite.py::*"]
-    )
+    result.stderr.fnmatch_lines([f"ERROR: {option}: not supported in tests on several ranks, such as test_suite.py::*"])
     assert suite.runpytest_subprocess(option, "-m", "not syncheck").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def test_conftest_ini_and_options_reach_the_ranks(pytester: pytest.Pytester) -> None:
-    """Ranks see the same rootdir, ini file, conftest, command line and warnings filter."""
+    """Ranks have the same rootdir, ini file, conftest, command line and warnings filter."""
     pytester.makeini("[pytest]\nminversion = 8\nmarkers = mine\nfilterwarnings = error\n")
     pytester.makeconftest(
         """
@@ -136,7 +134,7 @@ def test_it(flavour, pytestconfig):
 
 
 def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
-    """Checkpoints that the ini file or the command line names are judged by the outer pytest, not by each rank."""
+    """Checkpoints of the ini file or the command line are judged by the outer session only."""
     pytester.makeini("[pytest]\nsyncheck_checkpoints = broken.pth\n")
     pytester.path.joinpath("broken.pth").write_bytes(b"no checkpoint")
     pytester.makepyfile(
@@ -154,7 +152,7 @@ def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 def test_several_files_and_conftests(pytester: pytest.Pytester) -> None:
-    """Ranks see the fixtures of all conftests in all files; a file that breaks in them fails its own tests only."""
+    """Ranks have the fixtures of all conftests; a file with an error in the ranks fails its own tests only."""
     test = """
         import os, pytest
         if {broken} and "RANK" in os.environ: raise RuntimeError("broken in ranks")
@@ -175,8 +173,8 @@ def test_several_files_and_conftests(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["collecting the test failed:", "*RuntimeError: broken in ranks"])
 
 
-def test_a_test_that_no_rank_ran_is_no_pass(pytester: pytest.Pytester) -> None:
-    """When a conftest or plugin keeps the ranks from running the test, it fails."""
+def test_a_test_without_a_run_fails(pytester: pytest.Pytester) -> None:
+    """A test fails if a conftest or plugin prevents the ranks from running it."""
     pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2, group=False)\ndef test_it(): pass\n")
     pytester.makeconftest(
         """
@@ -190,8 +188,8 @@ def test_a_test_that_no_rank_ran_is_no_pass(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["not run on ranks 0, 1"])
 
 
-def test_ranks_without_torch_say_what_to_install(pytester: pytest.Pytester) -> None:
-    """Where torch is missing, a test that needs a group fails with what to install, and starts nothing."""
+def test_ranks_without_torch(pytester: pytest.Pytester) -> None:
+    """Without torch, a test with a process group fails with the install command and starts no process."""
     pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2)\ndef test_it(): pass\n")
     pytester.makeconftest(
         """
@@ -202,4 +200,4 @@ def test_ranks_without_torch_say_what_to_install(pytester: pytest.Pytester) -> N
     )
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["a test on several ranks needs torch: pip install 'syncheck[[]live[]]'"])
+    result.stdout.fnmatch_lines(["tests on several ranks require torch: pip install 'syncheck[[]live[]]'"])

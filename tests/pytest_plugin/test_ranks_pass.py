@@ -1,4 +1,4 @@
-"""Tests on several ranks that pass: what a rank finds ready, where fixtures are set up, process reuse."""
+"""Passing tests on several ranks: environment of a rank, fixtures, reuse of processes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def from_conftest():
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run the suite once; return its folder and output."""
+    """Run the suite once. Return its folder and output."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_suite.py").write_text(SUITE)
     (folder / "conftest.py").write_text(CONFTEST)
@@ -140,21 +140,21 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def entries(done: tuple[Path, str]) -> list[dict[str, Any]]:
-    """What the tests of the suite wrote down."""
+    """Return the records of the tests."""
     found = [json.loads(line) for line in (done[0] / "log.jsonl").read_text().splitlines()]
     return [entry | {"test": entry["test"].partition("::")[2]} for entry in found]
 
 
-def test_outcomes_are_those_of_a_usual_run(done: tuple[Path, str]) -> None:
-    """Passes, a skip and an expected failure are counted once for all ranks, with the reasons the ranks gave."""
+def test_outcomes_are_counted_once(done: tuple[Path, str]) -> None:
+    """Passes, skips and expected failures are counted once for all ranks, with their reasons."""
     assert "10 passed, 1 skipped, 1 xfailed, 1 warning" in done[1]
     assert re.search(r"SKIPPED \[1\] test_suite.py:\d+: nothing to do here", done[1])
     assert "XFAIL test_suite.py::test_fails_as_expected - known" in done[1]
     assert "DeprecationWarning: mind the gap" in done[1]
 
 
-def test_ranks_have_their_own_folder_and_seed(entries: list[dict[str, Any]]) -> None:
-    """tmp_path is another folder on each rank; random numbers differ between ranks and are drawn from a known seed."""
+def test_folder_and_seed_of_ranks(entries: list[dict[str, Any]]) -> None:
+    """Each rank has its own tmp_path and random numbers, drawn from a known seed."""
     ready = [entry for entry in entries if "tmp_path" in entry]
     assert len({entry["tmp_path"] for entry in ready}) == len({entry["pid"] for entry in ready}) == 2
     assert sorted(entry["seed"] for entry in ready)[0] + 1 == sorted(entry["seed"] for entry in ready)[1]
@@ -164,7 +164,7 @@ def test_ranks_have_their_own_folder_and_seed(entries: list[dict[str, Any]]) -> 
 
 
 def test_fixtures_are_set_up_in_the_ranks_only(entries: list[dict[str, Any]]) -> None:
-    """The outer pytest sets up the fixtures of its own test and none of those that run on ranks."""
+    """The outer session sets up no fixtures of tests on ranks."""
     (outer,) = {entry["pid"] for entry in entries if entry["test"] == "test_without_ranks"}
     fixtures = [entry for entry in entries if entry.get("fixture")]
     assert [entry["test"] for entry in fixtures if entry["pid"] == outer] == ["test_without_ranks"]
@@ -172,7 +172,7 @@ def test_fixtures_are_set_up_in_the_ranks_only(entries: list[dict[str, Any]]) ->
 
 
 def test_each_number_of_ranks_is_a_test(done: tuple[Path, str], entries: list[dict[str, Any]]) -> None:
-    """`ranks=[2, 3]` gives two tests with ids of their own, beside other parameters with awkward ids."""
+    """`ranks=[2, 3]` gives two tests with different ids, also beside other parameters with unusual ids."""
     for world in (2, 3):
         for word in ("a::b", "[x]"):
             assert f"test_suite.py::test_numbers[{world}ranks-{word}] PASSED" in done[1] or (
@@ -182,19 +182,19 @@ def test_each_number_of_ranks_is_a_test(done: tuple[Path, str], entries: list[di
             assert len(ran) == world
 
 
-def test_a_test_may_open_the_group_itself(entries: list[dict[str, Any]]) -> None:
-    """With group=False the code under test finds what torchrun sets, and init_process_group of its own works."""
+def test_the_test_can_create_the_group(entries: list[dict[str, Any]]) -> None:
+    """With group=False the environment is that of torchrun, and the test can call init_process_group."""
     assert [entry["own"] for entry in entries if "own" in entry] == [2, 2]
 
 
-def test_processes_are_used_again(entries: list[dict[str, Any]]) -> None:
-    """All tests that pass one after another run in the same processes, three for the test on three ranks."""
+def test_processes_are_reused(entries: list[dict[str, Any]]) -> None:
+    """Consecutive passing tests run in the same processes."""
     (outer,) = {entry["pid"] for entry in entries if entry["test"] == "test_without_ranks"}
     assert len({entry["pid"] for entry in entries} - {outer}) == 3
 
 
-def test_junit_has_what_ranks_recorded(done: tuple[Path, str]) -> None:
-    """A property that is equal on all ranks stands there once, another one with its rank; no rank wrote the file."""
+def test_properties_in_junit(done: tuple[Path, str]) -> None:
+    """JUnit contains properties common to all ranks once, and other properties with their rank."""
     cases = {case.get("name"): case for case in ET.parse(done[0] / "junit.xml").iter("testcase")}
     assert len(cases) == 12
     case = next(case for name, case in cases.items() if name and "2ranks" in name and "a::b" in name)
@@ -203,14 +203,14 @@ def test_junit_has_what_ranks_recorded(done: tuple[Path, str]) -> None:
 
 
 def test_seeds_are_the_same_in_every_run(done: tuple[Path, str], entries: list[dict[str, Any]]) -> None:
-    """The seed follows from the test's id alone."""
+    """The seed depends on the id of the test only."""
     seeds = {entry["seed"] for entry in entries if "seed" in entry}
     assert min(seeds) == zlib.crc32(b"test_suite.py::test_ready") & 0xFFFFFF
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_failed_rank_is_shown(pytester: pytest.Pytester) -> None:
-    """A rank that waits in a collective for one that has failed is ended soon, and its stack says where it waits."""
+def test_stacks_of_waiting_ranks(pytester: pytest.Pytester) -> None:
+    """A rank waiting in a collective for a failed rank is killed soon, and its stack is shown."""
     pytester.makepyfile(
         """
         import pytest

@@ -1,4 +1,4 @@
-"""Process groups of ranks: a failed start is repeated, visibly, the test's code never; leaving a group is safe."""
+"""Process groups of ranks: failed starts are repeated, the test itself never; destroying a group is safe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ dist.init_process_group = init_process_group
 
 
 def run(pytester: pytest.Pytester, plan: str, *arguments: str) -> tuple[pytest.RunResult, list[str]]:
-    """Run the suite with a plan of faults; return the result, and the retried starts that the JUnit file records."""
+    """Run the suite with injected faults. Return the result, and the retried starts in the JUnit file."""
     folder = pytester.mkpydir("torch")
     (folder / "__init__.py").write_text(TORCH)
     (folder / "distributed.py").write_text(DISTRIBUTED)
@@ -71,36 +71,36 @@ def run(pytester: pytest.Pytester, plan: str, *arguments: str) -> tuple[pytest.R
 
 
 def retried(pytester: pytest.Pytester) -> list[str]:
-    """Return the retried starts that the JUnit file records."""
+    """Return the retried starts in the JUnit file."""
     properties = ET.parse(pytester.path / "junit.xml").iter("property")
     return [str(p.get("value")) for p in properties if p.get("name") == "syncheck_retried_start"]
 
 
 def test_only_a_start_is_repeated(pytester: pytest.Pytester) -> None:
-    """A rank that cannot join costs a start, which the summary shows; one that aborts in the test's code fails it."""
+    """A failed start is repeated and reported; an abort in the code of the test fails the test."""
     result, recorded = run(pytester, "raises aborts")
     result.assert_outcomes(passed=1, failed=2)
     assert ["connectFullMesh" in recorded[0], "SIGABRT" in recorded[1], len(recorded)] == [True, True, 2]
     for reason in recorded:
         assert f"test_suite.py::test_start: {reason}; the ranks were started again" in result.outlines
     assert (pytester.path / "begun").read_text() == "xx"  # by each rank, once
-    assert len([line for line in result.outlines if "ended by SIGABRT in the middle of the test" in line]) >= 2
+    assert len([line for line in result.outlines if "killed by SIGABRT during the test" in line]) >= 2
     assert (pytester.path / "fixture").exists()
     assert (pytester.path / "body").exists()
 
 
-def test_starts_are_bounded(pytester: pytest.Pytester) -> None:
-    """A rank that can never join fails the test after three starts, with the reason."""
+def test_number_of_starts_is_limited(pytester: pytest.Pytester) -> None:
+    """A rank that never joins fails the test after three starts with the reason."""
     result, recorded = run(pytester, "aborts " * 9, "-k", "start")
     result.assert_outcomes(failed=1)
     assert len(recorded) == 2
     assert not (pytester.path / "begun").exists()
     assert (pytester.path / "plan").read_text().count("aborts") == 6
-    result.stdout.fnmatch_lines(["*rank 1: its process was ended by SIGABRT before the test began*"])
+    result.stdout.fnmatch_lines(["*rank 1: its process was killed by SIGABRT before the test started*"])
 
 
-def test_a_module_that_aborts_is_not_repeated(pytester: pytest.Pytester) -> None:
-    """The code of a module and its conftest is the test's own: it is not run again after a crash."""
+def test_crash_in_a_module_is_not_repeated(pytester: pytest.Pytester) -> None:
+    """After a crash in a test module or conftest, the ranks are not started again."""
     pytester.makeconftest('import os\nif os.environ.get("RANK") == "1": open("n", "a").write("x"); os.abort()')
     result, recorded = run(pytester, "", "-k", "start")
     result.assert_outcomes(failed=1)
@@ -111,7 +111,7 @@ def test_a_module_that_aborts_is_not_repeated(pytester: pytest.Pytester) -> None
 
 @pytest.mark.slow
 def test_gloo_ranks_start_again(pytester: pytest.Pytester) -> None:
-    """With gloo, the second start joins a group of its own: nothing of the rank that aborted is left in the store."""
+    """With gloo, the second start creates a new group with an empty store."""
     pytester.makeconftest(REAL)
     pytester.makepyfile(
         """
@@ -155,7 +155,7 @@ def test_log():
 
 @pytest.mark.slow
 def test_gloo_releases_a_callback_late(pytester: pytest.Pytester) -> None:
-    """A callback with the last reference to the group ends no rank; torch's log of failed collectives is not shown."""
+    """A callback with the last reference to the group aborts no rank, and failed collectives are not logged."""
     pytester.makepyfile(LEAVING)
     result = pytester.runpytest_subprocess(timeout=110)
     result.assert_outcomes(passed=3, failed=1)

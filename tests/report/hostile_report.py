@@ -1,4 +1,4 @@
-"""A report made of names that mean something to whoever reads it, for the tests of every format."""
+"""A report with names that have a meaning in one of the output formats."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from syncheck.records import (
     Unreadable,
 )
 
-# Each does something where it stands bare: in markdown, in HTML, in XML, in a terminal, in a log, or by what GitHub
-# makes of it.
+# Unescaped, each name has an effect in Markdown, HTML, XML, a terminal, a log, or on GitHub.
 HOSTILE = [
     "@team", "cc:@octo-org/all", "#1", "org/repo#12", "GH-12", "https://evil.example/x", "www.evil.example",
     "a@b.example", "[x](https://e.example)", "![x](//e.example/p.png)", "<script>alert(1)</script>", "</details>",

@@ -19,7 +19,7 @@ def tensor(name: str, ranks: int = 8, **changes: object) -> TensorDiff:
 
 
 def group(*tensors: TensorDiff, ranks: int = 8, step: int | None = None) -> Group:
-    """Return a group of these, with one finding for them all."""
+    """Return a group of these tensors, with one finding on all of them."""
     counts = Counts(tensors=len(tensors), different=len(tensors))
     replicas = tuple(Replica(f"run_rank{r}.pth", r, "torch-zip", len(tensors), 8) for r in range(ranks))
     names = tuple(diff.name for diff in tensors)
@@ -30,12 +30,12 @@ def group(*tensors: TensorDiff, ranks: int = 8, step: int | None = None) -> Grou
 
 
 def names(count: int) -> list[str]:
-    """Return names as a deep network has them, 12 to a layer."""
+    """Return the names of a deep network with 12 tensors per layer."""
     parts = ("attn", "mlp", "norm")
     return [f"encoder.layers.{i // 12}.{parts[i % 3]}.linear{i % 12}.weight" for i in range(count)]
 
 
 def report(count: int, ranks: int = 8) -> Report:
-    """Return a report of one group, gaps from small to large."""
+    """Return a report of one group with increasing differences."""
     tensors = [tensor(name, ranks, max_abs=1e-6 * (i + 1)) for i, name in enumerate(names(count))]
     return Report("out_of_sync", (group(*tensors, ranks=ranks),))

@@ -1,4 +1,4 @@
-"""How reports come out: plain text, a terminal, HTML and JSON."""
+"""Reports as plain text, on a terminal, as HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from dataclasses import replace
+from html import escape as html_escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from syncheck.records import Counts, Group, Reason, Replica, Report, TensorDiff
 from syncheck.report import charts, html, json_document, parts, plain, terminal, text
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-# Runs of the clone in which BatchNorm drifts by a lag, and freely, and such as agree.
+# Two runs with BatchNorm drift and two runs in sync.
 REAL = [
     FIXTURES / name
     for name in ("desync/bn_local_stats", "desync/bn_no_broadcast", "in_sync/ddp_no_bn", "in_sync/sync_bn")
@@ -29,13 +30,13 @@ HOSTILE = "a\x1b[31m<script>alert(1)</script>[bold]&\n$x$" + "n" * 150
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """A run that drifts and one that does not."""
+    """Return the report of runs with and without drift."""
     return syncheck.compare(*REAL)
 
 
 @pytest.fixture(scope="module")
 def hostile() -> Report:
-    """A report whose every text from a file is hostile, with gaps that JSON has no number for elsewhere."""
+    """Return a report with hostile names in all texts from files."""
     diff = TensorDiff(
         HOSTILE, "bn_mean", "float32", (2,), "different", replica_groups=((0, 1),), clusters=((0,), (1,)), mismatched=2,
         numel=2, max_abs=1.5, max_rel=None, max_ulp=None, index=(1,), nonfinite={0: 1, 1: 0}, extent="all",
@@ -50,8 +51,8 @@ def hostile() -> Report:
     return Report("out_of_sync", (group,), drift=())
 
 
-def test_plain_text_keeps_names_whole_on_one_line(hostile: Report) -> None:
-    """Outside a terminal a name of 200 characters stands on one line, escaped, and no line is boxed."""
+def test_plain_text_keeps_names_on_one_line(hostile: Report) -> None:
+    """Without a terminal a name of 200 characters is on one line, escaped, without boxes."""
     drawn = plain.render(text.comparison(hostile, 0))
     escaped = "a\\x1b[31m<script>alert(1)</script>[bold]&\\n$x$" + "n" * 150
     assert f"  {escaped}  bn_mean  0 | 1" in drawn
@@ -61,7 +62,7 @@ def test_plain_text_keeps_names_whole_on_one_line(hostile: Report) -> None:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_terminal_text_fits_and_nothing_is_cut(report: Report, width: int) -> None:
-    """On terminals of 80 and 200 columns no line is wider, and every tensor's name can be put together again."""
+    """On terminals of 80 and 200 columns no line is too long, and all names of tensors are complete."""
     drawn = terminal.render(text.comparison(report, 0), width, color=False)
     assert max(map(len, drawn.splitlines())) <= width
     assert "…" not in drawn
@@ -70,15 +71,15 @@ def test_terminal_text_fits_and_nothing_is_cut(report: Report, width: int) -> No
     assert all(name in first_column for name in names)
 
 
-def test_terminal_takes_no_markup_from_files(hostile: Report) -> None:
-    """Names with rich's markup and escape sequences are printed, not obeyed."""
+def test_terminal_ignores_markup_from_files(hostile: Report) -> None:
+    """Names with markup of rich and escape sequences are printed as text."""
     drawn = terminal.render(text.comparison(hostile, 0), None, color=True)
     assert "[bold]" in drawn
     assert "\x1b[31m<script>" not in drawn
 
 
-def test_both_drawings_say_the_same(report: Report) -> None:
-    """The plain drawing and the terminal's have the same words in the same order, with a curve at the same places."""
+def test_plain_and_terminal_text_are_equal(report: Report) -> None:
+    """Plain and terminal output have the same words and curves in the same order."""
     parts = text.overview(report, 3)
     wide, simple = (
         re.sub(r"\|\S+\|", "|curve|", drawn)
@@ -89,7 +90,7 @@ def test_both_drawings_say_the_same(report: Report) -> None:
 
 
 class Page(HTMLParser):
-    """Collect tags, and texts outside style and SVG."""
+    """Collects tags and attributes."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -103,38 +104,39 @@ class Page(HTMLParser):
 
 
 def test_page_needs_no_network_and_no_script(report: Report) -> None:
-    """The HTML page loads nothing, its only script is our own, and without it all facts and charts are there."""
+    """The HTML page loads nothing, has one script, and contains all findings and charts without it."""
     drawn = html.render(report, "0")
     page = Page(drawn)
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert page.tags.count("script") == 1
     assert not [value for name, value in page.attributes if name in ("src", "data") or name.startswith("on")]
-    # Two of the running statistics, one of the finding with a history, and a heatmap for each run that is out of sync.
+    # Two charts of the drift, one of the finding with a history, and a heatmap for each run out of sync.
     assert page.tags.count("svg") == 2 + 1 + 2
     assert "SYN201" in drawn
     assert "SYN202" in drawn
-    assert "SyncBatchNorm closed the gap" in drawn
+    assert report.closures
+    assert all(html_escape(closure.sentence) in drawn for closure in report.closures)
 
 
-def test_a_gap_that_is_not_known_is_not_drawn_as_none(report: Report) -> None:
-    """A run compared by digests has no dot at 0, which would say that its ranks are equal to the last bit."""
+def test_unknown_differences_are_not_drawn(report: Report) -> None:
+    """A run compared by digests has no dots at 0, which would mean bitwise equal."""
     (drifted,) = [group for group in report.groups if any(diff.kind == "bn_mean" for diff in group.tensors)][:1]
-    untold = tuple(replace(diff, max_abs=None, mismatched=None, reason="digest") for diff in drifted.tensors)
-    digests = replace(drifted, run="by-digest", tensors=untold)
+    by_digest = tuple(replace(diff, max_abs=None, mismatched=None, reason="digest") for diff in drifted.tensors)
+    digests = replace(drifted, run="by-digest", tensors=by_digest)
 
     def dots(*groups: Group) -> int:
-        by_tensor, *_ = charts.drift(Report("out_of_sync", groups))
+        by_tensor, *_ = charts.draw_drift(Report("out_of_sync", groups))
         return Page(by_tensor).tags.count("use")
 
-    assert "by-digest (gaps not known)" in charts.drift(Report("out_of_sync", (drifted, digests)))[0]
+    assert "by-digest (differences unknown)" in charts.draw_drift(Report("out_of_sync", (drifted, digests)))[0]
     same = replace(drifted, run="same", tensors=())
     names = len([diff for diff in drifted.tensors if diff.kind in ("bn_mean", "bn_var")])
     assert dots(drifted, same) - dots(drifted, digests) == names
-    assert charts.drift(Report("out_of_sync", (digests,))) == []
+    assert charts.draw_drift(Report("out_of_sync", (digests,))) == []
 
 
-def test_a_verdict_is_never_cut(report: Report) -> None:
-    """In the table of runs on a narrow terminal every verdict stands whole, whatever else has to fold."""
+def test_verdicts_are_not_wrapped(report: Report) -> None:
+    """In the table of runs on a narrow terminal verdicts are not wrapped."""
     group = report.groups[0]
     crowded = {name: replace(count, not_compared=23) for name, count in group.kinds.items()}
     groups = tuple(replace(group, run=f"a-long-name-{i}", name=f"a-long-name-{i} step 6", kinds=crowded) for i in "12")
@@ -144,8 +146,8 @@ def test_a_verdict_is_never_cut(report: Report) -> None:
         assert table.count("OUT OF SYNC") == 2, drawn
 
 
-def test_shards_are_counted_and_listed_only_where_all_is_asked_for(report: Report) -> None:
-    """Rows that say no more than SYN104 leave room for the others; -n 0 shows them, and none is forgotten."""
+def test_shards_are_listed_without_a_limit_only(report: Report) -> None:
+    """With a limit shards are counted, because SYN104 summarizes them; without a limit they are listed."""
     bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
     shard = TensorDiff(
         "a.shard", "parameter", "float32", (2,), "not_compared", Reason.SHARDED, Detail.SHARDED(layout="no copy")
@@ -157,24 +159,24 @@ def test_shards_are_counted_and_listed_only_where_all_is_asked_for(report: Repor
     assert (everything.count("no copy"), "7 sharded; " in everything) == (7, False)
 
 
-def test_columns_without_a_number_are_not_drawn(report: Report) -> None:
-    """Of tensors that only digests tell apart no gap is known, and what is known has the room."""
+def test_columns_without_numbers_are_dropped(report: Report) -> None:
+    """Tensors compared by digest have no columns of differences."""
     group = next(group for group in report.groups if group.tensors)
-    untold = [replace(d, max_abs=None, mismatched=None, reason="digest", detail="mean 1 | 2") for d in group.tensors]
-    drawn = plain.render(text.comparison(Report("out_of_sync", (replace(group, tensors=tuple(untold)),)), 0))
+    by_digest = [replace(d, max_abs=None, mismatched=None, reason="digest", detail="mean 1 | 2") for d in group.tensors]
+    drawn = plain.render(text.comparison(Report("out_of_sync", (replace(group, tensors=tuple(by_digest)),)), 0))
     assert ("by digest: mean 1 | 2" in drawn, "max abs" in drawn) == (True, False)
     assert "max abs" in plain.render(text.comparison(Report("out_of_sync", (group,)), 0))
 
 
 def test_page_escapes_names(hostile: Report) -> None:
-    """A tensor named like a script is text on the page."""
+    """A name with a script element becomes text."""
     drawn = html.render(hostile, "0")
     assert Page(drawn).tags.count("script") == 1
     assert "&lt;script&gt;alert(1)" in drawn
 
 
-def test_page_without_matplotlib_says_so(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra the same page comes without charts, with the line that installs them."""
+def test_page_without_matplotlib(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib the page has no charts, but the install command."""
     real = importlib.util.find_spec
     monkeypatch.setattr(html, "find_spec", lambda name: None if name == "matplotlib" else real(name))
     drawn = html.render(report, "0")
@@ -184,15 +186,15 @@ def test_page_without_matplotlib_says_so(report: Report, monkeypatch: pytest.Mon
 
 
 def test_document_is_strict_json(hostile: Report) -> None:
-    """The document holds no NaN or infinity and gives names as they are."""
+    """The document contains no NaN or infinity, and unescaped names."""
     found = json.loads(json_document.render(hostile, "0"), parse_constant=lambda text: pytest.fail(text))
     assert found["groups"][0]["tensors"][0]["name"] == HOSTILE
     assert found["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 0}
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_long_names_of_runs_are_not_broken_into_pieces(report: Report, width: int) -> None:
-    """A run whose name would take more than two lines of its column has a line of its own, above its numbers, once."""
+def test_long_names_of_runs_have_their_own_line(report: Report, width: int) -> None:
+    """A name of a run longer than two lines of its column is printed once, on a line above its rows."""
     group = report.groups[0]
     name = "ddp-fault-optimizer-on-one-rank"
     runs = [replace(group, run=f"{name}-{i}", name=f"{name}-{i} step {i}", step=i) for i in (1, 2)]
@@ -206,8 +208,8 @@ def test_long_names_of_runs_are_not_broken_into_pieces(report: Report, width: in
 
 
 @pytest.mark.parametrize("color", [False, True])
-def test_numbers_and_kinds_of_a_tensor_are_not_broken(report: Report, color: bool) -> None:
-    """On 80 columns four ranks that all differ, and a large number of ULP, stay whole, and a long name does too."""
+def test_numbers_and_kinds_are_not_wrapped(report: Report, color: bool) -> None:
+    """On 80 columns four different ranks, a large number of ULP and a long name are not wrapped."""
     bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
     name = "optimizer.layer4.1.conv2.weight.momentum_buffer"
     odd = replace(
@@ -222,18 +224,18 @@ def test_numbers_and_kinds_of_a_tensor_are_not_broken(report: Report, color: boo
     assert re.search(r"optimizer_step +0 \| 1 \| 2 \| 3 +1000 of 1000 +1.49 +197.74% +2120711899", bare)
 
 
-def test_a_name_is_broken_behind_a_dot(report: Report) -> None:
-    """A name that takes two lines of its column is broken between its parts, and one without a dot anywhere."""
+def test_names_are_wrapped_after_a_dot(report: Report) -> None:
+    """A name on two lines is wrapped after a dot, or anywhere without a dot."""
     bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
-    named = [replace(bn, name=name) for name in ("layer10.0.shortcut.1.running_mean", "n" * 33)]
-    group = replace(report.groups[0], tensors=tuple(named))
+    renamed = [replace(bn, name=name) for name in ("layer10.0.shortcut.1.running_mean", "n" * 33)]
+    group = replace(report.groups[0], tensors=tuple(renamed))
     drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5), 80, color=False)
     assert re.search(r"\n  layer10.0.shortcut.1.  +bn_mean .*\n  running_mean *\n", drawn)
     assert re.search(r"\n  n{20,32}  +bn_mean .*\n  n+ *\n", drawn)
 
 
-def test_a_run_of_many_steps_is_named_once() -> None:
-    """In the table of drift a long name stands once above its steps."""
+def test_the_name_of_a_run_is_printed_once() -> None:
+    """In the table of drift a long name is printed once above its steps."""
     grid = parts.Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))
     name = "ddp-" + "long-" * 10 + "name"
     for step in (10, 20, 30):
@@ -244,15 +246,15 @@ def test_a_run_of_many_steps_is_named_once() -> None:
     assert (drawn.count(name), drawn.count("0.1969"), drawn.count("short")) == (1, 4, 1)
 
 
-def test_the_table_of_runs_names_the_findings(report: Report) -> None:
-    """A reader of the page sees at its top what was found, ahead of the charts; a run without findings has a dash."""
+def test_the_table_of_runs_contains_the_findings(report: Report) -> None:
+    """The table of runs contains the codes of the findings, or a dash."""
     top = html.render(report, "0").partition("Drift of BatchNorm")[0]
     cells = re.findall(r'SYNC</td><td class="">([^<]+)</td>', top)
     assert sorted(cells) == ["-", "-", "SYN201", "SYN202"]
 
 
 def test_no_table_of_drift_without_running_statistics() -> None:
-    """A run of several steps whose model has no BatchNorm has no empty table of their drift."""
+    """A run of several steps without BatchNorm has no table of drift."""
     found = syncheck.compare(FIXTURES / "desync/init_not_broadcast_over_steps")
     assert "running statistic" not in plain.render(text.overview(found, 3))
     assert "running statistic" in plain.render(text.overview(syncheck.compare(REAL[1]), 3))

@@ -1,4 +1,4 @@
-"""Reports as files: endings, whole files, and errors that name the option that was typed."""
+"""Report files: extensions, atomic replacement, and errors with the option of the caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from syncheck.errors import UsageError
-from syncheck.options import ENDINGS, FORMATS
+from syncheck.options import EXTENSIONS, FORMATS
 from syncheck.records import Report
 from syncheck.report import files
 
@@ -17,51 +17,52 @@ if TYPE_CHECKING:
 EMPTY = Report("undecided", ())
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_every_ending_is_written(tmp_path: Path, ending: str) -> None:
-    """Each ending that the check lets through has its format's document in the file, in either case of letters."""
-    for name in (f"a{ending}", f"b{ending.upper()}"):
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_each_extension_selects_its_format(tmp_path: Path, extension: str) -> None:
+    """A file contains the format of its extension, in lower or upper case."""
+    for name in (f"a{extension}", f"b{extension.upper()}"):
         path = tmp_path / name
-        files.check_endings([str(path)])
+        files.check_extensions([str(path)])
         files.write_file(str(path), EMPTY)
-        assert path.read_text() == files.drawn(ENDINGS[ending], EMPTY) != ""
+        assert path.read_text() == files.render_format(EXTENSIONS[extension], EMPTY) != ""
 
 
-def test_every_format_is_drawn() -> None:
-    """Each choice of --format has a drawing of its own, and of the formats of files only HTML is none of stdout's."""
-    drawn = {files.drawn(name, EMPTY) for name in FORMATS}
-    assert len(drawn) == len(FORMATS)
-    assert set(ENDINGS.values()) - set(FORMATS) == {"html"}
+def test_formats_are_distinct() -> None:
+    """Each choice of --format renders differently, and HTML is the only format for files alone."""
+    rendered = {files.render_format(name, EMPTY) for name in FORMATS}
+    assert len(rendered) == len(FORMATS)
+    assert set(EXTENSIONS.values()) - set(FORMATS) == {"html"}
 
 
 def test_errors_name_the_option(tmp_path: Path) -> None:
-    """A caller with another option than -o has that one in its errors."""
-    known = ", ".join(ENDINGS)
+    """An error starts with the option and the path, and an unknown extension is followed by the known ones."""
+    known = ", ".join(EXTENSIONS)
     for option in ("-o", "--syncheck-output"):
-        with pytest.raises(UsageError, match=f"^{option} out.pdf: the ending names the format; needs one of {known}$"):
-            files.check_endings(["out.md", "out.pdf"], option)
-        with pytest.raises(UsageError, match=f"^{option} .*out.md: cannot write it: there is no folder"):
-            files.write_file(str(tmp_path / "no" / "out.md"), EMPTY, option)
-    with pytest.raises(UsageError, match=r"^-o out: the ending"):
-        files.check_endings(["out"])
+        with pytest.raises(UsageError, match=f"^{option} out.pdf: .* {known}$"):
+            files.check_extensions(["out.md", "out.pdf"], option)
+        path = tmp_path / "no" / "out.md"
+        with pytest.raises(UsageError, match=f"^{option} {path}: .*{path.parent}"):
+            files.write_file(str(path), EMPTY, option)
+    with pytest.raises(UsageError, match=r"^-o out: "):
+        files.check_extensions(["out"])
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When writing fails midway, the old file is whole and nothing lies beside it."""
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If writing fails midway, the old file is unchanged and no temporary file remains."""
     path = tmp_path / "out.txt"
     path.write_text("old")
 
-    def full(_: int) -> None:
+    def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(UsageError, match="No space left on device"):
         files.write_file(str(path), EMPTY)
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
 
 
-def test_files_may_be_read_by_others(tmp_path: Path) -> None:
-    """A report has the permissions of any new file, not the private ones of a temporary file."""
+def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    """A report has the permissions of any new file, not the private permissions of a temporary file."""
     (tmp_path / "other").touch()
     files.write_file(str(tmp_path / "out.txt"), EMPTY)
     assert (tmp_path / "out.txt").stat().st_mode == (tmp_path / "other").stat().st_mode

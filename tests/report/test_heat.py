@@ -1,4 +1,4 @@
-"""The numbers of the heatmap and of the curves over steps."""
+"""Data of the heatmap and of the curves over steps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from large import group, report, tensor
 
 from syncheck.records import Group, History, HistoryPoint
 from syncheck.report import charts
-from syncheck.report.curves import curves
-from syncheck.report.heat import MOST_COLUMNS, MOST_ROWS, heat, modules
+from syncheck.report.chart_data import MOST_COLUMNS, MOST_ROWS, distinct_modules, make_curves, make_heatmap
 
 
 def test_a_gap_stands_on_the_ranks_that_have_it() -> None:
-    """The odd rank has the tensor's gap and the majority 0; without a majority every rank has it; shards have none."""
+    """Ranks outside the majority have the difference of the tensor; without a majority all ranks; shards have none."""
     odd = tensor("layer.10.weight", 4)
     tied = tensor("layer.2.weight", 4, clusters=((0, 1), (2, 3)), minority=(), max_abs=0.125)
     shard = tensor("layer.3.weight", 4, status="not_compared", reason="sharded", max_abs=None, minority=())
-    found = heat(group(odd, tied, shard, ranks=4))
+    found = make_heatmap(group(odd, tied, shard, ranks=4))
     assert found is not None
     assert found.rows == ("layer.2.weight", "layer.10.weight")
     assert found.columns == ("0", "1", "2", "3")
@@ -35,25 +34,25 @@ def test_a_gap_stands_on_the_ranks_that_have_it() -> None:
     ],
 )
 def test_what_has_no_number_is_not_called_equal(changes: dict[str, object]) -> None:
-    """A tensor apart by digest, by a NaN on one rank, or missing on one is drawn in a colour of its own."""
-    found = heat(group(tensor("a", 2, **changes), ranks=2))
+    """A tensor compared by digest, with NaN on one rank, or missing on one rank has a separate color."""
+    found = make_heatmap(group(tensor("a", 2, **changes), ranks=2))
     assert found is not None
     assert found.cells == ((0.0, math.inf),)
-    assert "apart by no number" in charts.heatmap(found)
-    (known,) = [heat(group(tensor("a", 2), ranks=2))]
+    assert charts._NOT_NUMERIC in charts.draw_heatmap(found)
+    (known,) = [make_heatmap(group(tensor("a", 2), ranks=2))]
     assert known is not None
-    assert "apart by no number" not in charts.heatmap(known)
+    assert charts._NOT_NUMERIC not in charts.draw_heatmap(known)
 
 
 def test_values_that_are_equal_are_no_heat() -> None:
-    """Where only the bits of equal values differ, there is no gap to draw."""
-    assert heat(group(tensor("a", 2, status="equal", max_abs=0.0), ranks=2)) is None
+    """Equal values with different bits are not drawn."""
+    assert make_heatmap(group(tensor("a", 2, status="equal", max_abs=0.0), ranks=2)) is None
 
 
 @pytest.mark.parametrize(("tensors", "ranks"), [(61, 2), (700, 65), (50_000, 8), (300, 1024)])
 def test_heatmaps_are_bounded(tensors: int, ranks: int) -> None:
-    """Many tensors become modules or ranges of layers, many ranks become runs of ranks, and no tensor is lost."""
-    found = heat(report(tensors, ranks).groups[0])
+    """Many tensors are grouped by modules or ranges of layers, many ranks by ranges, and no tensor is lost."""
+    found = make_heatmap(report(tensors, ranks).groups[0])
     assert found is not None
     assert 6 <= len(found.rows) <= MOST_ROWS
     assert len(found.columns) <= MOST_COLUMNS
@@ -61,26 +60,26 @@ def test_heatmaps_are_bounded(tensors: int, ranks: int) -> None:
     assert sum(int(row.rpartition("(")[2].rstrip(")")) if "(" in row else 1 for row in found.rows) == tensors
     assert max(max(row) for row in found.cells) == 1e-6 * tensors
     assert all(row[-1] > 0 and not any(row[:-1]) for row in found.cells)
-    assert len(charts.heatmap(found)) < 100_000
+    assert len(charts.draw_heatmap(found)) < 100_000
 
 
 def test_rows_are_grouped_by_the_first_module_that_tells_them_apart() -> None:
-    """Below a prefix that all share, the next level groups; a tensor of the root is a group of its own."""
-    assert modules(["net.a.w", "net.a.b", "net.c.w"]) == ["net.a", "net.a", "net.c"]
-    assert modules(["a.0.w", "b.0.w", "scale"]) == ["a", "b", "scale"]
-    assert modules(["a.w", "a.b"]) == ["a", "a"]
+    """Names are grouped at the first level that differs; a tensor of the root module is a separate group."""
+    assert distinct_modules(["net.a.w", "net.a.b", "net.c.w"]) == ["net.a", "net.a", "net.c"]
+    assert distinct_modules(["a.0.w", "b.0.w", "scale"]) == ["a", "b", "scale"]
+    assert distinct_modules(["a.w", "a.b"]) == ["a", "a"]
 
 
 def test_names_without_modules_keep_the_largest_gaps() -> None:
-    """Of more flat names than rows, those with the largest gaps are drawn and the others counted."""
+    """With more flat names than rows, the tensors with the largest differences are drawn and the others counted."""
     flat = [tensor(f"w{i}", 2, max_abs=float(i + 1)) for i in range(100)]
-    found = heat(group(*flat, ranks=2))
+    found = make_heatmap(group(*flat, ranks=2))
     assert found is not None
-    assert (len(found.rows), found.left_out) == (MOST_ROWS, 100 - MOST_ROWS)
+    assert (len(found.rows), found.rows_omitted) == (MOST_ROWS, 100 - MOST_ROWS)
     assert {row[1] for row in found.cells} == {float(i + 1) for i in range(40, 100)}
 
 
-def told(history: History | None) -> Group:
+def make_history_group(history: History | None) -> Group:
     """Return a group of one finding with this history."""
     one = group(tensor("a", 2), ranks=2, step=400)
     return replace(one, findings=(replace(one.findings[0], history=history),))
@@ -88,18 +87,20 @@ def told(history: History | None) -> Group:
 
 @pytest.mark.parametrize("gaps", [(5e-324, 1.7e308), (0.1, 0.1), (1.0, 1.0)])
 def test_any_gap_can_be_drawn(gaps: tuple[float, float]) -> None:
-    """The smallest and the largest number of float64, and gaps that are all alike, have their place in both charts."""
+    """Both charts draw the smallest and the largest float64, and equal differences."""
     points = tuple(HistoryPoint(step, 1, gap) for step, gap in enumerate(gaps))
-    last = told(History(points, 0, None, ("a",), (1,)))
-    found = heat(group(*[tensor(f"a{i}", 2, max_abs=gap) for i, gap in enumerate(gaps)], ranks=2))
+    last = make_history_group(History(points, 0, None, ("a",), (1,)))
+    found = make_heatmap(group(*[tensor(f"a{i}", 2, max_abs=gap) for i, gap in enumerate(gaps)], ranks=2))
     assert found is not None
-    assert "<image" in charts.heatmap(found)
-    assert "SYN212 on rank 1" in charts.over_steps(curves(last))
+    assert "<image" in charts.draw_heatmap(found)
+    assert "SYN212 on rank 1" in charts.draw_curves(make_curves(last))
 
 
 def test_curves_are_the_histories_of_the_findings() -> None:
-    """The largest gap at every step: 0.0 where all agreed, a break where no number tells; without a history none."""
+    """A curve has the difference at every step, 0.0 in sync, None if unknown; no history gives no curve."""
     gaps = {100: 0.0, 200: 0.0, 300: None, 400: 0.5}
     points = tuple(HistoryPoint(step, int(gap != 0), gap) for step, gap in gaps.items())
-    assert curves(told(History(points, 300, 200, ("a",), (1,)))) == {"SYN212 on rank 1": tuple(gaps.items())}
-    assert curves(told(None)) == {}
+    assert make_curves(make_history_group(History(points, 300, 200, ("a",), (1,)))) == {
+        "SYN212 on rank 1": tuple(gaps.items())
+    }
+    assert make_curves(make_history_group(None)) == {}

@@ -1,4 +1,4 @@
-"""Histograms on the HTML page: as text, and chosen in a real browser."""
+"""Histograms on the HTML page: as text, and selected in a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from large import group, tensor
 
 from syncheck.records import Histogram, Report
 from syncheck.report import html
-from syncheck.report.histogram import label
+from syncheck.report.chart_data import bin_label
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ NAMES = ("a.weight", "<b>&\"'", "c" * 300)
 
 
 def bins(**counts: int) -> tuple[int, ...]:
-    """Return counts by place of the bin: b9=3."""
+    """Return counts by index of the bin: b9=3."""
     return tuple(counts.get(f"b{place}", 0) for place in range(20))
 
 
@@ -33,7 +33,7 @@ def differing(name: str, gap: float, histogram: Histogram | None) -> TensorDiff:
 
 
 def report(others: int = 0) -> Report:
-    """Return a report of three tensors with a histogram, the largest gaps first, and others without."""
+    """Return a report of three tensors with a histogram, worst first, and other tensors without."""
     found = (
         Histogram(262132, bins(b11=8, b12=4), 0),
         Histogram(0, bins(b9=262144), 0),
@@ -44,17 +44,17 @@ def report(others: int = 0) -> Report:
 
 
 def shown(page: str) -> list[bool]:
-    """Return of each histogram in the drawing whether it is shown."""
+    """Return for each histogram in the chart whether it is visible."""
     return ["chosen" in kinds for kinds in re.findall(r'<g class="(histogram[^"]*)"', page)]
 
 
 def test_the_page_without_a_script() -> None:
-    """The worst tensor's histogram is drawn and named, and a table has the numbers of all."""
+    """Without JavaScript the histogram of the worst tensor is visible, and a table has the data of all."""
     page = html.render(report(), "0")
     assert shown(page) == [True, False, False]
-    assert '<p class="said">a.weight: elements that differ: 12 of 262144; largest gap: 3</p>' in page
+    assert '<p class="selected">a.weight: differing elements: 12 of 262144; max abs: 3</p>' in page
     assert "g.histogram:not(.chosen) { display: none; }" in page
-    table = page.partition("The numbers of 3 tensors")[2].partition("</details>")[0]
+    table = page.partition("Show the data of 3 tensors")[2].partition("</details>")[0]
     heads = re.findall(r"<th [^>]*>(.*?)</th>", table)
     assert heads[:5] == ["tensor", "differing", "max abs", "equal", "&lt; 1e-12"]
     assert heads[-3:] == ["1e5 to 1e6", "&gt;= 1e6", "not finite"]
@@ -63,19 +63,18 @@ def test_the_page_without_a_script() -> None:
     assert cells[0][heads.index("1e-2 to 1e-1")] == "8"
     assert cells[1][0] == "&lt;b&gt;&amp;&quot;&#x27;"
     assert [row[-1] for row in cells] == ["0", "0", "2"]
-    assert "evenly spread parts" in page
+    assert html._SAMPLED_CAPTION in page
 
 
-def test_bins_are_named_by_their_ends() -> None:
-    """The outermost bins have one end, the others two powers of ten next to each other."""
-    assert [label(place) for place in (0, 1, 18, 19)] == ["< 1e-12", "1e-12 to 1e-11", "1e5 to 1e6", ">= 1e6"]
+def test_labels_of_bins() -> None:
+    """The outermost bins have one bound, other bins two adjacent powers of ten."""
+    assert [bin_label(index) for index in (0, 1, 18, 19)] == ["< 1e-12", "1e-12 to 1e-11", "1e5 to 1e6", ">= 1e6"]
 
 
 def test_without_histograms_there_is_no_part() -> None:
-    """A report that was made without them has no drawing and no heading of them."""
+    """A report without histograms has no chart and no heading for them."""
     diffs = [replace(diff, histogram=None) for diff in report().groups[0].tensors]
     page = html.render(Report("out_of_sync", (group(*diffs),)), "0")
-    assert "How far apart the elements are" not in page
     assert shown(page) == []
 
 
@@ -83,14 +82,14 @@ def test_without_histograms_there_is_no_part() -> None:
     "one", [Histogram(5, bins(), 1), Histogram(0, bins(b0=1), 0), Histogram(0, bins(b19=1), 0), Histogram(7, bins(), 0)]
 )
 def test_any_histogram_can_be_drawn(one: Histogram) -> None:
-    """Of one element, of the outermost bins, of what is not finite only."""
+    """Histograms of the outermost bins, of equal elements only, or of elements that are not finite are drawn."""
     page = html.render(Report("out_of_sync", (group(differing("a", 1.0, one)),)), "0")
     assert shown(page) == [True]
 
 
 @pytest.mark.slow
-def test_a_reader_chooses_a_tensor(tmp_path: Path) -> None:
-    """Beside 50,000 tensors: the list has those with a histogram, the chosen one is shown and is in the address."""
+def test_selecting_a_tensor(tmp_path: Path) -> None:
+    """The list contains the tensors with a histogram; the selected one is visible and stored in the URL."""
     driver = """
       const choice = document.querySelector('.histograms select');
       choice.value = '1'; choice.dispatchEvent(new Event('change'));
@@ -102,15 +101,15 @@ def test_a_reader_chooses_a_tensor(tmp_path: Path) -> None:
     page, console = opened(path, tmp_path / "b")
     assert console == []
     assert shown(page) == [False, True, False]
-    assert '<p class="said">&lt;b&gt;&amp;"\': elements that differ: 12 of 262144; largest gap: 2</p>' in page
+    assert '<p class="selected">&lt;b&gt;&amp;"\': differing elements: 12 of 262144; max abs: 2</p>' in page
     assert "<title>#histogram1=%3Cb%3E%26%22%27</title>" in page
     options = page.partition('class="histograms"')[2].partition("</select>")[0]
     assert re.findall(r"<option[^>]*>(.*?)</option>", options) == ["a.weight", "&lt;b&gt;&amp;\"'", NAMES[2]]
 
 
 @pytest.mark.slow
-def test_a_link_shows_what_its_sender_saw(tmp_path: Path) -> None:
-    """The address chooses the tensor of each group with no error and no request; an unknown name shows the worst."""
+def test_a_link_restores_the_selection(tmp_path: Path) -> None:
+    """The URL selects the tensor of each group without errors or requests; an unknown name selects the worst."""
     twice = report().groups[0]
     path = tmp_path / "page.html"
     path.write_text(html.render(Report("out_of_sync", (twice, replace(twice, run="other"))), "0"), encoding="utf-8")
@@ -124,6 +123,6 @@ def test_a_link_shows_what_its_sender_saw(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_table_of_tensors_is_still_bounded() -> None:
-    """Histograms add some kilobytes to the page of 50,000 tensors, whatever their number of ranks."""
+    """Histograms add a few kilobytes to the page of 50,000 tensors."""
     assert len(html.render(report(50_000), "0")) < 6_100_000
     assert html.MOST_DATA > 50_000

@@ -1,4 +1,4 @@
-"""What is printed in a CI system's log gives it no commands."""
+"""Output in the log of a CI system contains no commands of this system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = [*OTHERS, "::add-mask::x", "  ::error::x", "##vso[task.setvariable]x"
 
 
 def obeyed(log: str) -> list[str]:
-    """Return the lines that GitHub's runner, or those of Azure and TeamCity, would take for commands.
+    """Return the lines that GitHub, Azure Pipelines or TeamCity interpret as commands.
 
     The runner trims a line before it looks for `::`, and looks for `##[` anywhere:
     https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
@@ -33,13 +33,13 @@ def obeyed(log: str) -> list[str]:
     return [line for line in plain_lines if line.strip().startswith("::") or re.search(r"##\w*\[", line)]
 
 
-FEW = ("::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "::[::")  # by default: one of each kind
+FEW = ("::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "::[::")  # fast tests: one of each kind
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in dict.fromkeys(COMMANDS)]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:20]))
 def test_no_name_is_a_command(name: str) -> None:
-    """In text of every kind, on every width of terminal, coloured or not, and in an assertion's message."""
+    """No format, width of terminal, color setting or assertion message turns a name into a command."""
     shown = hostile(name)
     parts = [*text.comparison(shown, 0), *text.overview(shown, 0)]
     assert obeyed(plain.render(parts)) == []
@@ -47,12 +47,12 @@ def test_no_name_is_a_command(name: str) -> None:
         assert obeyed(terminal.render(parts, width, color)) == []
     assert obeyed(failure.message(shown)) == []
     for form in ("json", "junit", "markdown"):
-        assert obeyed(files.drawn(form, shown)) == []
-    assert {group["name"] for group in json.loads(files.drawn("json", shown))["groups"]} == {name}
+        assert obeyed(files.render_format(form, shown)) == []
+    assert {group["name"] for group in json.loads(files.render_format("json", shown))["groups"]} == {name}
 
 
 def test_only_commands_are_escaped() -> None:
-    """What a runner would not obey stands as it is, and the check of this file can fail."""
+    """Other texts are not escaped, and `obeyed` detects commands."""
     calm = "a::b\n  x ::y\n#[z]\n: :"
     assert logged(calm) == calm
     assert obeyed(calm) == []
@@ -60,8 +60,8 @@ def test_only_commands_are_escaped() -> None:
     assert len(obeyed("a\n \x1b[1m::b\n::\nx ##[c]\n##vso[d]")) == 4
 
 
-def test_nor_what_the_command_line_prints(cli: Callable[..., Done], tmp_path: Path) -> None:
-    """Files whose names are commands: all commands print no such line on stdout or stderr."""
+def test_output_of_the_command_line(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """For files with hostile names, no subcommand prints a command of a CI system."""
     for rank, name in enumerate(["::error::a", "::error::b"]):
         save_pth(tmp_path / f"{name}_rank{rank}.pth", changed(network(), "fc.weight", by=0.5 * rank))
     (tmp_path / "##[error]c.pth").write_text("no checkpoint")

@@ -36,20 +36,20 @@ def data(page: str) -> dict[str, list[list[int | str]]]:
     return json.loads(found)
 
 
-def test_every_tensor_is_on_the_page_once() -> None:
-    """500 rows stand as HTML, the others as data with the same cells, worst first, and the page says how many."""
+def test_every_tensor_is_in_the_page_once() -> None:
+    """The first 500 rows are HTML and the others JSON with the same cells, worst first."""
     page = html.render(report(1200), "0")
     more = data(page)
-    told = [[row[0], *(more["texts"][i] for i in row[1:])] for row in more["rows"]]
-    shown = rows(page) + told
-    assert (len(rows(page)), len(told)) == (500, 700)
+    hidden = [[row[0], *(more["texts"][i] for i in row[1:])] for row in more["rows"]]
+    shown = rows(page) + hidden
+    assert (len(rows(page)), len(hidden)) == (500, 700)
     assert [row[0] for row in shown] == names(1200)[::-1]
     assert {tuple(row[1:4]) for row in shown} == {("parameter", "0-6 | 7", "12 of 262144")}
-    assert "... and 700 more, which need JavaScript." in page
+    assert "... and 700 more" in page
 
 
-def test_nothing_on_the_page_is_elsewhere() -> None:
-    """Addresses stand only where SVG names its own vocabulary, and the page's policy forbids to load anything."""
+def test_page_loads_nothing() -> None:
+    """The page contains no URLs except the namespaces of SVG, and its policy forbids loading."""
     page = html.render(report(700), "0")
     without_names = re.sub(r' xmlns(:\w+)?="[^"]*"', "", page)
     without_names = re.sub(r"<metadata>.*?</metadata>", "", without_names, flags=re.DOTALL)
@@ -59,8 +59,8 @@ def test_nothing_on_the_page_is_elsewhere() -> None:
     assert "default-src 'none'" in page
 
 
-def test_a_name_cannot_leave_the_data() -> None:
-    """A tensor named like the end of a script is data still, and comes out of the data as it was."""
+def test_names_are_escaped_in_json() -> None:
+    """A name that would end the script element stays inside the data, unchanged after decoding."""
     hostile = tensor(HOSTILE, max_abs=1e-9)
     page = html.render(Report("out_of_sync", (group(*report(600).groups[0].tensors, hostile),)), "0")
     assert page.count("</script>") == page.count("<script") == 2
@@ -70,18 +70,18 @@ def test_a_name_cannot_leave_the_data() -> None:
 
 @pytest.mark.slow
 def test_the_size_of_a_page_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50,000 tensors of 8 ranks need under 6 MB; what is beyond the bound of all tables is counted, not forgotten."""
+    """50,000 tensors of 8 ranks take less than 6 MB, and rows beyond the limit of the page are counted."""
     page = html.render(report(50_000), "0")
     assert len(page) < 6_000_000
     assert len(data(page)["rows"]) == 49_500
     monkeypatch.setattr(html, "MOST_DATA", 1000)
     first, second = report(1200).groups[0], replace(report(1200).groups[0], run="other")
     page = html.render(Report("out_of_sync", (first, second)), "0")
-    assert page.count("200 more are not on this page; the JSON report has all.") == 2
+    assert page.count("200 more tensors are not on this page") == 2
 
 
 def page_of(folder: Path, shown: Report, driver: str = "") -> Path:
-    """Write a page. driver: a script that does what a user would, for which the policy has to make way."""
+    """Write a page. driver: a script that acts like a user, for which the policy is removed."""
     text = html.render(shown, "0")
     if driver:
         text = re.sub(r"<meta http-equiv=[^>]*>", "", text).replace("</body>", f"<script>{driver}</script></body>")
@@ -91,8 +91,8 @@ def page_of(folder: Path, shown: Report, driver: str = "") -> Path:
 
 
 @pytest.mark.slow
-def test_filter_and_order_by_address(tmp_path: Path) -> None:
-    """A link to 50,000 tensors opens filtered and sorted, with no error and no request, and draws few rows."""
+def test_filter_and_order_from_the_url(tmp_path: Path) -> None:
+    """A URL opens 50,000 tensors filtered and sorted, without errors or requests."""
     page, console = opened(page_of(tmp_path, report(50_000)), tmp_path / "b", "#filter=ATTN+layers.7.&sort=max+abs")
     assert console == []
     assert [row[0] for row in rows(page)] == [n for n in names(50_000) if "attn" in n and ".layers.7." in n]
@@ -103,7 +103,7 @@ def test_filter_and_order_by_address(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_hostile_names_in_a_browser(tmp_path: Path) -> None:
-    """Names with markup are shown letter by letter, from the rows of the page and from its data."""
+    """Names with markup are shown as text, from the rows of the page and from its data."""
     tensors = [tensor(f"{HOSTILE}{i}", max_abs=1.0 / (i + 1)) for i in range(600)]
     page, console = opened(page_of(tmp_path, Report("out_of_sync", (group(*tensors),))), tmp_path / "b", "#sort=tensor")
     assert console == []
@@ -112,8 +112,8 @@ def test_hostile_names_in_a_browser(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_user_sorts_filters_and_turns_pages(tmp_path: Path) -> None:
-    """Typing filters, a click sorts from the largest and the next one from the smallest, Next shows the next page."""
+def test_sorting_filtering_and_paging(tmp_path: Path) -> None:
+    """Typing filters, the first click sorts descending, the second ascending, and Next shows the next page."""
     driver = """
       const input = document.querySelector('.tensors input');
       input.value = 'norm'; input.dispatchEvent(new Event('input'));
@@ -131,8 +131,8 @@ def test_a_user_sorts_filters_and_turns_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_browser_tells_of_errors_and_requests(tmp_path: Path) -> None:
-    """The checks above can fail: an error in a script and a request against the policy are both on the console."""
+def test_the_browser_reports_errors_and_requests(tmp_path: Path) -> None:
+    """The tests above detect errors in scripts and requests against the policy on the console."""
     _, console = opened(page_of(tmp_path, report(3), "undefined_name()"), tmp_path / "b")
     assert any("undefined_name" in line for line in console)
     page = page_of(tmp_path, report(3))

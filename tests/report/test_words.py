@@ -1,4 +1,4 @@
-"""Sentences that more than one format prints."""
+"""Sentences shared by several formats."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
         ),
     ],
 )
-def test_who_agrees_with_whom(groups: Sets, clusters: Sets, text: str) -> None:
-    """Sets of equal bytes are told apart, and so are replica groups: ranks of two groups were not compared."""
+def test_clusters_of_ranks(groups: Sets, clusters: Sets, text: str) -> None:
+    """Bars separate sets of ranks with equal bytes; semicolons separate replica groups."""
     diff = TensorDiff("w", "parameter", "float32", (2,), "different", replica_groups=groups, clusters=clusters)
     assert words.clusters_text(diff) == text
 
 
-def test_nothing_but_shards_is_the_reason_that_is_given(tmp_path: Path) -> None:
-    """Where every rank holds its own shards, the verdict says so, and no option is blamed."""
+def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:
+    """If every rank holds its own shards, the reason of the verdict is shards and not options."""
     parts = {rank: np.full((4, 3), rank, np.float32) for rank in range(2)}
     save_ranks(tmp_path, parts, ["S(0)"], (2,))
     report = syncheck.compare(tmp_path)
-    assert words.why_undecided(report).code is Undecided.ONLY_SHARDS
+    assert words.undecided_reason(report).code is Undecided.ONLY_SHARDS
     for rank in range(2):
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
     left_out = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
-    assert words.why_undecided(left_out) == Undecided.ALL_EXCLUDED(count=1)
+    assert words.undecided_reason(left_out) == Undecided.ALL_EXCLUDED(count=1)

@@ -51,7 +51,7 @@ class CheckRecord:
     def codes(self) -> str:
         """The codes and ranks of the failing findings, in one line."""
         failing = [finding for group in self.report.groups for finding in group.findings if finding.fails]
-        return "; ".join(f"{f.code} {f.slug} on {words.suspects(f)}" for f in failing)
+        return "; ".join(f"{f.code} {f.slug} on {words.ranks_label(f.ranks)}" for f in failing)
 
 
 class Reporter:
@@ -122,10 +122,10 @@ class Reporter:
 
             self._console = Console(stderr=True)
         if self._console.is_terminal:
-            from syncheck.report.terminal import drawn
+            from syncheck.report.terminal import make_renderable
 
             for part in parts:
-                self._console.print(drawn(part), highlight=False)
+                self._console.print(make_renderable(part), highlight=False)
         else:
             from syncheck.report.plain import render
 
@@ -219,4 +219,4 @@ def _render_finding(finding: Finding) -> list[Part]:
         ("fix", one_line(str(finding.fix))),
         ("more", f"syncheck explain {finding.code}"),
     ]
-    return [line(words.headline(finding), "bold", 2), Labels(tuple(rows), indent=4)]
+    return [line(words.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]

@@ -1,4 +1,4 @@
-"""What on the command line, or in the ini file, is a checkpoint to judge, and what is pytest's own."""
+"""Selection of the checkpoints to judge from the command line and the ini file."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from pathlib import Path
 
 import pytest
 
-# Files from which plugins collect are called like this too; a file `latest` is not.
+# Names of files from which plugins may collect tests. `latest` does not match.
 _TESTS = re.compile(r"(?:^|[^a-z])tests?(?:[^a-z]|$)|^conftest\.py$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What there is to judge.
+class Selection:
+    """The checkpoints to judge.
 
-    paths: files, folders and globs. ids: of the items to run, empty for all. source: what named the paths.
-    passed: folders given that hold checkpoints and are only collected. unused: why the checkpoints of the ini file are
-    not judged; empty where they are, or where it names none.
+    paths: files, folders and globs. ids: items to run, empty for all. source: option or ini value with the paths.
+    not_judged: given folders with checkpoints from which only tests are collected. unused: why the checkpoints of the
+    ini file are ignored; empty if they are judged or if there are none.
     """
 
     paths: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
     source: str = "--syncheck"
-    passed: tuple[str, ...] = ()
+    not_judged: tuple[str, ...] = ()
     unused: str = ""
 
 
-def asked_for(config: pytest.Config) -> Asked:
-    """Return what there is to judge, and leave in `config.args` only what pytest has to collect.
+def select_checkpoints(config: pytest.Config) -> Selection:
+    """Return the checkpoints to judge, and remove them from `config.args`, from which pytest collects tests.
 
-    Raises UsageError for a path or glob that nothing matches.
+    Raises UsageError for a path or glob without a match.
     """
     start = config.invocation_params.dir
     given: list[str] = config.getoption("syncheck")
@@ -43,38 +43,38 @@ def asked_for(config: pytest.Config) -> Asked:
     ids = [argument for argument in arguments if _is_id(argument, start)]
     others = [argument for argument in arguments if not _is_id(argument, start)]
     if given:
-        # A glob that the shell expanded leaves all but its first path among the positional arguments.
-        sorted_out = [(argument, *_roles(config, argument, given)) for argument in others]
-        more = [argument for argument, judged, _ in sorted_out if judged]
-        asked = Asked(
+        # If the shell expanded `--syncheck GLOB`, all paths but the first are positional arguments.
+        roles = [(argument, *_argument_roles(config, argument, given)) for argument in others]
+        more = [argument for argument, judged, _ in roles if judged]
+        selection = Selection(
             (*given, *more),
             tuple(ids),
             unused=_unused(config, "--syncheck was given"),
-            passed=tuple(
-                argument for argument, judged, _ in sorted_out if not judged and _holds_checkpoint(start / argument)
+            not_judged=tuple(
+                argument for argument, judged, _ in roles if not judged and _holds_checkpoint(start / argument)
             ),
         )
-        _set_arguments(config, [argument for argument, _, collected in sorted_out if collected])
+        _set_arguments(config, [argument for argument, _, collected in roles if collected])
     elif others:
-        return Asked(unused=_unused(config, "paths were given"))
+        return Selection(unused=_unused(config, "paths were given"))
     elif is_same(start, config.rootpath):
-        # As with testpaths: only in a run from the root that names no path. An id of ours names none.
-        asked = Asked(tuple(config.getini("syncheck_checkpoints")), tuple(ids), "syncheck_checkpoints")
-        if asked.paths and ids:
+        # Like testpaths, the ini value applies to runs from the rootdir without paths. Ids of items are not paths.
+        selection = Selection(tuple(config.getini("syncheck_checkpoints")), tuple(ids), "syncheck_checkpoints")
+        if selection.paths and ids:
             _set_arguments(config, [])
     else:
-        return Asked(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
-    for path in asked.paths:
+        return Selection(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
+    for path in selection.paths:
         magic = glob.has_magic(path) and not os.path.lexists(start / path)
         if not path or not (
             glob.glob(path, root_dir=start, recursive=True) if magic else os.path.lexists(start / path)
         ):
-            raise pytest.UsageError(f"{asked.source} {path or repr(path)}: no such file or folder, seen from {start}")
-    return asked
+            raise pytest.UsageError(f"{selection.source} {path or repr(path)}: no such file or folder in {start}")
+    return selection
 
 
 def is_same(folder: Path, other: Path) -> bool:
-    """Whether two paths are one folder; pytest takes over a link in --rootdir as it is written."""
+    """Whether two paths are the same folder. pytest does not resolve a link in --rootdir."""
     return folder == other or os.path.samefile(folder, other)
 
 
@@ -83,23 +83,23 @@ def _unused(config: pytest.Config, reason: str) -> str:
 
 
 def _set_arguments(config: pytest.Config, arguments: list[str]) -> None:
-    """Leave pytest these paths; without any it would collect the whole folder, unless told that none is what it got."""
+    """Replace pytest's paths. Without paths pytest collects nothing, because their source is ARGS."""
     config.args = arguments
     config.args_source = pytest.Config.ArgsSource.ARGS
 
 
 def _is_id(argument: str, start: Path) -> bool:
-    """Whether an argument names items of ours; pytest itself refuses a folder with `::` behind it."""
+    """Whether an argument is the id of a checkpoint item: pytest allows no `::` after a folder."""
     folder, separator, _ = argument.partition("::")
     return bool(separator) and os.path.isdir(start / folder)
 
 
-def _roles(config: pytest.Config, argument: str, given: list[str]) -> tuple[bool, bool]:
-    """Say of a path beside --syncheck whether it is judged and whether pytest collects from it.
+def _argument_roles(config: pytest.Config, argument: str, given: list[str]) -> tuple[bool, bool]:
+    """Return whether a positional path is judged, and whether pytest collects from it, if --syncheck was given.
 
-    A folder with both tests and checkpoints is judged too where it may come from a glob that the shell expanded. That
-    cannot be where the glob reached us, nor for a folder that holds what --syncheck names.
-    Raises UsageError for a folder with neither: pytest would pass over it in silence.
+    A folder with both tests and checkpoints is judged if it may come from a glob expanded by the shell. This is
+    excluded if --syncheck received a glob, or a path inside the folder.
+    Raises UsageError for a folder with neither, which pytest would silently ignore.
     """
     start = config.invocation_params.dir
     path = start / argument
@@ -113,18 +113,18 @@ def _roles(config: pytest.Config, argument: str, given: list[str]) -> tuple[bool
     collected = any(_may_be_tests(config, name) for name in names)
     if not _holds_checkpoint(path):
         if not collected:
-            raise pytest.UsageError(f"{argument}: neither a checkpoint nor a file of tests in this folder")
+            raise pytest.UsageError(f"{argument}: this folder contains neither checkpoints nor tests")
         return False, True
     patterns = config.getini("python_files")
     if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
         return True, collected
-    globs = any(glob.has_magic(one) and not os.path.lexists(start / one) for one in given)
-    above = any(Path(os.path.abspath(start / one)).is_relative_to(os.path.abspath(path)) for one in given)
-    return not globs and not above, True
+    has_glob = any(glob.has_magic(value) and not os.path.lexists(start / value) for value in given)
+    is_parent = any(Path(os.path.abspath(start / value)).is_relative_to(os.path.abspath(path)) for value in given)
+    return not has_glob and not is_parent, True
 
 
 def _may_be_tests(config: pytest.Config, name: str) -> bool:
-    """Whether pytest or a plugin of it may collect from a file of this name."""
+    """Whether pytest or a plugin may collect tests from a file of this name."""
     patterns = [*config.getini("python_files"), *(config.getoption("doctestglob", None) or ())]
     if config.getoption("doctestmodules", False):
         patterns.append("*.py")

@@ -1,28 +1,32 @@
-"""Comparing what was found, once in a process, and not before a test item asks for it."""
+"""Comparisons of checkpoints, made when the first test item needs them, and updates of the baseline."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck import api, baseline
-from syncheck.errors import CheckpointError
+from syncheck.errors import CheckpointError, OptionError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from syncheck.api import Options
+    from syncheck.baseline import Known
+    from syncheck.pytest_plugin.checkpoints.arguments import Selection
+    from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.records import Group, Report, Unreadable
 
 
 @contextlib.contextmanager
-def folder(start: Path) -> Iterator[None]:
-    """Be in a folder for a while: paths are relative to where pytest was started, and tests may have moved."""
+def working_folder(start: Path) -> Iterator[None]:
+    """Change the working folder: paths are relative to the folder in which pytest was started; tests may change it."""
     try:
         before = os.getcwd()
-    except OSError:  # a test moved into a folder that is gone
+    except OSError:  # the working folder was deleted
         before = None
     if before == str(start):
         yield
@@ -36,12 +40,12 @@ def folder(start: Path) -> Iterator[None]:
 
 
 class Judge:
-    """Compares the checkpoints when it is asked, and keeps the answers.
+    """Compares checkpoints on demand and caches the results.
 
-    whole: compare all at once, because the whole report will be needed; else run by run, so that processes that run
-    some of the items compare only what these need. width: columns of the terminal on which failures are shown.
-    histograms: gather those of what differs most, for a page. accepting: whether every finding is accepted, for the
-    baseline is to have what is found.
+    whole: compare all checkpoints at once, because the whole report is needed. Otherwise each run is compared
+    separately, because a worker of pytest-xdist may run the items of some runs only.
+    width: columns of the terminal. histograms: compute histograms for an HTML page.
+    accepting: accept all findings, because they become the baseline.
     """
 
     def __init__(
@@ -69,40 +73,40 @@ class Judge:
             self._numbers.setdefault(replicas.run, []).append(number)
 
     def report(self) -> Report:
-        """Return the report on everything. Raises CheckpointError where no file of a group can be read any more."""
+        """Return the report on all groups. Raises CheckpointError if no file of a group is readable any more."""
         if self._report is None:
-            self._report = self._judged(self.found)
-        return _or_raise(self._report)
+            self._report = self._compare(self.found)
+        return _raise_error(self._report)
 
     def group(self, number: int) -> tuple[Group, list[Unreadable]]:
-        """Return one of the groups found, compared, and those of its files that broke since they were opened.
+        """Return a compared group, and the list of its files with read errors since the start.
 
-        Raises CheckpointError where no file of its run can be read any more.
+        Raises CheckpointError if no file of its run is readable any more.
         """
-        found = self.found.groups[number]
-        report, at = self._holding(number)
-        paths = {snapshot.path for _, snapshot in found.ranks}
-        return report.groups[at], [file for file in report.unreadable if file.path in paths]
+        replicas = self.found.groups[number]
+        report, index = self._report_with(number)
+        paths = {snapshot.path for _, snapshot in replicas.ranks}
+        return report.groups[index], [file for file in report.unreadable if file.path in paths]
 
-    def here(self) -> contextlib.AbstractContextManager[None]:
-        """Be in the folder in which pytest was started."""
-        return folder(self._start)
+    def start_folder(self) -> contextlib.AbstractContextManager[None]:
+        """Change to the folder in which pytest was started."""
+        return working_folder(self._start)
 
-    def _holding(self, number: int) -> tuple[Report, int]:
-        """Return a report that holds a group, and where it stands in it."""
+    def _report_with(self, number: int) -> tuple[Report, int]:
+        """Return a report with a group, and the index of the group in this report."""
         if self._whole or self._report is not None:
             with contextlib.suppress(CheckpointError):
                 return self.report(), number
-        # Steps of one run are judged together: some findings need all of them.
+        # The steps of a run are compared together, because some findings need all steps.
         run = self.found.groups[number].run
         numbers = self._numbers[run]
         if run not in self._runs:
             part = replace(self.found, groups=tuple(self.found.groups[i] for i in numbers), unreadable=())
-            self._runs[run] = self._judged(part)
-        return _or_raise(self._runs[run]), numbers.index(number)
+            self._runs[run] = self._compare(part)
+        return _raise_error(self._runs[run]), numbers.index(number)
 
-    def _judged(self, found: api.Found) -> Report | CheckpointError:
-        with folder(self._start):
+    def _compare(self, found: api.Found) -> Report | CheckpointError:
+        with working_folder(self._start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
                 return baseline.apply_baseline(report, baseline.find_failing(report)) if self._accepting else report
@@ -110,7 +114,44 @@ class Judge:
                 return error
 
 
-def _or_raise(kept: Report | CheckpointError) -> Report:
-    if isinstance(kept, CheckpointError):
-        raise kept
-    return kept
+def _raise_error(result: Report | CheckpointError) -> Report:
+    if isinstance(result, CheckpointError):
+        raise result
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An update of the baseline at the end of a run (--syncheck-update-baseline). known: its previous content."""
+
+    path: str
+    known: Known
+
+    def write(self, judge: Judge, not_run: Sequence[Planned]) -> str:
+        """Write the baseline and return a description of the change. not_run: tests whose findings are unknown.
+
+        Raises SyncheckError if the baseline is not written.
+        """
+        if not_run:
+            raise UsageError(
+                f"the baseline was not updated, because {len(not_run)} tests of checkpoints did not run, for example "
+                f"{not_run[0].nodeid}"
+            )
+        updated = baseline.update_baseline(judge.report(), self.known)
+        with judge.start_folder():
+            baseline.write(self.path, updated)
+        return f"{self.path}: {baseline.describe_change(self.known, updated)}"
+
+
+def start_update(options: Options, selection: Selection) -> tuple[Options, Update]:
+    """Return the options without the baseline, and the update of the baseline.
+
+    Must be called in the folder in which pytest was started. Raises UsageError if the update is impossible.
+    """
+    if options.baseline is None:
+        raise OptionError(
+            "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
+        )
+    if selection.ids:
+        raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
+    return replace(options, baseline=None), Update(options.baseline, baseline.read_for_update(options.baseline))

@@ -1,6 +1,6 @@
-"""The section `syncheck` at the end of a run: one line per group, what was excused, files written.
+"""The section `syncheck` at the end of a run: one line per group, options in effect, files written.
 
-It is made of the reports' properties, which reach the controlling process of pytest-xdist from all others.
+The data are properties of test reports, which pytest-xdist sends from its workers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import PYTHON
 from syncheck.options import list_options
-from syncheck.pytest_plugin.checkpoints.plan import seen_from
+from syncheck.pytest_plugin.checkpoints.plan import relative_id
 from syncheck.pytest_plugin.options import format_value
 from syncheck.report import words
 from syncheck.report.items import ALONE, NOTHING, READABLE
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
     import pytest
 
     from syncheck.options import Options
-    from syncheck.pytest_plugin.checkpoints import CheckpointPlugin
+    from syncheck.pytest_plugin.checkpoints.plugin import CheckpointPlugin
 
     Groups = dict[str, dict[str, Mapping[str, str]]]
-    """The properties of the items that ran, by group and item."""
+    """Properties of items by group and item."""
 
 _MOST_GROUPS = 20
 _MOST_NOTES = 5
-# Of the items of a group, the one that says most of it.
+# From the most to the least important.
 _ORDER = ("out_of_sync", "undecided", "in_sync")
-_SAID = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree"}
-# Items that stand for a file or a group as a whole, and have one thing to say.
-_WHOLE = {
-    READABLE: "cannot be read",
-    ALONE: "one file, nothing to compare it with",
-    NOTHING: "no tensor left to compare",
+_VERBS = {"out_of_sync": "differ", "undecided": "could not tell", "in_sync": "agree"}
+# Text of items without tensors.
+_WITHOUT_TENSORS = {
+    READABLE: "unreadable",
+    ALONE: "no replica to compare with",
+    NOTHING: "no tensors to compare",
 }
 _COLORS = {"out_of_sync": "red", "undecided": "yellow", "in_sync": "green"}
 
 
-def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
+def write_summary(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
     """Print the section."""
-    order = {one.nodeid: number for number, one in enumerate(plugin.planned)}
-    groups = _groups(reporter, order)
+    order = {item.nodeid: number for number, item in enumerate(plugin.planned)}
+    groups = _collect_groups(reporter, order)
     if not groups and not plugin.errors and not plugin.written:
         return
     reporter.write_sep("=", "syncheck")
     _write_groups(reporter, groups)
     _write_notes(reporter, groups)
-    how = in_force(plugin.judge.options)
-    if how:
-        reporter.line(f"options in force: {how}")
+    effective = describe_options(plugin.judge.options)
+    if effective:
+        reporter.line(f"options in effect: {effective}")
     if plugin.updated:
         reporter.line(f"baseline written: {plugin.updated}")
     for path in plugin.written:
@@ -61,39 +61,39 @@ def write(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
 
 
 def _write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
-    """Print a line for each group, those that say most first."""
-    ranked = sorted(groups.items(), key=lambda of: _ORDER.index(_verdict(of[1])))
+    """Print a line for each group, the most important first."""
+    ranked = sorted(groups.items(), key=lambda entry: _ORDER.index(_verdict(entry[1])))
     for owner, items in ranked[:_MOST_GROUPS]:
         verdict = _verdict(items)
         reporter.write(words.VERDICTS[verdict], **{_COLORS[verdict]: True})
-        shown = seen_from(reporter.config.invocation_params.dir, reporter.config.rootpath, owner)
-        parts = [_item(item, told) for item, told in items.items()]
-        parts += filter(None, [_first(items, "not_judged")])
-        reporter.line(f"  {shown}: {'; '.join(parts)}")
-        if values := _first(items, "values_that_differ"):
+        name = relative_id(reporter.config.invocation_params.dir, reporter.config.rootpath, owner)
+        parts = [_item_text(item, properties) for item, properties in items.items()]
+        parts += filter(None, [_group_property(items, "not_judged")])
+        reporter.line(f"  {name}: {'; '.join(parts)}")
+        if values := _group_property(items, "values_that_differ"):
             reporter.line(f"    values that differ: {values}")
     if len(ranked) > _MOST_GROUPS:
         rest = [_verdict(items) for _, items in ranked[_MOST_GROUPS:]]
-        told = ", ".join(
+        counts = ", ".join(
             f"{rest.count(verdict)} {words.VERDICTS[verdict].lower()}" for verdict in _ORDER if verdict in rest
         )
-        reporter.line(f"... and {len(rest)} more groups: {told}")
+        reporter.line(f"... and {len(rest)} more groups: {counts}")
 
 
 def _write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
-    """Print what is odd about groups, and what of the baseline is not found any more; what several say, once."""
-    notes = Counter(_first(items, "notes") for items in groups.values())
+    """Print the notes of groups and the fixed findings of the baseline, without repetitions."""
+    notes = Counter(_group_property(items, "notes") for items in groups.values())
     notes.pop("", None)
     for note, count in notes.most_common(_MOST_NOTES):
         on = f" on {count} of {len(groups)} groups" if len(groups) > 1 else ""
         reporter.line(f"note{on}: {note}")
-    for fixed in dict.fromkeys(_first(items, "fixed") for items in groups.values()):
+    for fixed in dict.fromkeys(_group_property(items, "fixed") for items in groups.values()):
         if fixed:
             reporter.line(fixed, green=True)
 
 
-def in_force(options: Options) -> str:
-    """Return the options that can hide a difference, those of the project included."""
+def describe_options(options: Options) -> str:
+    """Return the options with an influence on the verdict, including the project's options."""
     parts = []
     for name, declaration in list_options(PYTHON, type(options)).items():
         value = getattr(options, name)
@@ -102,51 +102,51 @@ def in_force(options: Options) -> str:
     return "; ".join(parts)
 
 
-def _groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
-    """Collect the properties of the items that ran, by group and item, in the order of collection."""
-    found: dict[str, Mapping[str, str]] = {}
+def _collect_groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
+    """Return the properties of finished items by group and item, in the order of collection."""
+    by_id: dict[str, Mapping[str, str]] = {}
     for reports in reporter.stats.values():
         for report in reports:
-            # Warnings and deselected items are in `stats` too, and have other attributes.
-            told = {
+            # `stats` also contains warnings and deselected items, which have no properties.
+            properties = {
                 name.removeprefix("syncheck_"): str(value)
                 for name, value in getattr(report, "user_properties", ())
                 if str(name).startswith("syncheck_")
             }
-            if "verdict" in told and getattr(report, "when", "") == "call":
-                found[report.nodeid] = told
+            if "verdict" in properties and getattr(report, "when", "") == "call":
+                by_id[report.nodeid] = properties
     groups: Groups = {}
-    for nodeid in sorted(found, key=lambda nodeid: order.get(nodeid, len(order))):
+    for nodeid in sorted(by_id, key=lambda nodeid: order.get(nodeid, len(order))):
         owner, _, item = nodeid.rpartition("::")
-        groups.setdefault(owner, {})[item] = found[nodeid]
+        groups.setdefault(owner, {})[item] = by_id[nodeid]
     return groups
 
 
-def _first(items: Mapping[str, Mapping[str, str]], name: str) -> str:
-    """Return what is told of the group as a whole; each of its items that was judged tells it."""
-    return next((told[name] for told in items.values() if name in told), "")
+def _group_property(items: Mapping[str, Mapping[str, str]], name: str) -> str:
+    """Return a property of a group, which each of its judged items has, or an empty text."""
+    return next((properties[name] for properties in items.values() if name in properties), "")
 
 
 def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the group's: a kind of which nothing was comparable, such as shards, leaves it to those that were."""
-    told = {item["verdict"] for item in items.values()}
-    return "in_sync" if "in_sync" in told and "out_of_sync" not in told else min(told, key=_ORDER.index)
+    """Return the verdict of a group. An undecided item, such as shards, does not prevent IN SYNC."""
+    verdicts = {properties["verdict"] for properties in items.values()}
+    return "in_sync" if "in_sync" in verdicts and "out_of_sync" not in verdicts else min(verdicts, key=_ORDER.index)
 
 
-def _item(item: str, told: Mapping[str, str]) -> str:
-    """Say how one kind of tensor of a group stands: 'bn-stats 14/21 differ (SYN201)'."""
-    if item in _WHOLE:
-        return _WHOLE[item]
+def _item_text(item: str, properties: Mapping[str, str]) -> str:
+    """Return the result of one item: 'bn-stats 14/21 differ (SYN201)'."""
+    if item in _WITHOUT_TENSORS:
+        return _WITHOUT_TENSORS[item]
     parts = []
-    tensors = int(told.get("tensors", 0))
-    for name, said in (("different", "differ"), ("not_compared", "not compared"), ("close", "close")):
-        if int(told.get(name, 0)):
-            parts.append(f"{told[name]}/{tensors} {said}")
-    stands = ", ".join(parts) or (f"{tensors} " if tensors else "") + _SAID[told["verdict"]]
-    excused = {code: how for how in ("allowed", "accepted") for code in _codes(told, how)}
-    codes = [f"{code} {excused[code]}" if code in excused else code for code in _codes(told, "findings")]
-    return f"{item} {stands}" + (f" ({', '.join(codes)})" if codes else "")
+    tensors = int(properties.get("tensors", 0))
+    for name, label in (("different", "differ"), ("not_compared", "not compared"), ("close", "close")):
+        if int(properties.get(name, 0)):
+            parts.append(f"{properties[name]}/{tensors} {label}")
+    result = ", ".join(parts) or (f"{tensors} " if tensors else "") + _VERBS[properties["verdict"]]
+    ignored = {code: label for label in ("allowed", "accepted") for code in _codes(properties, label)}
+    codes = [f"{code} {ignored[code]}" if code in ignored else code for code in _codes(properties, "findings")]
+    return f"{item} {result}" + (f" ({', '.join(codes)})" if codes else "")
 
 
-def _codes(told: Mapping[str, str], name: str) -> Iterable[str]:
-    return told[name].split(",") if name in told else ()
+def _codes(properties: Mapping[str, str], name: str) -> Iterable[str]:
+    return properties[name].split(",") if name in properties else ()

@@ -1,4 +1,4 @@
-"""What a failing item on checkpoints prints: the findings, then the worst tensors, as plain text of bounded length."""
+"""Text of a failing test of checkpoints: findings and worst tensors, of bounded length."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
+from syncheck.messages import PytestText
 from syncheck.report import plain, words
 from syncheck.report.parts import Grid
 
@@ -18,22 +19,22 @@ if TYPE_CHECKING:
 ROWS = 10
 _MOST_FINDINGS = 4
 _MOST_REPLICAS = 8
-_MOST = 2000  # characters of a sentence; findings quote names from the files
+_MOST = 2000  # characters of a sentence, because findings quote names from the files
 _MOST_OF_A_NAME = 200
-# In the order in which columns go where the terminal is too narrow for all.
-_DISPENSABLE = ("kind", "max ulp", "max rel")
+# Columns to drop on a narrow terminal, in this order.
+_OPTIONAL_COLUMNS = ("kind", "max ulp", "max rel")
 
 
 def terminal_width() -> int:
-    """Return the columns to print in; to be asked before pytest captures, for then no terminal can be seen."""
+    """Return the columns of the terminal. Must be called before pytest captures the output."""
     width = shutil.get_terminal_size().columns
-    return width if width >= 40 else 80  # pytest's own rule for terminals that do not tell
+    return width if width >= 40 else 80  # pytest's rule for an unknown width
 
 
-def failure(
-    group: Group, findings: Sequence[Finding], counts: Counts, mine: Sequence[TensorDiff], *, values: bool, width: int
+def failure_text(
+    group: Group, findings: Sequence[Finding], counts: Counts, diffs: Sequence[TensorDiff], *, values: bool, width: int
 ) -> str:
-    """Return what to print for an item. findings: those to tell. mine: its tensors that are not identical."""
+    """Return the text of a failing item. diffs: the item's differing tensors. values: whether to list values."""
     lines: list[str] = []
     for finding in findings[:_MOST_FINDINGS]:
         lines += [*_finding(finding, width), ""]
@@ -42,9 +43,9 @@ def failure(
     if values:
         lines += [*_values(group, width), ""]
     if counts.tensors:
-        lines += [f"{bounded(group.name, _MOST_OF_A_NAME)}: {counted(counts)}", *_tensors(mine, width), ""]
+        lines += [f"{limit(group.name, _MOST_OF_A_NAME)}: {_counts_text(counts)}", *_tensors(diffs, width), ""]
     for replica in group.replicas[:_MOST_REPLICAS]:
-        lines.append(bounded(f"rank {replica.rank}: {replica.path}"))
+        lines.append(limit(f"rank {replica.rank}: {replica.path}"))
     if len(group.replicas) > _MOST_REPLICAS:
         lines.append(f"... and {len(group.replicas) - _MOST_REPLICAS} more replicas")
     return "\n".join(lines)
@@ -54,11 +55,10 @@ def headline(findings: Sequence[Finding]) -> str:
     """Return one line for pytest's short summary."""
     first = findings[0]
     more = f" (and {', '.join(f.code for f in findings[1:4])})" if len(findings) > 1 else ""
-    return bounded(f"{first.code} {first.slug} on {words.suspects(first)}{more}: {first.evidence}")
+    return limit(f"{first.code} {first.slug} on {words.ranks_label(first.ranks)}{more}: {first.evidence}")
 
 
-def counted(counts: Counts) -> str:
-    """Say how many tensors ended how; what was not compared is always said."""
+def _counts_text(counts: Counts) -> str:
     equal = f", {counts.equal} equal" if counts.equal else ""
     close = f", {counts.close} close" if counts.close else ""
     return (
@@ -67,19 +67,19 @@ def counted(counts: Counts) -> str:
     )
 
 
-def bounded(text: str, most: int = _MOST) -> str:
-    """Escape and cut what holds names from files."""
+def limit(text: str, most: int = _MOST) -> str:
+    """Escape a text with names from files, and cut it after `most` characters."""
     text = one_line(text)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _ending(name: str, most: int) -> str:
+def _keep_end(name: str, most: int) -> str:
     name = one_line(name)
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _finding(finding: Finding, width: int) -> Iterable[str]:
-    yield words.headline(finding)
+    yield words.finding_title(finding)
     rows = (
         ("what", finding.evidence),
         ("why", str(finding.cause)),
@@ -87,11 +87,11 @@ def _finding(finding: Finding, width: int) -> Iterable[str]:
         ("more", f"syncheck explain {finding.code}"),
     )
     for label, text in rows:
-        yield from _wrapped(bounded(text), width, f"  {label:4}  ")
+        yield from _wrap(limit(text), width, f"  {label:4}  ")
 
 
-def _wrapped(text: str, width: int, first: str) -> list[str]:
-    # Whole names: a long one may pass the edge, but can be searched for and copied.
+def _wrap(text: str, width: int, first: str) -> list[str]:
+    # Names may exceed the width, because users search for names and copy them.
     return textwrap.wrap(
         text,
         width,
@@ -107,35 +107,35 @@ def _values(group: Group, width: int) -> Iterable[str]:
     for value in differing[:ROWS]:
         shown = ", ".join(f"{brief(of, 40)} on rank {rank}" for rank, of in list(value.by_rank.items())[:4])
         more = ", ..." if len(value.by_rank) > 4 else ""
-        yield from _wrapped(bounded(f"{bounded(value.name, _MOST_OF_A_NAME)}: {shown}{more}"), width, "  ")
+        yield from _wrap(limit(f"{limit(value.name, _MOST_OF_A_NAME)}: {shown}{more}"), width, "  ")
     if len(differing) > ROWS:
         yield f"  ... and {len(differing) - ROWS} more values"
 
 
-def _tensors(mine: Sequence[TensorDiff], width: int) -> Iterable[str]:
-    if not mine:
+def _tensors(diffs: Sequence[TensorDiff], width: int) -> Iterable[str]:
+    if not diffs:
         return
-    shown = words.worst_first(mine)[:ROWS]
-    # One long name must not push every row's numbers out of sight. Where names differ is mostly at their end.
+    shown = words.sort_worst_first(diffs)[:ROWS]
+    # Cut long names to keep the numbers visible. Keep the ends, which distinguish the names.
     most = min(_MOST_OF_A_NAME, max(40, width * 2 // 3))
     names = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
     rows = [
         (
-            _ending(diff.name, most),
+            _keep_end(diff.name, most),
             diff.kind,
             words.clusters_text(diff),
-            *(bounded(cell, _MOST_OF_A_NAME) for cell in words.gap_cells(diff)),
+            *(limit(cell, _MOST_OF_A_NAME) for cell in words.difference_cells(diff)),
         )
         for diff in shown
     ]
-    for left_out in range(len(_DISPENSABLE) + 1):
-        columns = [i for i, name in enumerate(names) if name not in _DISPENSABLE[:left_out]]
+    for dropped in range(len(_OPTIONAL_COLUMNS) + 1):
+        columns = [i for i, name in enumerate(names) if name not in _OPTIONAL_COLUMNS[:dropped]]
         grid = Grid(tuple(names[i] for i in columns), right=("max abs", "max rel", "max ulp"), indent=2)
         for row in rows:
             grid.add(*(row[i] for i in columns))
-        drawn = plain.render([grid]).splitlines()
-        if max(map(len, drawn)) <= width:
+        lines = plain.render([grid]).splitlines()
+        if max(map(len, lines)) <= width:
             break
-    yield from drawn
-    if len(mine) > ROWS:
-        yield f"  ... and {len(mine) - ROWS} more; --syncheck-output FILE.html lists all"
+    yield from lines
+    if len(diffs) > ROWS:
+        yield f"  {PytestText.MORE_TENSORS(count=len(diffs) - ROWS)}"

@@ -1,7 +1,7 @@
-"""Where a rank's process begins: it waits for tests, runs each in its pytest session, and never ends by itself.
+"""Entry point of a rank's process, which receives tests and runs them in its pytest session.
 
-It is ended by the pytest that started it, or when that is gone. Leaving by the interpreter's own way is avoided:
-destructors of a process group may abort there.
+The process never exits itself, because destructors of a process group may abort at interpreter exit. It is killed by
+the outer pytest or by the guard.
 """
 
 from __future__ import annotations
@@ -20,76 +20,76 @@ from typing import Any
 
 from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
-# Bound now: a test may patch the modules.
+# Bound at import, because a test may patch these modules.
 _encode, _fstat = json.JSONEncoder(default=repr).encode, os.fstat
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(descriptor: int, lost: str) -> None:
-    """Serve tests until the other end of the connection is closed. lost: created when this end is."""
-    _adopt()
+    """Run tests until the connection is closed. lost: file to create if it is closed on this side."""
+    _become_subreaper()
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     connection = socket.socket(fileno=descriptor)
-    own, given = os.getpid(), _fstat(descriptor)[:3]
-    # A process that a test forks must neither answer for the rank nor keep its connection open.
+    pid, identity = os.getpid(), _fstat(descriptor)[:3]  # mode, inode, device
+    # A process forked by a test must not send messages or keep the connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, messages, lost), name="syncheck", daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
-        if os.getpid() != own:
+        if os.getpid() != pid:
             os._exit(1)
         try:
-            # The test may have closed it by its number, and opened a file that has the number now.
-            if _fstat(descriptor)[:3] != given:  # mode, inode, device
+            # The test may have closed this file descriptor and opened another file with its number.
+            if _fstat(descriptor)[:3] != identity:
                 raise OSError
-            connection.sendall(_encoded(message) + b"\n")
+            connection.sendall(_encode_message(message) + b"\n")
         except OSError:
-            _end(lost)
+            _kill_self(lost)
 
     from syncheck.pytest_plugin.ranks import session
 
     first = messages.get()
     session.serve(first["run"], messages.get, send)
-    threading.Event().wait()  # the session is over, and so is this process when pytest has read that
+    threading.Event().wait()  # until the outer pytest has read the last message and kills this process
 
 
-def _adopt() -> None:
-    """Become the parent of what children of this process leave behind: so they are found when it is ended."""
+def _become_subreaper() -> None:
+    """Adopt orphaned descendants, which can then be found and killed with this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], lost: str) -> None:
-    """Take messages in a thread: that pytest is gone must be noticed in the middle of a test too."""
+    """Receive messages in a thread, to detect the end of pytest during a test."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
                 messages.put(json.loads(line))
     finally:
-        _end(lost)
+        _kill_self(lost)
 
 
-def _end(lost: str) -> None:
-    """End this process, which cannot reach pytest; create the file that gives pytest the reason."""
+def _kill_self(lost: str) -> None:
+    """Kill this process and its group after the connection is lost. The file `lost` reports the reason to pytest."""
     with suppress(OSError):
         open(lost, "ab").close()
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _encoded(message: dict[str, Any]) -> bytes:
+def _encode_message(message: dict[str, Any]) -> bytes:
     try:
         return _encode(message).encode()
-    except (TypeError, ValueError, RecursionError):  # keys that are no texts, containers that hold themselves
-        return _encode(_plain(message, 0)).encode()
+    except (TypeError, ValueError, RecursionError):  # keys of other types than str, recursive containers
+        return _encode(_to_json_types(message, 0)).encode()
 
 
-def _plain(value: Any, depth: int) -> Any:
-    """Copy a value so that it can be sent: texts for what JSON has not."""
+def _to_json_types(value: Any, depth: int) -> Any:
+    """Copy a value, with unsupported objects replaced by their repr."""
     if isinstance(value, dict) and depth < 20:
-        return {str(key): _plain(of, depth + 1) for key, of in value.items()}
+        return {str(key): _to_json_types(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and depth < 20:
-        return [_plain(of, depth + 1) for of in value]
+        return [_to_json_types(entry, depth + 1) for entry in value]
     return value if isinstance(value, (str, int, float, type(None))) else repr(value)[:1000]

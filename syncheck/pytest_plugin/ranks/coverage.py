@@ -1,4 +1,4 @@
-"""Coverage inside the ranks, for pytest-cov to combine: it measures no processes of others by itself."""
+"""Coverage inside the ranks, which pytest-cov combines. By itself it does not measure these processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def settings(config: pytest.Config) -> dict[str, Any] | None:
-    """Return how pytest-cov measures in this run, None where it does not."""
+    """Return the settings of pytest-cov in this run, or None if it is not active."""
     controller = getattr(config.pluginmanager.getplugin("_cov"), "cov_controller", None)
     measured = getattr(controller, "cov", None)
     if controller is None or measured is None:
@@ -23,20 +23,20 @@ def settings(config: pytest.Config) -> dict[str, Any] | None:
     }
 
 
-def start(wanted: dict[str, Any] | None) -> Any:
-    """Measure in this process; return what `save` takes. A measurement that runs already is used."""
-    if wanted is None:
+def start(settings: dict[str, Any] | None) -> Any:
+    """Start or reuse a measurement of this process and return it; None without settings."""
+    if settings is None:
         return None
     import coverage
 
     running = coverage.Coverage.current()
     if running is None:
-        running = coverage.Coverage(**wanted, data_suffix=True)
+        running = coverage.Coverage(**settings, data_suffix=True)
         running.start()
     return running
 
 
 def save(running: Any) -> None:
-    """Write the data now: the process ends without notice."""
+    """Write the data now, because the process may be killed later."""
     if running is not None:
         running.save()

@@ -1,4 +1,4 @@
-"""A rank's process group: made ready before the test's fixtures, let go when all ranks have ended the test."""
+"""The process group of a rank, created before the test's fixtures, destroyed after all ranks have ended the test."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from syncheck.testing import Rank
 
-# Seconds that a collective waits beyond the test's limit: the limit comes first, and shows where each rank stands.
-LONGER = 30.0
-_held: list[Any] = []  # process groups that were destroyed, and their backends
+# Seconds by which the timeout of collectives exceeds the test's time limit, which reports the state of all ranks.
+EXTRA_TIMEOUT = 30.0
+_destroyed: list[Any] = []  # destroyed process groups and their backends
 
 
 def prepare(task: dict[str, Any]) -> None:
-    """Seed the random number generators and join the process group, unless the test wants to do that itself."""
-    # Torch logs failed collectives to nowhere; pytest 8 shows a logger that propagates, 9.2 one that does not.
+    """Seed the RNGs and join the process group, unless the marker has group=False."""
+    # torch discards this logger's messages about failed collectives, but pytest would capture and show them.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if task["group"]:
         import_module("torch")
     torch: Any = sys.modules.get("torch")
-    rank = this_rank(task)
+    rank = make_rank(task)
     random.seed(rank.seed)
     if torch is not None:
         torch.manual_seed(rank.seed)
@@ -34,9 +34,9 @@ def prepare(task: dict[str, Any]) -> None:
         _join(task)
 
 
-def this_rank(task: dict[str, Any]) -> Rank:
-    """Return what the fixture gives."""
-    # Another seed on each rank: equal random weights or data everywhere would hide what is not synchronized.
+def make_rank(task: dict[str, Any]) -> Rank:
+    """Return the value of the fixture `syncheck_rank`."""
+    # Seeds differ between ranks, because equal random weights or data would hide missing synchronization.
     return Rank(task["rank"], task["world_size"], Path(task["shared"]), task["seed"] + task["rank"])
 
 
@@ -44,31 +44,32 @@ def _join(task: dict[str, Any]) -> None:
     from datetime import timedelta
 
     dist: Any = import_module("torch.distributed")
-    timeout = timedelta(seconds=task["limit"] + LONGER)
+    timeout = timedelta(seconds=task["limit"] + EXTRA_TIMEOUT)
     store = dist.FileStore(task["store"], task["world_size"])
     dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
 
 
 def destroy() -> None:
-    """Leave the process group, if there is one; release groups that nothing else refers to, here and only here.
+    """Destroy the process group, if there is one, and release groups without other references.
 
-    A thread of gloo releases a future's callback, such as PowerSGD's, after the waiting thread was woken. If that has
-    the last reference to the group, the destructor joins its own thread: abort, mostly in the next init_process_group.
+    A gloo thread releases the callback of a future, such as PowerSGD's, after it has woken the waiting thread. If the
+    callback had the last reference to the group, the destructor would join its own thread and abort, usually during
+    the next init_process_group. Therefore the references are kept and released here only.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a backend for the CPU
+        with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a CPU backend
             cpu = sys.modules["torch"].device("cpu")
-            _held.extend(group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map)  # noqa: SLF001
-            _held.extend(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+            _destroyed.extend(group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+            _destroyed.extend(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
         dist.destroy_process_group()
-    for index in reversed(range(len(_held))):  # groups before their backends, to which they refer
-        if sys.getrefcount(_held[index]) <= 2:  # the list and the argument
-            del _held[index]
+    for index in reversed(range(len(_destroyed))):  # groups before their backends, which they reference
+        if sys.getrefcount(_destroyed[index]) <= 2:  # the list and the argument
+            del _destroyed[index]
 
 
 def settings() -> tuple[Any, ...]:
-    """Return what a test may set in torch for all that follow, as it is now."""
+    """Return the current global settings of torch, which a test may change."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ()
@@ -82,7 +83,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def restore(before: tuple[Any, ...]) -> None:
-    """Set that back; torch's own defaults where the test imported torch."""
+    """Restore the global settings of torch, or its defaults if the test imported torch."""
     torch: Any = sys.modules.get("torch")
     if torch is None or before == settings():
         return
@@ -93,7 +94,7 @@ def restore(before: tuple[Any, ...]) -> None:
     torch.set_grad_enabled(grad)
     torch.use_deterministic_algorithms(deterministic)
     if torch.distributed.is_available():
-        # At DETAIL a rank joins other groups first, for which ranks at another level would not come.
+        # Ranks at level DETAIL create additional groups, for which ranks at other levels would not join.
         if level is None:
             torch.distributed.set_debug_level_from_env()
         else:
@@ -101,14 +102,14 @@ def restore(before: tuple[Any, ...]) -> None:
 
 
 def _device(torch: Any) -> Any:
-    """Return the default device, None where none is set: setting the CPU would slow every call."""
+    """Return the default device, None for the CPU, because setting a default device slows down every call."""
     try:
         device = torch.get_default_device()
-    except AttributeError:  # torch 2.6, once None was set
+    except AttributeError:  # torch 2.6 after set_default_device(None)
         return None
     return None if device == torch.device("cpu") else device
 
 
 def _debug_level(torch: Any) -> Any:
-    """Return how much torch.distributed checks: it is read from TORCH_DISTRIBUTED_DEBUG once, or set by the test."""
+    """Return the debug level of torch.distributed, from TORCH_DISTRIBUTED_DEBUG at import or set by the test."""
     return torch.distributed.get_debug_level() if torch.distributed.is_available() else None

@@ -1,7 +1,7 @@
-"""Ends the ranks when the pytest that started them is gone, however it went and whatever they are doing.
+"""A process that kills the ranks when the outer pytest process has ended for any reason.
 
-Run as a script of its own, by path and without site-packages: a rank itself may be stopped, or hold the interpreter's
-lock in C code, and could not notice. It reads `+PID` and `-PID` on stdin, and acts when that is closed.
+Run as a script, by path and without site-packages. A rank cannot do this itself, because it may be stopped or hold the
+GIL in C code. The guard reads `+PID` and `-PID` from stdin, and kills the listed processes when stdin is closed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of a process, their children and so on; none where there is no /proc."""
-    found: list[int] = []
+    """Return all descendants of a process; an empty list without /proc."""
+    result: list[int] = []
     pending = [pid]
     while pending:
         tasks = f"/proc/{pending.pop()}/task"
@@ -25,25 +25,25 @@ def descendants(pid: int) -> list[int]:
             try:
                 with open(name, encoding="ascii") as file:
                     children = [int(child) for child in file.read().split()]
-            except OSError:  # the thread has just ended
+            except OSError:  # the thread has ended meanwhile
                 continue
-            found += children
+            result += children
             pending += children
-    return found
+    return result
 
 
 def end(pid: int) -> None:
-    """Kill a process, its group, and what it started and left the group."""
-    # Found while it lives: it adopts what its children leave behind.
+    """Kill a process, its process group, and its descendants in other groups."""
+    # List the descendants while the process lives, because it adopts orphans (PR_SET_CHILD_SUBREAPER).
     for kill, number in [(os.killpg, pid), *((os.kill, child) for child in descendants(pid))]:
         try:
             kill(number, signal.SIGKILL)
-        except OSError:  # gone already; on macOS, a group of zombies may not be signalled
+        except OSError:  # already ended; on macOS also a group of zombies
             continue
 
 
 def main() -> None:
-    """Watch until stdin is closed, then end what is being watched."""
+    """Read process ids until stdin is closed, then kill these processes."""
     watched: set[int] = set()
     for line in sys.stdin:
         (watched.add if line[0] == "+" else watched.discard)(int(line[1:]))

@@ -1,4 +1,4 @@
-"""`@pytest.mark.syncheck(ranks=4)`: what a test asks for."""
+"""Arguments of `@pytest.mark.syncheck(ranks=4)`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 NAME = "syncheck"
-# The user property of a test whose ranks were started anew.
+# User property of a test whose ranks were started again.
 RETRIED = "syncheck_retried_start"
-# The fixture through which `ranks=[2, 4]` becomes two tests; the test itself need not ask for it.
+# The fixture for the parametrization of `ranks=[2, 4]`, which the test does not request.
 PARAMETER = "_syncheck_ranks"
-# Each rank is a process with torch in it. More than this is taken for a mistake, not for a wish.
+# Each rank is a process with torch, so a larger number is most likely a mistake.
 MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the marker says. ranks: numbers of ranks to run the test on. several: whether they came as a list.
+class Settings:
+    """Arguments of the marker. ranks: numbers of ranks. several: whether `ranks` was a list.
 
-    timeout: seconds, None for the run's own limit. group: whether a process group is to be ready; without one, torch is
-    not imported either.
+    timeout: seconds, None for the default of the run. group: whether to create a process group; if not, torch is not
+    imported.
     """
 
     ranks: tuple[int, ...]
@@ -33,25 +33,25 @@ class Wanted:
     group: bool = True
 
 
-def of(node: Any) -> Wanted | None:
-    """Read a node's closest marker, None where it has none. Fails the test, in one line, for a wrong marker."""
+def read_marker(node: Any) -> Settings | None:
+    """Return the settings of a node's closest marker, or None. Fails the test if the marker is invalid."""
     mark = node.get_closest_marker(NAME)
     return None if mark is None else _read(mark.args, mark.kwargs, node.nodeid)
 
 
 def ranks_of(item: Any) -> int:
-    """Return the number of ranks of one test, of the list its own entry."""
-    wanted = of(item)
-    assert wanted is not None
+    """Return the number of ranks of one test."""
+    settings = read_marker(item)
+    assert settings is not None
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if wanted.several and PARAMETER not in parameters:
-        _refuse(item.nodeid, "with a list of ranks must stand on the test, its class or module, not on a parameter")
-    number: int = parameters[PARAMETER] if wanted.several else wanted.ranks[0]
+    if settings.several and PARAMETER not in parameters:
+        _fail(item.nodeid, "with a list of ranks must be on the test, its class or module, not on a parameter")
+    number: int = parameters[PARAMETER] if settings.several else settings.ranks[0]
     return number
 
 
-def limit(config: pytest.Config) -> float:
-    """Return the seconds a test may take whose marker does not say: the option, then the ini value."""
+def default_timeout(config: pytest.Config) -> float:
+    """Return the time limit in seconds of tests without a limit in their marker: the option, then the ini value."""
     given = config.getoption("syncheck_timeout")
     text = config.getini("syncheck_timeout") if given is None else given
     try:
@@ -59,28 +59,30 @@ def limit(config: pytest.Config) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
+        from syncheck.messages import PytestText
+
         name = "syncheck_timeout" if given is None else "--syncheck-timeout"
-        raise pytest.UsageError(f"{name} {text}: needs a number of seconds above 0")
+        raise pytest.UsageError(str(PytestText.TIMEOUT(option=name, value=text)))
     return seconds
 
 
-def _read(args: Sequence[Any], kwargs: Mapping[str, Any], node: str) -> Wanted:
+def _read(args: Sequence[Any], kwargs: Mapping[str, Any], node: str) -> Settings:
     given = dict(kwargs)
     if args:
         given.setdefault("ranks", args[0])
     unknown = sorted(given.keys() - {"ranks", "timeout", "group"})
     if unknown or len(args) > 1:
-        _refuse(node, f"does not know {', '.join(unknown) or args[1]!r}; it takes ranks, timeout and group")
+        _fail(node, f"has no argument {', '.join(unknown) or args[1]!r}; it takes ranks, timeout and group")
     ranks = given.get("ranks", 2)
     several = isinstance(ranks, (list, tuple))
     listed = tuple(ranks) if several else (ranks,)
     if not listed or not all(type(n) is int and 1 <= n <= MOST_RANKS for n in listed) or len(set(listed)) < len(listed):
-        _refuse(node, f"ranks={ranks!r}: needs a number from 1 to {MOST_RANKS}, or a list of different ones")
+        _fail(node, f"ranks={ranks!r}: must be a number from 1 to {MOST_RANKS}, or a list of different numbers")
     timeout = given.get("timeout")
     if timeout is not None and (not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf")):
-        _refuse(node, f"timeout={timeout!r}: needs a number of seconds above 0")
-    return Wanted(listed, several, timeout, bool(given.get("group", True)))
+        _fail(node, f"timeout={timeout!r}: must be a number of seconds above 0")
+    return Settings(listed, several, timeout, bool(given.get("group", True)))
 
 
-def _refuse(node: str, why: str) -> NoReturn:
-    pytest.fail(f"{node}: @pytest.mark.syncheck {why}", pytrace=False)
+def _fail(node: str, problem: str) -> NoReturn:
+    pytest.fail(f"{node}: @pytest.mark.syncheck {problem}", pytrace=False)

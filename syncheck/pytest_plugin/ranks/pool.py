@@ -1,4 +1,4 @@
-"""The processes of the ranks: kept between tests that pass, ended as soon as one does not."""
+"""The processes of the ranks, reused after passed tests and killed after failed tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
+from syncheck.messages import PytestText
 from syncheck.pytest_plugin.ranks.process import Guard, RankProcess, wait_for_stacks
 
 if TYPE_CHECKING:
@@ -16,62 +17,67 @@ if TYPE_CHECKING:
 
     from syncheck.pytest_plugin.ranks.results import Result
 
-# Seconds for python, pytest and torch to be loaded and the process group to be ready; not the test's own time.
+# Seconds until Python, pytest and torch are imported and the process group is ready. Not part of the test's time limit.
 STARTUP = 120.0
-# Seconds that the others have to end by themselves after a rank failed: most wait for it in a collective.
+# Seconds for the other ranks to end after a rank failed. Most wait for the failed rank in a collective.
 GRACE = 2.0
-# Seconds that a rank which failed has for the teardown of its fixtures, once the others have ended or were given up.
+# Seconds for the teardown of fixtures on a failed rank.
 TEARDOWN = 20.0
-# Seconds to let go of a process group whose test has passed.
+# Seconds for leaving a process group after a test has passed.
 RELEASE = 10.0
-# Seconds between looks at processes that say nothing.
+# Seconds between two checks of the processes.
 TICK = 0.05
 
 
 class Pool:
-    """Processes by number; a test on n ranks takes the first n. start_in: the folder they work in."""
+    """Processes by rank; a test on n ranks uses the first n. folder: their working folder.
 
-    def __init__(self, start_in: Path, report: Callable[[Any], pytest.TestReport]) -> None:
-        self._start_in, self._report = start_in, report
+    load_report: deserializes a report of pytest.
+    """
+
+    def __init__(self, folder: Path, load_report: Callable[[Any], pytest.TestReport]) -> None:
+        self._folder, self._load_report = folder, load_report
         self._processes: list[RankProcess | None] = []
         self._guard: Guard | None = None
 
     def run(
         self, tasks: Sequence[dict[str, Any]], results: Sequence[Result], limit: float, tail: Callable[[], None]
     ) -> str:
-        """Run one test on as many ranks as there are tasks, and wait for all of them.
+        """Run one test on as many ranks as there are tasks, and wait for all ranks.
 
-        results: each rank's, filled in. limit: seconds after which all are ended. tail: called now and then.
-        Returns the limit that was passed, in words, or "". Whatever is raised while it waits (Ctrl-C, pytest-timeout)
-        ends the processes first.
+        results: one per rank, filled in by this method. limit: the time limit in seconds. tail: called regularly.
+        Returns the message about an exceeded time limit, or "". On any exception (Ctrl-C, pytest-timeout) the
+        processes are killed.
         """
         numbers = range(len(tasks))
         running: list[RankProcess] = []
         try:
-            running = self._started(results)
+            running = self._start(results)
             for process, task in zip(running, tasks, strict=True):
                 process.send({"run": task})
-            late = self._wait(running, results, limit, tail)
-            _take_stacks(running, results)
+            time_limit = self._wait(running, results, limit, tail)
+            _collect_stacks(running, results)
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):
-                _take_stacks(running, results)
+                _collect_stacks(running, results)
             self._kill(numbers)
             raise
         if all(result.clean and result.reusable for result in results):
             for process in running:
-                process.send({"release": True})  # only now: a group that goes early may take a late peer with it
+                # After all ranks have ended, because leaving a process group may break it for other ranks.
+                process.send({"release": True})
         else:
             self._kill(numbers)
-        return late
+        return time_limit
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         self._kill(range(len(self._processes)))
         if self._guard is not None:
             self._guard.close()
 
-    def _started(self, results: Sequence[Result]) -> list[RankProcess]:
+    def _start(self, results: Sequence[Result]) -> list[RankProcess]:
+        """Return one process per result, reused or new."""
         running = []
         self._processes += [None] * (len(results) - len(self._processes))
         for number, result in enumerate(results):
@@ -82,7 +88,7 @@ class Pool:
             if process is None:
                 self._guard = self._guard or Guard()
                 out, err = result.folder / "stdout", result.folder / "stderr"
-                process = RankProcess(self._start_in, out, err, self._guard)
+                process = RankProcess(self._folder, out, err, self._guard)
                 self._processes[number] = process
             else:
                 result.reused = True
@@ -92,19 +98,19 @@ class Pool:
     def _wait(
         self, running: Sequence[RankProcess], results: Sequence[Result], limit: float, tail: Callable[[], None]
     ) -> str:
-        """Take in messages until all ranks are done, one has failed and the others do not follow, or time is up."""
+        """Receive messages until all ranks are done, the grace period after a failure is over, or time is up."""
         by_socket = {process.socket: i for i, process in enumerate(running)}
         started, began = time.monotonic(), False
         while not all(result.over for result in results):
             readable = wait([s for s, i in by_socket.items() if not results[i].over], timeout=TICK)
             for number in {by_socket[s] for s in readable}:  # type: ignore[index]
-                self._take(running[number], results[number])
+                self._receive(running[number], results[number])
             for process, result in zip(running, results, strict=True):
-                # A grandchild may hold the connection open when the rank itself is gone.
+                # A grandchild may keep the connection open after the rank has ended.
                 if not result.over and process.ended():
-                    self._take(process, result)
+                    self._receive(process, result)
                     if not result.over:
-                        self._gone(process, result)
+                        self._record_exit(process, result)
             tail()
             now = time.monotonic()
             left = [result.left_early_at for result in results if result.left_early_at is not None]
@@ -116,21 +122,21 @@ class Pool:
             if len(ready) < len(results):
                 if now > started + STARTUP:
                     return f"the ranks' process groups were not ready in {STARTUP:g} s"
-            elif not began and not left:  # as one: no rank runs code of the test that another rank never reaches
+            elif not began and not left:  # no rank may run the test alone
                 began = True
                 for process in running:
                     process.send({"begin": True})
             elif began and now > max(ready) + limit:
-                return f"time limit of {limit:g} s passed (syncheck(timeout=...) or --syncheck-timeout)"
+                return str(PytestText.TIME_LIMIT(seconds=limit))
         return ""
 
-    def _take(self, process: RankProcess, result: Result) -> None:
+    def _receive(self, process: RankProcess, result: Result) -> None:
         messages = process.receive()
         if messages is None:
-            self._gone(process, result)
+            self._record_exit(process, result)
         for message in messages or ():
             if "report" in message:
-                result.add(self._report(message["report"]))
+                result.add(self._load_report(message["report"]))
             result.joining = result.joining or "joining" in message
             if "ready" in message:
                 result.ready = time.monotonic()
@@ -142,7 +148,7 @@ class Pool:
             if "done" in message:
                 result.done, result.reusable = True, message["done"]["reusable"]
 
-    def _gone(self, process: RankProcess, result: Result) -> None:
+    def _record_exit(self, process: RankProcess, result: Result) -> None:
         result.cut_off = process.lost_connection()
         result.left_with = process.kill()
         result.fail()
@@ -155,7 +161,7 @@ class Pool:
                 self._processes[number] = None
 
 
-def _take_stacks(running: Sequence[RankProcess], results: Sequence[Result]) -> None:
+def _collect_stacks(running: Sequence[RankProcess], results: Sequence[Result]) -> None:
     stuck = [(process, result) for process, result in zip(running, results, strict=False) if not result.over]
     for process, _ in stuck:
         process.ask_for_stack()

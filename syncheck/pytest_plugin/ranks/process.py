@@ -1,4 +1,4 @@
-"""One rank's process: started, spoken to, asked for its stack, ended. None outlives the pytest that started it."""
+"""The process of one rank: start, messages, stacks, exit. No rank outlives the outer pytest process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from syncheck.pytest_plugin.ranks import guard
 
-# What the tests themselves are unlikely to use; macOS has no real-time signals.
+# A signal unlikely to be used by tests. macOS has no real-time signals.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-# Not `-m`: a spawned grandchild would import that module anew as its own main module.
+# Not `-m`, because processes spawned by a test import the main module of their parent.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]), sys.argv[3])"
@@ -26,12 +26,12 @@ _CHUNK = 1 << 20
 
 
 def import_path() -> list[str]:
-    """Return sys.path as it can be sent: a conftest may have put other objects into it, which Python passes over."""
+    """Return sys.path without objects other than strings, which a conftest may add and Python ignores."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 class Guard:
-    """A process that ends the ranks when this one is gone without having done so."""
+    """A process that kills the ranks if this process ends without killing them."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
@@ -43,21 +43,21 @@ class Guard:
         )
 
     def watch(self, pid: int) -> None:
-        """Take a rank into its care."""
-        self._tell(f"+{pid}\n")
+        """Add a rank's process."""
+        self._send(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """Leave alone what has been ended: its number is about to be free."""
-        self._tell(f"-{pid}\n")
+        """Remove a killed process, because its id may be reused."""
+        self._send(f"-{pid}\n")
 
     def close(self) -> None:
-        """Let it go."""
+        """End the guard."""
         with suppress(OSError):
             self._pipe.close()
         self._popen.wait()
 
-    def _tell(self, line: str) -> None:
-        with suppress(OSError):  # whoever killed it has to answer for that
+    def _send(self, line: str) -> None:
+        with suppress(OSError):  # the guard was killed
             self._pipe.write(line.encode())
             self._pipe.flush()
 
@@ -68,26 +68,26 @@ class Guard:
 
 
 class RankProcess:
-    """A child that runs one test after another, until its connection is closed.
+    """A child process, which runs tests until its connection is closed.
 
-    Messages are lines of JSON. They are read without waiting: a child may stop, or be killed, in the middle of one.
+    Messages are lines of JSON. They are read without blocking, because a child may be stopped in the middle of a line.
     """
 
     def __init__(self, folder: Path, out: Path, err: Path, watched_by: Guard) -> None:
-        """Start it. folder: where to work. out, err: files for what it writes before its first task."""
+        """Start the process. folder: its working folder. out, err: files for its output before the first task."""
         self._guard = watched_by
-        self.socket, there = socket.socketpair()
+        self.socket, peer = socket.socketpair()
         self._lost = err.with_name("connection_lost")
-        with there, out.open("ab") as stdout, err.open("ab") as stderr:
-            # A session of its own: Ctrl-C reaches pytest alone, and its own children can be ended with it.
-            # -P: a json.py in the current folder is not the one that is meant.
+        with peer, out.open("ab") as stdout, err.open("ab") as stderr:
+            # A new session: Ctrl-C reaches pytest only, and the rank can be killed with its children.
+            # -P, because the current folder may contain a json.py.
             self.popen = subprocess.Popen(
-                [sys.executable, "-uPc", _START, json.dumps(import_path()), str(there.fileno()), str(self._lost)],
+                [sys.executable, "-uPc", _START, json.dumps(import_path()), str(peer.fileno()), str(self._lost)],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=[there.fileno()],
+                pass_fds=[peer.fileno()],
                 start_new_session=True,
             )
         watched_by.watch(self.popen.pid)
@@ -96,14 +96,14 @@ class RankProcess:
         self._closed = False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. A dead child is noticed by who waits for its answer."""
+        """Send a message. Errors are ignored, because the caller detects a dead child when it waits for the answer."""
         self.idle = False
         self.socket.settimeout(10)
         with suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the whole messages that are there, without waiting; None when the child is gone and all are read."""
+        """Return the complete messages received so far; None if the child has ended and all messages were returned."""
         self.socket.setblocking(False)
         while not self._closed:
             try:
@@ -116,27 +116,27 @@ class RankProcess:
             self._received += data
         *lines, rest = bytes(self._received).split(b"\n") if b"\n" in self._received else [bytes(self._received)]
         self._received = bytearray(rest)
-        messages = [_decoded(line) for line in lines]
+        messages = [_decode(line) for line in lines]
         return None if self._closed and not messages else messages
 
     def ended(self) -> bool:
-        """Whether the process has ended. It is not reaped: its number must stay taken until `kill`."""
+        """Whether the process has ended. It is not reaped, to reserve its id until `kill`."""
         if self.popen.returncode is not None:
             return True
         try:
             return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # reaped by someone else
+        except ChildProcessError:  # reaped by the test or another plugin
             return True
 
     def lost_connection(self, seconds: float = 1.0) -> bool:
-        """Return whether it is cut off: it ended itself for that reason, or does not end although no more can come."""
+        """Whether the child lost its connection: it killed itself for this reason, or is alive without a connection."""
         deadline = time.monotonic() + seconds
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
         return self._lost.exists() or not self.ended()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Wait until it has let go of its last test; return whether it has, and lives."""
+        """Wait until the child has released its last test. Return whether it has, and is alive."""
         deadline = time.monotonic() + seconds
         while not self.idle and time.monotonic() < deadline:
             messages = self.receive()
@@ -148,12 +148,12 @@ class RankProcess:
         return self.idle and not self.ended()
 
     def ask_for_stack(self) -> None:
-        """Make it write the stacks of all its threads, also where it waits in C code."""
+        """Make the child write the stacks of all threads, even if it is blocked in C code."""
         if not self.ended():
             os.kill(self.popen.pid, STACK_SIGNAL)
 
     def kill(self) -> int:
-        """End the process, its group and all that it started; return its exit code, or minus a signal."""
+        """Kill the process, its group and its descendants. Return the exit code, or the negative signal number."""
         if self.popen.returncode is None:
             guard.end(self.popen.pid)
             self._guard.forget(self.popen.pid)
@@ -163,7 +163,7 @@ class RankProcess:
 
 
 def wait_for_stacks(files: list[Path], seconds: float = 2.0) -> None:
-    """Wait until the stacks asked for are written: each file holds something and has stopped growing."""
+    """Wait until no file is empty or growing."""
     sizes: list[int] = []
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -174,11 +174,11 @@ def wait_for_stacks(files: list[Path], seconds: float = 2.0) -> None:
         sizes = now
 
 
-def _decoded(line: bytes) -> dict[str, Any]:
+def _decode(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except ValueError:
         message = None
     if not isinstance(message, dict):
-        return {"problem": f"what it sent is no message of ours: {line[:80]!r}"}
+        return {"problem": f"unexpected data from the rank's process: {line[:80]!r}"}
     return message

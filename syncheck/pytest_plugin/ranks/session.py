@@ -1,7 +1,7 @@
-"""The pytest session in a rank's process: same rootdir, ini, conftests and options, and one test after another.
+"""The pytest session in a rank's process, with the rootdir, ini file, conftests and options of the outer session.
 
-As in a worker of pytest-xdist, modules and conftests are imported once. Every test is followed by the teardown of the
-fixtures of all scopes, for what the other ranks run next may be another test.
+As in a worker of pytest-xdist, modules and conftests are imported once. Fixtures of all scopes are torn down after
+every test, because the ranks of the next test may be other processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _stacks: list[Any] = []
 
 
 def _enter(task: dict[str, Any]) -> None:
-    """Set files, folder, environment and import path as the outer pytest has them now."""
+    """Set output files, folder, environment and import path to those of the outer pytest."""
     folder = Path(task["folder"])
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         opened = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -73,7 +73,7 @@ def _enter(task: dict[str, Any]) -> None:
 
 
 def _fingerprint() -> tuple[Any, ...]:
-    """Return the same before and after a test that leaves nothing behind: threads, processes, signals, limits, ..."""
+    """Return the state of the process, which is equal before and after a test without side effects."""
     umask = os.umask(0o22)
     os.umask(umask)
     torch = sys.modules.get("torch")
@@ -88,15 +88,15 @@ def _fingerprint() -> tuple[Any, ...]:
         gc.isenabled(),
         sys.getrecursionlimit(),
         [stream is None or stream.closed for stream in _STREAMS],
-        # Before torch is there, it has the threads that OMP_NUM_THREADS says.
+        # The number of threads of torch after its import.
         torch.get_num_threads() if torch is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1"),
     )
 
 
 TASK = pytest.StashKey["Task"]()
-"""Of a rank's config: the test that runs, as the pytest that gave it wrote it."""
-# What belongs to the outer session alone: choosing tests, writing files, debuggers, other processes, repeating.
-_OUTER: dict[str, Any] = {
+"""In a rank's config: the task of the running test."""
+# Options of the outer session only: selection of tests, output files, debuggers, workers, repetition.
+_OUTER_ONLY: dict[str, Any] = {
     "capture": "no",
     "usepdb": False,
     "trace": False,
@@ -122,15 +122,18 @@ _OUTER: dict[str, Any] = {
     "syncheck": [],
     "syncheck_output": [],
 }
-# They would seed all ranks alike, and run a test again on one rank that the others have ended.
-_REPLACED = ("randomly", "rerunfailures")
+# Plugins with harmful effects in a rank: the same seed on all ranks, repetition of a test on one rank only.
+_DISABLED_PLUGINS = ("randomly", "rerunfailures")
 
 
 def serve(task: Task, receive: Receive, send: Send) -> None:
-    """Run tests as they come; return when the session is over, which only an error or pytest.exit makes it.
+    """Run tests until the session ends because of an error or pytest.exit.
 
-    task: the first. receive: waits for the next message. Sent for each test: `joining` and `ready`, before and after
-    the process group is made; after `begin`, `report`s, `warning`s, `problem`s, at last `done`; `released` without it.
+    task: the first test. receive: waits for the next message. send: sends for each test
+
+    - `joining` and `ready`, before and after the process group is created,
+    - after `begin` was received, `report`, `warning` and `problem`, then `done`,
+    - after `release` was received, `released`.
     """
     _enter(task)
     measured = coverage.start(task["coverage"])
@@ -138,44 +141,46 @@ def serve(task: Task, receive: Receive, send: Send) -> None:
     try:
         _session(task, plugin)
         problem = "its pytest session ended"
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the test must be told of it
+    except BaseException as error:  # noqa: BLE001 - every error must reach the outer session
         if not isinstance(error, pytest.UsageError):
             traceback.print_exc()
         problem = f"its pytest session failed: {type(error).__name__}: {error}"
-    if not plugin.told:
+    if not plugin.problem_sent:
         send({"problem": problem})
     coverage.save(measured)
     send({"done": {"reusable": False}})
 
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
-    """Stand in for breakpoint(), which would wait for input that no one can give."""
+    """Replace breakpoint(), which would wait for input without a terminal."""
     __tracebackhide__ = True
-    pytest.fail("breakpoint() in a test on several ranks: a rank has no terminal. Print, or run the code in one rank.")
+    pytest.fail("breakpoint() in a test on several ranks: ranks have no terminal; use print, or run one rank only")
 
 
 def _session(task: Task, plugin: _Plugin) -> None:
-    # As pytest-xdist does for its workers; pytest.main gives no way to change what addopts says.
+    # pytest-xdist uses the same function for its workers, because pytest.main cannot override addopts.
     from _pytest.config import _prepareconfig
 
     config = _prepareconfig(task["args"], [plugin])
-    config.pluginmanager.register(object(), "syncheck-rank")  # a name by which the hooks know where they are
-    for name in _REPLACED:
+    config.pluginmanager.register(
+        object(), "syncheck-rank"
+    )  # marks this session as a rank for the hooks of this plugin
+    for name in _DISABLED_PLUGINS:
         if config.pluginmanager.hasplugin(name):
             config.pluginmanager.unregister(name=name)
-    for name, value in _OUTER.items():
+    for name, value in _OUTER_ONLY.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
     config.option.basetemp = task["basetemp"]
-    # All that this run has for ranks, at once: fixtures belong to the nodes of one collection.
+    # The files of all tests on ranks, because fixtures belong to the nodes of one collection.
     config.args = task["files"]
     config.args_source = pytest.Config.ArgsSource.ARGS
     if task["workerinput"] is not None:
         config.workerinput = task["workerinput"]  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]
     stdout = sys.stdout
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        sys.stdout = nowhere  # the terminal reporter takes it, and a rank has nothing to report there
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        sys.stdout = null  # discards the output of the rank's terminal reporter
         try:
             plugin.stdout = stdout
             config.hook.pytest_cmdline_main(config=config)
@@ -184,18 +189,18 @@ def _session(task: Task, plugin: _Plugin) -> None:
 
 
 class _Plugin:
-    """Runs the tests of a session, and tells the outer one of them. told: of what ended the session, if anything."""
+    """Runs the tests of a session and sends the results. problem_sent: whether a problem of this test was sent."""
 
     def __init__(self, task: Task, receive: Receive, send: Send, measured: Any) -> None:
         self.task, self.receive, self.send, self.measured = task, receive, send, measured
         self.stdout = sys.stdout
-        self.told = False
+        self.problem_sent = False
         self.items: dict[str, pytest.Item] = {}
         self.broken: dict[str, str] = {}
 
-    def problem(self, text: str) -> None:
-        """Tell of what went wrong outside the test itself."""
-        self.told = True
+    def send_problem(self, text: str) -> None:
+        """Send an error outside the test itself."""
+        self.problem_sent = True
         self.send({"problem": text})
 
     @pytest.hookimpl(tryfirst=True)
@@ -205,7 +210,7 @@ class _Plugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        # Which test runs is decided already: hooks may mark them here, but not choose, or double them.
+        # The outer session has selected the tests, so items removed or repeated by hooks are restored.
         before = list(items)
         result = yield
         for item in [*items, *before]:
@@ -222,39 +227,39 @@ class _Plugin:
             self._run(session)
             while "run" not in (message := self.receive()):
                 self._release()
-            self.task, self.told = message["run"], False
+            self.task, self.problem_sent = message["run"], False
             _enter(self.task)
 
     def _run(self, session: pytest.Session) -> None:
-        """Run the test of the task, and tell how it went."""
+        """Run the test of the task and send its results."""
         item = self.items.get(self.task["nodeid"])
         before = _fingerprint()
         if item is not None:
             self.config.stash[TASK] = self.task
             settings = group.settings()
-            if self._prepared():
+            if self._prepare():
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             group.restore(settings)
         else:
-            self.problem(self._missing())
+            self.send_problem(self._describe_missing_test())
         coverage.save(self.measured)
         stopped = session.shouldfail or session.shouldstop
         self.send({"done": {"reusable": not stopped and _fingerprint() == before}})
 
-    def _missing(self) -> str:
+    def _describe_missing_test(self) -> str:
         nodeid = self.task["nodeid"]
         broken = [text for node, text in self.broken.items() if nodeid.startswith(node)]
         if broken:
             return "\n".join(["collecting the test failed:", *broken])
-        return f"there is no test {nodeid} in it. Has the test the same id in every process?"
+        return f"the rank collected no test {nodeid}; its id must be the same in every process"
 
-    def _prepared(self) -> bool:
+    def _prepare(self) -> bool:
         self.send({"joining": True})
         try:
             group.prepare(self.task)
-        except Exception as error:  # noqa: BLE001 - the test must be told of it
+        except Exception as error:  # noqa: BLE001 - every error must reach the outer session
             traceback.print_exc()
-            self.problem(f"no process group: {type(error).__name__}: {error}")
+            self.send_problem(f"no process group: {type(error).__name__}: {error}")
             return False
         self.send({"ready": True})
         while "begin" not in self.receive():
@@ -265,7 +270,7 @@ class _Plugin:
         try:
             group.destroy()
         except Exception:  # noqa: BLE001
-            os._exit(1)  # another process is started in its place
+            os._exit(1)  # the pool starts a new process
         self.send({"released": True})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -274,11 +279,11 @@ class _Plugin:
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":
-            kept = {"text": str(warning_message.message), "category": warning_message.category.__name__}
-            self.send({"warning": kept | {"file": warning_message.filename, "line": warning_message.lineno}})
+            warning = {"text": str(warning_message.message), "category": warning_message.category.__name__}
+            self.send({"warning": warning | {"file": warning_message.filename, "line": warning_message.lineno}})
 
     def pytest_internalerror(self, excrepr: ExceptionRepr) -> None:
-        self.problem(f"an error inside pytest or a plugin:\n{excrepr}")
+        self.send_problem(f"an error inside pytest or a plugin:\n{excrepr}")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self.problem(f"its session was left by {excinfo.typename}: {excinfo.value}")
+        self.send_problem(f"its session was ended by {excinfo.typename}: {excinfo.value}")

@@ -1,0 +1,350 @@
+"""Hooks and test items for checkpoints in a pytest run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from syncheck.pytest_plugin import options
+from syncheck.pytest_plugin.checkpoints.arguments import is_same, select_checkpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+    from pathlib import Path
+
+    from syncheck.pytest_plugin.checkpoints.arguments import Selection
+    from syncheck.pytest_plugin.checkpoints.judge import Judge, Update
+    from syncheck.pytest_plugin.checkpoints.plan import Planned
+
+
+class Checkpoints(pytest.Collector):
+    """A folder of checkpoints, or a run in a folder: the levels of an id above the items."""
+
+    def __init__(self, *, planned: list[Planned], judge: Judge, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.planned = planned
+        self.judge = judge
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Return the runs of a folder, the items of a run."""
+        if not isinstance(self.parent, Checkpoints):
+            return [
+                Checkpoints.from_parent(self, name=owner, planned=planned, judge=self.judge)
+                for owner, planned in _group_by(self.planned, "owner").items()
+            ]
+        return [
+            CheckpointItem.from_parent(self, name=planned.item, planned=planned, judge=self.judge)
+            for planned in self.planned
+        ]
+
+
+class CheckpointItem(pytest.Item):
+    """Judges one kind of tensor of one group of replicas."""
+
+    def __init__(self, *, planned: Planned, judge: Judge, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.planned = planned
+        self.judge = judge
+        self._headline = ""
+
+    def runtest(self) -> None:
+        """Compare, and fail or skip with a report instead of a traceback."""
+        __tracebackhide__ = True
+        from syncheck.pytest_plugin.checkpoints.outcomes import judge_item
+
+        outcome = judge_item(self.planned, self.judge)
+        # Plugins such as pytest-rerunfailures run the same item again.
+        other_properties = [(name, value) for name, value in self.user_properties if not name.startswith("syncheck_")]
+        self.user_properties[:] = [*other_properties, *outcome.properties]
+        self._headline = outcome.headline
+        if outcome.status == "failed":
+            pytest.fail(outcome.body, pytrace=False)
+        if outcome.status == "skipped":
+            pytest.skip(outcome.body)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return pytest's representation, with the headline in the short summary instead of `Failed: ...`."""
+        representation = super().repr_failure(excinfo, style)
+        crash = getattr(representation, "reprcrash", None)
+        if isinstance(excinfo.value, pytest.fail.Exception) and crash is not None:
+            crash.message = self._headline
+            crash.path, crash.lineno = str(self.reportinfo()[0]), 0  # --tb=line prints the folder
+        return representation
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Return the item's folder and the title of its failure.
+
+        The folder is escaped, because not every name can be sent to another process or written to XML. The title is
+        more than the id, because pytest -v would interpret dots in an id as attributes.
+        """
+        return self.config.rootpath / self.planned.shown, None, f"syncheck {self.nodeid}"
+
+
+def _collectors(session: pytest.Session, planned: list[Planned], judge: Judge) -> list[Checkpoints]:
+    """Return one collector per folder."""
+    return [
+        Checkpoints.from_parent(session, name=shown, nodeid=shown, path=inside[0].folder, planned=inside, judge=judge)
+        for shown, inside in _group_by(planned, "shown").items()
+    ]
+
+
+def _group_by(planned: list[Planned], field: str) -> dict[str, list[Planned]]:
+    groups: dict[str, list[Planned]] = {}
+    for item in planned:
+        groups.setdefault(getattr(item, field), []).append(item)
+    return groups
+
+
+class Header:
+    """Adds lines to pytest's header: ignored checkpoints, and options of the project."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+        """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
+        selection, lines = self.selection, _project_options(config)
+        if not lines and not selection.not_judged and not selection.unused:
+            return []
+        from syncheck.errors import one_line
+        from syncheck.messages import PytestText
+
+        if selection.unused:
+            lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
+        lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
+
+        return [one_line(line) for line in lines]
+
+
+def _project_options(config: pytest.Config) -> list[str]:
+    """Return a line with the options of [tool.syncheck], the defaults of the fixture and of tests of checkpoints."""
+    if not any(map(_mentions_syncheck, (config.rootpath, *config.rootpath.parents))):
+        return []  # do not import the configuration in other projects
+    from syncheck import config as project
+    from syncheck.errors import SyncheckError
+
+    try:
+        loaded = project.load(config.rootpath)
+    except SyncheckError as error:
+        return [f"syncheck: {error}"]  # only tests of checkpoints and tests with the fixture fail
+    parts = [
+        f"{key} {options.format_value(loaded.comparison[key.replace('-', '_')])}"
+        for key in project.list_applied_keys(loaded, **options.read_options(config))
+    ]
+    if not parts or loaded.path is None:
+        return []
+    return [f"syncheck: options from {os.path.relpath(loaded.path, config.rootpath)}: {'; '.join(parts)}"]
+
+
+def _mentions_syncheck(folder: Path) -> bool:
+    try:
+        return b"syncheck" in (folder / "pyproject.toml").read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+_MOST_IDS = 6
+
+
+def configure(config: pytest.Config) -> None:
+    """Register CheckpointPlugin if this run has checkpoints to judge.
+
+    Each process of pytest-xdist calls this function and plans the same items. Usage errors are raised before workers
+    start.
+    """
+    # In a rank's session, there are no checkpoints to judge: the outer session judges them.
+    if config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
+        return
+    selection = select_checkpoints(config)
+    config.pluginmanager.register(Header(selection), "syncheck-header")
+    outputs: list[str] = config.getoption("syncheck_output")
+    if selection.paths:
+        with _convert_errors():
+            config.pluginmanager.register(_plugin(config, selection, outputs), "syncheck-checkpoints")
+    elif outputs or config.getoption("syncheck_update_baseline"):
+        from syncheck.messages import PytestText
+
+        if config.getoption("syncheck_update_baseline"):
+            raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
+        raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
+
+
+@contextlib.contextmanager
+def _convert_errors() -> Iterator[None]:
+    """Convert SyncheckError into pytest's UsageError, which prints one line and has exit code 4."""
+    from syncheck.errors import PYTEST, SyncheckError, spelling
+
+    try:
+        with spelling(PYTEST):
+            yield
+    except SyncheckError as error:
+        with spelling(PYTEST):
+            raise pytest.UsageError(str(error)) from None
+
+
+def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> CheckpointPlugin:
+    from syncheck import api
+    from syncheck import config as project
+    from syncheck.errors import PYTEST
+    from syncheck.pytest_plugin.checkpoints import judge as judging
+    from syncheck.pytest_plugin.checkpoints.plan import plan_items
+    from syncheck.pytest_plugin.checkpoints.text import terminal_width
+    from syncheck.report.files import check_extensions, needs_histograms
+
+    start = config.invocation_params.dir
+    check_extensions(outputs, option=PYTEST.name("output"))
+    # The project's options are searched from the rootdir, like pytest's own options.
+    compare_options = project.merge_options(project.load(config.rootpath), **options.read_options(config))
+    update = None
+    with judging.working_folder(start):
+        if config.getoption("syncheck_update_baseline"):
+            compare_options, update = judging.start_update(compare_options, selection)
+        found = api.find(*selection.paths, options=compare_options)
+    root = start if is_same(start, config.rootpath) else config.rootpath
+    planned = plan_items(found, compare_options, start, root)
+    width = getattr(config, "workerinput", {}).get("syncheck_width") or terminal_width()
+    writes = not _is_worker(config)
+    judge = judging.Judge(
+        found,
+        compare_options,
+        start,
+        whole=(bool(outputs) or update is not None) and writes,
+        width=width,
+        histograms=needs_histograms(outputs) and writes,
+        accepting=update is not None,
+    )
+    return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, update)
+
+
+def _select_items(planned: list[Planned], selection: Selection, config: pytest.Config) -> list[Planned]:
+    """Return the items whose ids were given, or all items."""
+    if not selection.ids:
+        return planned
+    from syncheck.messages import PytestText, names_text
+    from syncheck.pytest_plugin.checkpoints.plan import relative_id
+
+    start, known = config.invocation_params.dir, [item.nodeid for item in planned]
+    selected: set[str] = set()
+    for given in selection.ids:
+        folder, _, rest = given.partition("::")
+        absolute = os.path.realpath(start / folder)
+        matching = [
+            item.nodeid
+            for item in planned
+            if os.path.realpath(item.folder) == absolute and f"{item.owner}::{item.item}::".startswith(f"{rest}::")
+        ]
+        if not matching:
+            tests = names_text([relative_id(start, config.rootpath, nodeid) for nodeid in known], _MOST_IDS)
+            raise pytest.UsageError(str(PytestText.NO_SUCH_TEST(nodeid=given, tests=tests)))
+        selected.update(matching)
+    return [item for item in planned if item.nodeid in selected]
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this process is a worker of pytest-xdist."""
+    return hasattr(config, "workerinput")
+
+
+class CheckpointPlugin:
+    """The hooks of a run with checkpoints."""
+
+    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], update: Update | None = None) -> None:
+        self.judge = judge
+        self.planned = planned
+        self.outputs = outputs
+        self.update = update
+        self.updated = ""
+        self.ran: set[str] = set()
+        self.written: list[str] = []
+        self.errors: list[str] = []
+
+    def pytest_report_header(self) -> str:
+        """Return the number of checkpoints: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
+        from syncheck.pytest_plugin.checkpoints.summary import describe_options
+
+        found = self.judge.found
+        files = sum(len(group.ranks) for group in found.groups) + len(found.unreadable)
+        groups = len(found.groups)
+        counts = f"{files} checkpoint{'s' * (files != 1)}, {groups} group{'s' * (groups != 1)}"
+        skipped = f", {found.skipped} other files skipped" if found.skipped else ""
+        links = f", {len(found.aliases)} links to other files not compared" if found.aliases else ""
+        effective = describe_options(self.judge.options)
+        return f"syncheck: {counts}{skipped}{links}{f'; options: {effective}' if effective else ''}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Send the width of the terminal to a worker of pytest-xdist, which has no terminal."""
+        node.workerinput["syncheck_width"] = self.judge.width
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Add the checkpoints to the collected items; pytest then counts and selects them like tests."""
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed:
+            report.result.extend(_collectors(collector, self.planned, self.judge))
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Set the location of a skipped item to its folder instead of a line in this plugin."""
+        report = yield
+        if isinstance(item, CheckpointItem) and report.skipped and isinstance(report.longrepr, tuple):
+            reason: Any = (str(item.reportinfo()[0]), None, report.longrepr[2])
+            report.longrepr = reason
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record which items ran, in any process."""
+        if report.when == "call":
+            self.ran.add(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the report. After a run of several processes this compares again, because no process compared all."""
+        finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if _is_worker(session.config) or session.config.getoption("collectonly") or exitstatus not in finished:
+            return
+        for path in self.outputs:
+            self._write(path)
+        if self.update is not None:
+            self._update(self.update)
+        if self.errors and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def _write(self, path: str) -> None:
+        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.readers import refuse_overwrite
+        from syncheck.report.files import write_file
+
+        with spelling(PYTEST):
+            try:
+                report = self.judge.report()
+                with self.judge.start_folder():
+                    refuse_overwrite(path, PYTEST.name("output"))
+                    write_file(path, report, option=PYTEST.name("output"))
+                self.written.append(path)
+            except SyncheckError as error:
+                self.errors.append(str(error))
+
+    def _update(self, update: Update) -> None:
+        from syncheck.errors import PYTEST, SyncheckError, spelling
+
+        with spelling(PYTEST):
+            try:
+                self.updated = update.write(self.judge, [item for item in self.planned if item.nodeid not in self.ran])
+            except SyncheckError as error:
+                self.errors.append(str(error))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
+        from syncheck.errors import PYTEST, spelling
+        from syncheck.pytest_plugin.checkpoints import summary
+
+        with spelling(PYTEST):
+            summary.write_summary(terminalreporter, self)

@@ -1,0 +1,77 @@
+"""Hooks for tests on several ranks.
+
+The implementation is imported when the first test with the marker is collected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from syncheck.pytest_plugin.ranks import marker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.testing import Rank
+
+
+class RanksPlugin:
+    """Hooks of the outer pytest session, which starts the ranks and reports the tests."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+        """Make items with the marker run on ranks."""
+        marked = [item for item in items if item.get_closest_marker(marker.NAME)]
+        if not marked or config.pluginmanager.hasplugin("syncheck-rank"):  # inside a rank, run the test itself
+            return
+        from syncheck.pytest_plugin.ranks import item as on_ranks
+        from syncheck.pytest_plugin.ranks.pool import Pool
+
+        def load_report(data: object) -> pytest.TestReport:
+            report: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=data)
+            return report
+
+        config.stash[on_ranks.LIMIT] = marker.default_timeout(config)
+        if on_ranks.POOL not in config.stash:
+            pool = Pool(config.invocation_params.dir, load_report)
+            config.stash[on_ranks.POOL] = pool
+            config.add_cleanup(pool.close)
+        for item in marked:
+            on_ranks.run_on_ranks(item)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Raise UsageError for --pdb and --trace, because ranks have no terminal."""
+        marked = [item for item in session.items if item.get_closest_marker(marker.NAME)]
+        for option in ("usepdb", "trace"):
+            if marked and session.config.getoption(option, False):
+                from syncheck.messages import PytestText
+
+                name = f"--{option.removeprefix('use')}"
+                raise pytest.UsageError(str(PytestText.NO_DEBUGGER(option=name, test=marked[0].nodeid)))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the tests whose ranks had to be started again, even if they passed."""
+        reports = [r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "call"]
+        retried = [(r.nodeid, reason) for r in reports for name, reason in r.user_properties if name == marker.RETRIED]
+        for nodeid, reason in retried:
+            terminalreporter.write_line(f"{nodeid}: {reason}; the ranks were started again")
+
+
+def parametrize_ranks(metafunc: pytest.Metafunc) -> None:
+    """Create one test for each entry of `ranks=[2, 4]`."""
+    settings = marker.read_marker(metafunc.definition)
+    if settings is not None and settings.several:
+        metafunc.fixturenames.append(marker.PARAMETER)
+        ids = [f"{number}ranks" for number in settings.ranks]
+        metafunc.parametrize(marker.PARAMETER, settings.ranks, ids=ids, indirect=True)
+
+
+def get_rank(request: pytest.FixtureRequest) -> Rank:
+    """Return the value of the fixture `syncheck_rank`. Fails tests without the marker."""
+    from syncheck.pytest_plugin.ranks import group, session
+
+    if session.TASK not in request.config.stash:
+        pytest.fail("the fixture syncheck_rank requires @pytest.mark.syncheck(ranks=2) on the test", pytrace=False)
+    return group.make_rank(request.config.stash[session.TASK])
