@@ -127,9 +127,13 @@ def _meanings(record: str) -> dict[str, str]:
         return {}
     if not isinstance(node, ast.ClassDef):
         raise TypeError(record)
+    inherited = [meaning for base in node.bases for meaning in _meanings(ast.unparse(base)).items()]
     listed = sources.attributes(node)
     _, in_text = split_fields(sources.docstring(node), [field.name for field in listed])
-    return {field.name: field.text or in_text[field.name] for field in listed}
+    own = {field.name: field.text or in_text[field.name] for field in listed}
+    # The document has no object for the evidence of a group: its fields are those of the group.
+    evidence = _meanings("GroupEvidence") if "evidence" in own else {}
+    return {**evidence, **dict(inherited), **own}
 
 
 def _type(wanted: dict[str, Any], key: str) -> str:

@@ -89,7 +89,7 @@ def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) 
         (["run_rank0.pth"], "required: -o/--output"),
         (["*.nothing", "-o", "x"], "no file matches"),
         (["run_rank0.pth", "-o", "run_rank1.pth"], "would overwrite a checkpoint"),
-        (["run_rank0.pth", "run_rank1.pth", "-o", "broken.pth"], "need a folder"),
+        (["run_rank0.pth", "run_rank1.pth", "-o", "broken.pth"], "pass a folder"),
         (["kept", "-o", "again"], "already"),
         (["run_rank0.pth", "-o", "broken.pth/x.json"], "cannot be written"),
     ):

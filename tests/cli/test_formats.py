@@ -103,7 +103,7 @@ def test_could_not_tell(run: Run, tmp_path: Path, name: str) -> None:
     (tmp_path / "run_rank1.pth").write_text("no checkpoint")
     unread = run("compare", "run_*.pth", "--format", name)
     assert unread.code == 2
-    for done, reason in ((alone, "no replica to be compared with"), (unread, "run_rank1.pth")):
+    for done, reason in ((alone, "no replica to compare with"), (unread, "run_rank1.pth")):
         if name == "junit":
             assert int(ET.fromstring(done.out).attrib["errors"]) > 0
         else:

@@ -221,7 +221,7 @@ def test_output(run: Main, tmp_path: Path) -> None:
     assert not (tmp_path / "c.json").exists()
     done = run("run_*.pth", table="output = ['a.pdf']")
     assert (done.code, done.out) == (2, "")
-    assert f"error: {tmp_path}/pyproject.toml: tool.syncheck.output a.pdf: the ending names" in done.err
+    assert f"error: {tmp_path}/pyproject.toml: tool.syncheck.output a.pdf: unknown file extension" in done.err
     done = run("run_*.pth", table="output = ['no/folder/a.json']")
     assert done.code == 2
     assert "tool.syncheck.output no/folder/a.json: cannot be written: the folder" in done.err

@@ -51,7 +51,7 @@ def test_listing(cli: Run, tmp_path: Path) -> None:
     row = next(line.split() for line in done.lines if line.startswith("layer0.bn.running_mean"))
     assert row[1:5] == ["bn_mean", "float32", "4", "16"]
     assert "values: epoch = 7" in done.out
-    assert "guessed from their names" in done.out
+    assert "distinguished by name" in done.out
 
 
 def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:

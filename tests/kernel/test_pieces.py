@@ -13,7 +13,7 @@ from strategies import EXAMPLES, for_all
 from syncheck.kernel import blocks, pieces
 from syncheck.kernel.blocks import Files, ranges
 from syncheck.kernel.clustering import cluster_replicas
-from syncheck.snapshots import Part, Tensor
+from syncheck.snapshots import Shard, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,8 +49,8 @@ def stored(array: Any, boxes: list[tuple[slice, ...]], turned: bool = False) -> 
         piece = np.array(array[box], order="F" if turned else "C").reshape(array[box].shape)
         strides = tuple(stride // array.itemsize for stride in piece.strides)
         tensor = Tensor("w", str(array.dtype), piece.shape, strides, "", 0, data=piece.tobytes("A"))
-        parts.append(Part(tensor, tuple(span.start for span in box)))
-    return Tensor("w", str(array.dtype), array.shape, (), "", 0, parts=tuple(parts))
+        parts.append(Shard(tensor, tuple(span.start for span in box)))
+    return Tensor("w", str(array.dtype), array.shape, (), "", 0, shards=tuple(parts))
 
 
 @EXAMPLES
@@ -124,9 +124,9 @@ def test_pieces_compare_with_a_tensor_in_one_piece(tmp_path: Path, axis: int, fl
         (tmp_path / f"part{i}").write_bytes(b"?" * 5 + piece.tobytes())
         start = (at, 0) if axis == 0 else (0, at)
         tensor = Tensor("w", "float32", piece.shape, (piece.shape[1], 1), str(tmp_path / f"part{i}"), 5)
-        parts.append(Part(tensor, start))
+        parts.append(Shard(tensor, start))
         at += piece.shape[axis]
-    many = Tensor("w", "float32", array.shape, (1501, 1), "", 0, parts=tuple(parts))
+    many = Tensor("w", "float32", array.shape, (1501, 1), "", 0, shards=tuple(parts))
     with Files() as files:
         assert cluster_replicas([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
 

@@ -184,12 +184,12 @@ def test_a_single_text_is_one_pattern(syncheck_rank: Any) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a budget in words": ({"budget": "1 GB"}, "budget='1 GB': needs a whole number of bytes"),
-    "a negative budget": ({"budget": -1}, "budget=-1: needs a whole number of bytes"),
+    "a budget in words": ({"budget": "1 GB"}, "budget='1 GB': must be an integer number of bytes"),
+    "a negative budget": ({"budget": -1}, "budget=-1: must be an integer number of bytes"),
     "an unknown kind": ({"only": "weights"}, "only='weights': must be one of params"),
     "a number for texts": ({"exclude": 3}, "exclude=3: must be a list"),
     "rng as a number": ({"rng": 2}, "rng=2: must be true or false"),
-    "no mesh": ({"mesh": torch.arange(2)}, "mesh= of class Tensor: needs a torch.distributed.device_mesh.DeviceMesh"),
+    "no mesh": ({"mesh": torch.arange(2)}, "mesh= of class Tensor: expected a torch.distributed.device_mesh.DeviceMesh"),
     "a finding": ({"allow": "SYN999"}, "allow='SYN999': no such code"),
 }
 

@@ -77,12 +77,12 @@ MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "what, says",
     [
-        ("a class", "rank 0: an object of class type cannot be compared; needs a module"),
-        ("a path", "a path is not what a rank holds in memory"),
-        ("options", "the options are not the same on all ranks"),
+        ("a class", "rank 0: an object of class type cannot be compared"),
+        ("a path", "across ranks, only objects in memory can be compared"),
+        ("options", "the options differ between ranks"),
         ("an option", "only='weights': must be one of"),
         ("a limit", "rank 0: limit='x': must be"),
-        ("nothing", "rank 0: nothing given to compare"),
+        ("nothing", "rank 0: nothing to compare"),
     ],
 )
 def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, what: str, says: str) -> None:

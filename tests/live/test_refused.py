@@ -41,8 +41,8 @@ def test_uncompared_tensors_fail_an_assertion(what: str) -> None:
     assert compare(first, second).verdict == "in_sync"  # as on the command line, which counts it
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync(first, second)
-    assert "COULD NOT TELL: 1 tensor could not be compared: odd (" in str(caught.value)
-    assert "leave them out with exclude=" in str(caught.value)
+    assert "COULD NOT TELL: 1 of the tensors could not be compared: odd (" in str(caught.value)
+    assert "exclude=" in str(caught.value)
     assert_in_sync(first, second, exclude="odd")
 
 
@@ -75,4 +75,4 @@ def test_refused_tensors_fail_across_ranks(syncheck_rank: Any) -> None:
     """Sparse tensors that differ between ranks raise the same text on all ranks."""
     value = odd(1.0 + syncheck_rank.rank)["sparse"]
     outcome = all_raise(each_rank(assert_in_sync, {"good": GOOD, "odd": value}))
-    assert "1 tensor could not be compared: odd (a sparse tensor)" in outcome.text
+    assert "odd (a sparse tensor)" in outcome.text
