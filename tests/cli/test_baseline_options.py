@@ -71,7 +71,7 @@ def test_every_format_tells_of_the_baseline(run: Run, differing: Callable[..., N
     done = run("compare", *FILES, *outputs)
     assert done.code == 1
     fixed = "fixed: run no longer has"
-    assert re.search(r"^::notice title=syncheck%3A findings of the baseline are fixed::fixed: run no", done.out, re.M)
+    assert re.search(r"^::notice title=syncheck%3A baseline findings fixed::fixed: run no", done.out, re.M)
     assert "::error " in done.out
     text = Path("r.md").read_text()
     assert "not in the baseline" in text
