@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -179,8 +180,8 @@ def test_ended_while_writing(tmp_path: Path, number: signal.Signals) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["html", "json", "fingerprint"])
 def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
-    """20 runs killed at random moments, from the start to beyond the end: the output is whole, or the old one."""
-    many(tmp_path, 400)
+    """Ten runs killed at random moments, from the start to beyond the end: the output is complete, or the old one."""
+    many(tmp_path, 100)
     if ending == "fingerprint":
         ending, arguments = "json", ["fingerprint", "run_rank0.pth", "-o", "out.json"]
     else:
@@ -191,10 +192,11 @@ def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
         process.communicate()
     lasts = time.monotonic() - began
     draw, seen = random.Random(7), {"old": 0, "new": 0}
-    for _ in range(20):
+    for moment in (0.0, *(draw.uniform(0, 1.2) for _ in range(8)), math.inf):
         out.write_text("old")
         with started(tmp_path, *arguments) as process:
-            time.sleep(draw.uniform(0, 1.5 * lasts))
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=moment * lasts if math.isfinite(moment) else None)
             process.kill()
         content = out.read_text()
         assert content == "old" or is_whole(content, ending), len(content)
@@ -205,13 +207,13 @@ def test_killed_at_any_moment(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["html", "json", "md", "xml", "txt"])
+@pytest.mark.parametrize("ending", ["html", "json", "txt"])
 def test_killed_while_writing(tmp_path: Path, ending: str) -> None:
-    """Eight kills while a report is being written: never half of one, and nothing beside it but in an instant."""
+    """Four runs killed while they write a report leave the old report or a complete one."""
     many(tmp_path, 2000)
     out = tmp_path / f"out.{ending}"
     hit = 0
-    for _ in range(8):
+    for _ in range(4):
         out.write_text("old")
         hit += ended_while_writing(tmp_path, ending, signal.SIGKILL, "report", ".") == -signal.SIGKILL
         content = out.read_text()
@@ -244,13 +246,13 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["in place", "replaced"])
 def test_compared_while_written(tmp_path: Path, how: str) -> None:
-    """Ranks that never agree, being saved all the while: 25 runs find them apart or cannot tell, and none crashes."""
+    """While ranks that never agree are being saved, ten runs find a difference or cannot tell, and none crashes."""
     many(tmp_path, 2)
     seen = []
     command = [sys.executable, "-c", WRITER, how, *sys.path]
     with subprocess.Popen(command, cwd=tmp_path) as writer:
         try:
-            for i in range(25):
+            for i in range(10):
                 arguments = ("compare", "run_rank0.pth", "run_rank1.pth") if i % 2 else ("report", ".")
                 with started(tmp_path, *arguments, "-o", "out.json") as process:
                     out, err = process.communicate(timeout=60)

@@ -189,7 +189,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown kind": ({"only": "weights"}, "only='weights': must be one of params"),
     "a number for texts": ({"exclude": 3}, "exclude=3: must be a list"),
     "rng as a number": ({"rng": 2}, "rng=2: must be true or false"),
-    "no mesh": ({"mesh": torch.arange(2)}, "mesh= of class Tensor: expected a torch.distributed.device_mesh.DeviceMesh"),
+    "no mesh": (
+        {"mesh": torch.arange(2)},
+        "mesh= of class Tensor: expected a torch.distributed.device_mesh.DeviceMesh",
+    ),
     "a finding": ({"allow": "SYN999"}, "allow='SYN999': no such code"),
 }
 

@@ -130,9 +130,7 @@ def test_a_tensor_that_is_not_read_is_counted(what: str) -> None:
 
 def test_check_without_a_process_group() -> None:
     """Without a process group, the UsageError names the missing call."""
-    with pytest.raises(
-        UsageError, match=r"init_process_group\(\)"
-    ):
+    with pytest.raises(UsageError, match=r"init_process_group\(\)"):
         check(nn.Linear(2, 2))
 
 
