@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Buffers:
+class ReplicaBuffers:
     """What the last training forward made of each replica's buffers.
 
     count: replicas. A replica that got no samples holds the buffers of the module from before that forward. The
@@ -58,7 +58,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Switches:
+class ThreadModes:
     """What torch keeps for each thread: a new thread starts with the defaults, whatever the caller has set."""
 
     device: str
@@ -68,7 +68,7 @@ class Switches:
     dtype: torch.dtype
 
     @classmethod
-    def of_this_thread(cls, device: str) -> Switches:
+    def read_current(cls, device: str) -> ThreadModes:
         """Read them. device: the type of the one to compute on."""
         return cls(
             device,
@@ -94,9 +94,9 @@ class Switches:
 class GpuReplicas(nn.DataParallel[nn.Module]):
     """torch's DataParallel; `buffers` keeps what its replicas would take with them."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], buffers: Buffers) -> None:
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], buffers: ReplicaBuffers) -> None:
         super().__init__(module, list(devices))
-        self.kept = buffers
+        self.replica_buffers = buffers
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the replicas as torch does, in the caller's precision.
@@ -104,9 +104,9 @@ class GpuReplicas(nn.DataParallel[nn.Module]):
         torch tells its threads that autocast is on, but not for which type, so bfloat16 would become float16:
         https://github.com/pytorch/pytorch/blob/v2.6.0/torch/nn/parallel/parallel_apply.py#L92
         """
-        switches = Switches.of_this_thread(self.src_device_obj.type)
+        switches = ThreadModes.read_current(self.src_device_obj.type)
         calls: list[Any] = [partial(switches.call, replica) for replica in replicas]
-        with self.kept.watch(self.module, replicas):
+        with self.replica_buffers.watch(self.module, replicas):
             return super().parallel_apply(calls, inputs, kwargs)
 
 
@@ -118,20 +118,20 @@ class ThreadReplicas(nn.Module):
     replica draws would depend on which is faster. Otherwise the results are the same bits either way.
     """
 
-    def __init__(self, module: nn.Module, buffers: Buffers, at_once: bool | None = None) -> None:
+    def __init__(self, module: nn.Module, buffers: ReplicaBuffers, at_once: bool | None = None) -> None:
         super().__init__()
-        self.module, self.kept, self.at_once = module, buffers, at_once
+        self.module, self.replica_buffers, self.at_once = module, buffers, at_once
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, ...]. Returns the outputs of all samples, in their order."""
-        # 1. Scatter: contiguous shares of ceil(N / replicas) samples. The last may be smaller, and replicas that
-        #    would get none are left out.
-        shares = x.chunk(self.kept.count)
+        # 1. Scatter: contiguous shares of ceil(N / replicas) samples. The last may be smaller, and replicas that would
+        #    get none are left out.
+        shares = x.chunk(self.replica_buffers.count)
         # 2. Replicate.
         replicas = [replicate(self.module, own_buffers=index > 0) for index in range(len(shares))]
         # 3. Apply.
-        at_once = not drops_out(self.module) if self.at_once is None else self.at_once
-        with self.kept.watch(self.module, replicas):
+        at_once = not has_active_dropout(self.module) if self.at_once is None else self.at_once
+        with self.replica_buffers.watch(self.module, replicas):
             outputs = parallel_apply(replicas, shares, at_once=at_once)
         # 4. Gather. From here autograd goes back through all replicas into the one set of parameters, where their
         #    gradients add up.
@@ -167,7 +167,7 @@ def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor], *, a
     back through the replicas by these numbers, so the gradients of three or more would be added up in another order.
     Returns the outputs in the order of the replicas. Raises what the first replica that failed has raised.
     """
-    switches = Switches.of_this_thread(shares[0].device.type)
+    switches = ThreadModes.read_current(shares[0].device.type)
     outputs: dict[int, Tensor] = {}
     failures: dict[int, BaseException] = {}
 
@@ -190,7 +190,7 @@ def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor], *, a
     return [outputs[index] for index in range(len(replicas))]
 
 
-def drops_out(module: nn.Module) -> bool:
+def has_active_dropout(module: nn.Module) -> bool:
     """Tell whether a forward in the present mode drops out at random in one of torch's layers.
 
     A module that calls functional.dropout itself is not seen: give it at_once=False.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from train.position import Position
     from train.recorders.base import Recorder
     from train.settings import Settings
-    from train.stopping import Heard
+    from train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Result:
     replicas: int = 1
 
 
-def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard | None = None) -> Result:
+def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: StopSignals | None = None) -> Result:
     """Train one model as the settings say, save what they ask for, and check it if they ask for that.
 
     To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
-    the same settings, number of ranks, libraries and machine. heard: the signals of this process, which then stop the
+    the same settings, number of ranks, libraries and machine. signals: the signals of this process, which then stop the
     run after a step; None for none. Raises UserError, Stopped, and what the checks raise, on all ranks alike.
     """
     with RunLock(settings, ctx) as lock:
-        return carry_out(prepare(settings, ctx, recorder.console, heard, lock), recorder)
+        return run_job(prepare(settings, ctx, recorder.console, signals, lock), recorder)
 
 
-def carry_out(job: Job, recorder: Recorder) -> Result:
+def run_job(job: Job, recorder: Recorder) -> Result:
     """Train until the plan ends. Raises as `train` does."""
     settings, ctx = job.settings, job.ctx
     job.stopping.begin()
@@ -110,10 +110,10 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
     start, test, best = time.perf_counter(), None, False
     if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
         test = evaluate(job.method.module, job.test_batches, job.ctx)
-        best = job.best.take(test, position.epoch, position.step)
+        best = job.best.update(test, position.epoch, position.step)
     logbook.after_epoch(position, trained, test, time.perf_counter() - start, best)
     if best:
-        logbook.saved(job.saver.best(position.step))
+        logbook.saved(job.saver.save_best(position.step))
     return test
 
 
@@ -133,7 +133,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps)
     # Not strict: the loader may have more batches than --max-steps leaves.
     batches = zip(sizes, logbook.waited_for(job.train_batches), strict=False)
-    with job.method.joined(trainer.optimizer) if join else nullcontext():
+    with job.method.join_ranks(trainer.optimizer) if join else nullcontext():
         for samples, (x, y) in batches:  # samples: of the global batch. x, y: this rank's share of it
             lr = job.rate.at(position.step)
             set_learning_rate(trainer.optimizer, lr)
@@ -170,7 +170,7 @@ def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
     now: agree now, as after an evaluation, which takes long; else at steps that all ranks know. After the last step
     there is nothing to stop: what is left is to score the model.
     """
-    if position.step == job.plan.steps or not (number := job.stopping.asked(position.step, now=now)):
+    if position.step == job.plan.steps or not (number := job.stopping.agree_on_signal(position.step, now=now)):
         return
     if job.settings.checkpoint_every is None:
         raise Stopped(number, position.step, "nothing was saved: --checkpoint-every N keeps what --resume needs")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.lock import RunLock
 from train.checkpoints.saver import Saver
-from train.compiling import compiled
 from train.data import (
     DataOptions,
     DistributedBatchSampler,
@@ -32,6 +31,7 @@ from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank
 from train.step import Step
 from train.stopping import Stopping
+from train.sync_batchnorm import SyncBatchNorm
 from train.watch import Watch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
-    from train.stopping import Heard
+    from train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ def prepare(
     settings: Settings,
     ctx: RankContext,
     console: Console | None = None,
-    heard: Heard | None = None,
+    signals: StopSignals | None = None,
     lock: RunLock | None = None,
 ) -> Job:
     """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
 
     Raises UserError.
 
-    console: where the checks of --monitor print; None for stderr. heard: the signals of this process. lock: to take
+    console: where the checks of --monitor print; None for stderr. signals: the signals of this process. lock: to take
     on --out; None for none.
     """
     check_agreement(settings, ctx)
@@ -96,16 +96,16 @@ def prepare(
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
     # What training calls: the model, in the wrapper of the method if it has one; a planted desync may change it.
-    forward = fault.wrapped(method, method.wrap(model))
+    forward = fault.after_wrap(method, method.wrap(model))
     if settings.compile:
-        forward = compiled(forward, ctx)
+        forward = compile_model(forward, ctx)
     # After wrapping: a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
     # From here on the ranks draw from random streams of their own.
     seed_rank(settings.seed, ctx)
     trainer = Step(settings, ctx, method, forward, optimizer, fault)
     if lock is not None:
-        lock.take()
+        lock.acquire()
     saver = Saver(trainer, plan, lock or RunLock(settings, ctx))
     best = Best()
     keeper = Keeper(trainer, plan, saver, data.train, also={"best": best})
@@ -124,7 +124,7 @@ def prepare(
         saver=saver,
         best=best,
         keeper=keeper,
-        stopping=Stopping(ctx, heard, between=not settings.join),
+        stopping=Stopping(ctx, signals, between=not settings.join),
     )
 
 
@@ -235,3 +235,36 @@ def build_optimizer(settings: Settings, method: Method) -> Optimizer:
     return method.build_optimizer(
         torch.optim.SGD, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
+
+
+def compile_model(forward: nn.Module, ctx: RankContext) -> nn.Module:
+    """Return what compiles itself at its first call, and again where a batch has another size; a collective.
+
+    forward: what training calls, a parallel wrapper included. To compile around DDP, not within, lets torch cut the
+    code where a bucket of gradients is full, so that backward still sends while it computes. The model inside stays
+    as it is, with the names of its tensors, and evaluation calls that. Raises UserError, on all ranks alike, where
+    torch cannot compile.
+    """
+    with ctx.together():
+        check_compiler(ctx.device)
+    for module in forward.modules():
+        if isinstance(module, SyncBatchNorm):
+            # What it sends, also in its backward, is not for generated code: that ends before it, and goes on behind.
+            disabled = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+            module.forward = disabled  # type: ignore[method-assign]
+    return cast("nn.Module", torch.compile(forward))
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a line, which needs all that a model needs: a C++ compiler, Python's headers, on GPUs triton.
+
+    Raises UserError with torch's reason.
+    """
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # of many kinds, some of them private to torch, one for each part that is missing
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"--compile: torch {torch.__version__} cannot compile for {device.type} here: {reason}; "
+            "install what is missing (on the CPU g++, or name another in CXX), or leave --compile out"
+        ) from error

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def listing(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Write a line for each row, its cells in columns; on a terminal the last cell is folded within its column."""
     *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []

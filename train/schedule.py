@@ -44,10 +44,10 @@ class LearningRate:
 
     def at(self, step: int) -> float:
         """Give the learning rate of a step, counted from 0."""
-        return self.peak * schedule(step, self.plan.steps, self.rise, self.kind)
+        return self.peak * compute_lr_scale(step, self.plan.steps, self.rise, self.kind)
 
 
-def schedule(step: int, steps: int, rise: int | None = None, kind: str = "cosine") -> float:
+def compute_lr_scale(step: int, steps: int, rise: int | None = None, kind: str = "cosine") -> float:
     """Scale the learning rate: a linear rise to 1, then half a cosine towards 0, or for ever 1.
 
     step: 0 to steps - 1. rise: steps of the rise; None for a tenth of all.

@@ -67,7 +67,7 @@ class Best:
         self.epoch: int | None = None
         self.step: int | None = None
 
-    def take(self, test: Score, epoch: int, step: int) -> bool:
+    def update(self, test: Score, epoch: int, step: int) -> bool:
         """Take one evaluation in; returns whether it is the best so far. Equal on all ranks, for the score is.
 
         A run that is resumed at the end of an epoch may evaluate again what is the best already, and it stays so.

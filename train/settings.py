@@ -14,7 +14,7 @@ LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
 LARGEST = 3.4e38  # of float32, to which torch's optimizers convert rates
 MOST_WORKERS = 1024  # per rank; each takes memory, so more is a slip of the finger that stops the machine
 # Fields that do not decide what is trained: where files lie, what is written and what is checked.
-APART = frozenset(
+NOT_TRAINING = frozenset(
     {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
     | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
 )
@@ -140,7 +140,7 @@ class Settings:
         Nothing derived from `sync_bn` is in it, so that two runs that differ only there are seen to be a
         pair.
         """
-        names = [field.name for field in fields(self) if field.name not in APART]
+        names = [field.name for field in fields(self) if field.name not in NOT_TRAINING]
         return {name: getattr(self, name) for name in names} | {"world_size": world_size}
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from train.ema import Average
 from train.metrics import Meter
 
 if TYPE_CHECKING:
@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
+
+
+class WeightAverage:
+    """The average of one rank's parameters.
+
+    Every rank keeps its own, and nothing is sent: equal parameters give equal averages, if all ranks start and
+    update them together. Buffers stay those of the model. decay: what the average keeps of itself in a step.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.averaged_model = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+
+    def update(self, module: nn.Module) -> None:
+        """Take the parameters in; the first time they are the average."""
+        self.averaged_model.update_parameters(module)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The averages, by the names of the model's parameters; not copied."""
+        return dict(self.averaged_model.module.named_parameters())
+
 
 # What layers compute in under autocast; "off" leaves it disabled.
 PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +69,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
         fault.scaler = self.scaler  # a planted desync may look at it, or change it
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
-        self.average = None if settings.ema is None else Average(method.module, settings.ema)
+        self.average = None if settings.ema is None else WeightAverage(method.module, settings.ema)
 
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.
@@ -74,11 +95,11 @@ class Step:
         # Here and behind the step a desync that --fault plants may strike; without it nothing happens.
         self.fault.before_step(step, self.method, self.optimizer, on_device)
         self.method.step(self.optimizer, self.scaler)
-        if self.average is not None and self.fault.averages(step):
+        if self.average is not None and self.fault.should_update_average(step):
             self.average.update(self.method.module)
         self.fault.after_step(step, self.method, self.optimizer)
 
-    def rehearse(self, x: Tensor, y: Tensor) -> None:
+    def warm_up_buckets(self, x: Tensor, y: Tensor) -> None:
         """Go forward and backward once without a step, on a run that is resumed; a collective.
 
         DDP sends gradients in buckets in the order of the parameters, and after the first backward in the order in

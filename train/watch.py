@@ -50,7 +50,7 @@ class Watch:
             return ""
         # What no tensor tells, and what may change from step to step: when localsgd averaged last. The same block on
         # all ranks: who they are the monitor knows.
-        facts = self.trainer.method.facts
+        facts = self.trainer.method.metadata_fields
         self.beside["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
         before = self.monitor.checks
         self.monitor.step(step)

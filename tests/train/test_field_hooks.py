@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import syncheck
-from train.comm_hooks import memory_of, remember
+from train.comm_hooks import collect_hook_state, restore_hook_state
 from train.errors import UserError
 from train.launch import RankContext
 from train.methods.ddp import Ddp
@@ -145,9 +145,9 @@ def test_other_ranks_begin_without_an_error(ranks: int) -> None:
     """What compression left out of a rank's gradient is that rank's own: with another number of ranks it is dropped."""
     state = PowerSGDState(None)
     state.error_dict, state.q_memory_dict, state.iter = {0: torch.ones(3)}, {0: torch.ones(2)}, 7
-    memory = memory_of(state, RankContext(0, 2))
+    memory = collect_hook_state(state, RankContext(0, 2))
     again = PowerSGDState(None)
-    remember(again, memory, RankContext(0, ranks))
+    restore_hook_state(again, memory, RankContext(0, ranks))
     assert set(again.error_dict) == ({0} if ranks == 2 else set())
     assert again.q_memory_dict[0].equal(torch.ones(2))
     assert again.iter == 7

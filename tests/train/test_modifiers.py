@@ -22,7 +22,7 @@ from train.methods import METHODS, MODIFIERS
 from train.methods.ddp import Ddp
 from train.models import build_model
 from train.models.convnet import ConvNet
-from train.schedule import schedule, set_learning_rate
+from train.schedule import compute_lr_scale, set_learning_rate
 from train.step import Step
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
                 for p in same:
                     p.grad = mean.clone()
         for job in jobs:
-            set_learning_rate(job, settings.lr * schedule(step, settings.max_steps))
+            set_learning_rate(job, settings.lr * compute_lr_scale(step, settings.max_steps))
             job.step()
             job.zero_grad()
         if step >= every and (step + 1) % every == 0:

@@ -65,20 +65,20 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ("--gpus x", "--gpus x: needs numbers with commas between them, as 0,1, or none for the CPU"),
         (
             "--sync-bn",
-            "--sync-bn: not with --method single: it has no other replica to share statistics with" + NEXT,
+            "--sync-bn: not with --method single: a single replica has nothing to synchronize" + NEXT,
         ),
         (
             "--find-unused",
-            "--find-unused: not with --method single: it reduces no gradients, so it waits for none" + NEXT,
+            "--find-unused: not with --method single: a single process reduces no gradients" + NEXT,
         ),
         ("--replicas 2", "--replicas: only for --method dp or hsdp, not for single"),
         (
             "--monitor 10",
-            "--monitor: not with --method single: one process has no other to compare itself with" + NEXT,
+            "--monitor: not with --method single: a single process has no replica to compare with" + NEXT,
         ),
         (
             "--method dp --monitor 10",
-            "--monitor: not with --method dp: one process has no other to compare itself with",
+            "--monitor: not with --method dp: a single process has no replica to compare with",
         ),
         ("--spawn 2 --monitor -1", "--monitor -1: needs a number of steps, or 0 for no checks"),
         (

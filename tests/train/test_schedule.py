@@ -10,7 +10,7 @@ from scenarios import SMALL
 from train.errors import UserError
 from train.job import prepare
 from train.position import Plan
-from train.schedule import LearningRate, schedule
+from train.schedule import LearningRate, compute_lr_scale
 from train.settings import Settings, check
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def rates(shares: int = 1, **changes: Any) -> list[float]:
 
 def test_default_is_what_it_was() -> None:
     """Without options the rate of each step is, bit by bit, the typed one times a tenth's rise and half a cosine."""
-    assert rates() == [schedule(step, 100) for step in range(100)]
+    assert rates() == [compute_lr_scale(step, 100) for step in range(100)]
 
 
 @pytest.mark.parametrize(("scale", "peak"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
