@@ -307,5 +307,5 @@ def test_refusals_name_options_that_exist() -> None:
 def test_fsdp_says_when_torch_is_too_old(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Where torch cannot shard on CPUs the method says so and from which version on it can."""
     monkeypatch.setattr("train.methods.fsdp.ON_CPU", False)
-    with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; 2.7 and newer do on CPUs"):
+    with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; use 2.7"):
         METHODS[method](replace(SMALL, method=method), RankContext(0, 2, backend="gloo"))
