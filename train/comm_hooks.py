@@ -1,7 +1,7 @@
 """Communication hooks of DDP: send gradients in 16 bits, or as a low-rank approximation.
 
 DDP calls the hook with each bucket of gradients as soon as backward has filled it, and uses its result in place of the
-bucket. Without a hook DDP averages the bucket in float32. These hooks send fewer bytes. Their result comes from an
+bucket. Without a hook DDP averages the bucket in float32. The hooks below send fewer bytes. Their result comes from an
 all-reduce and equal arithmetic on every rank, so parameters stay bitwise equal between ranks, but differ from a run
 without a hook.
 https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
@@ -42,7 +42,7 @@ def register_hook(wrapper: DistributedDataParallel, settings: Settings) -> Power
         )
         wrapper.register_comm_hook(state, powersgd_hook)
         return state
-    # These hooks divide by the number of ranks before the sum, which avoids most overflows in 16 bits.
+    # Both hooks divide by the number of ranks before the sum, which avoids most overflows in 16 bits.
     hook = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}[settings.comm_hook]
     wrapper.register_comm_hook(None, hook)
     return None

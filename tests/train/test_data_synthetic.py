@@ -69,7 +69,7 @@ def test_synthetic_data_can_be_learned() -> None:
     [
         (["--image-size", 8], "--image-size 8: digits is as it is; only --data synthetic can be of any size"),
         (["--train-samples", 8], "--train-samples 8: digits is as it is"),
-        (["--data", "synthetic", "--classes", 0], "--classes 0: needs 1 or more"),
+        (["--data", "synthetic", "--classes", 0], "--classes 0: must be at least 1"),
         (["--data", "synthetic", "--data-dir", "."], "--data-dir .: --data synthetic is made in memory; leave it out"),
         (["--data", "synthetic", "--image-size", 5000], "--image-size 5000 --channels 3: an image of more than"),
         (["--data", "synthetic", "--train-samples", 2**24 + 1], "--train-samples 16777217: needs 16777216 or fewer"),

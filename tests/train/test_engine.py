@@ -105,7 +105,7 @@ def test_evaluation_takes_equally_many_forwards(samples: int, world_size: int, f
 
 def test_evaluation_needs_a_sample_for_each_rank() -> None:
     """More ranks than test samples are refused with both numbers."""
-    with pytest.raises(UserError, match="2 test samples for 3 ranks: each needs one; start fewer ranks"):
+    with pytest.raises(UserError, match="2 test samples for 3 ranks: "):
         evaluation_batches(TensorDataset(torch.arange(2)), RankContext(0, 3))
 
 

@@ -157,10 +157,10 @@ def test_other_ranks_begin_without_an_error(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"powersgd_rank": 2}, "--powersgd-rank: needs --comm-hook powersgd"),
-        ({"powersgd_start": 5, "comm_hook": "fp16"}, "--powersgd-start: needs --comm-hook powersgd"),
-        ({"powersgd_start": 1, "comm_hook": "powersgd"}, "--powersgd-start 1: needs 2 or more"),
-        ({"powersgd_rank": 0, "comm_hook": "powersgd"}, "--powersgd-rank 0: needs 1 or more"),
+        ({"powersgd_rank": 2}, "--powersgd-rank: requires --comm-hook powersgd"),
+        ({"powersgd_start": 5, "comm_hook": "fp16"}, "--powersgd-start: requires --comm-hook powersgd"),
+        ({"powersgd_start": 1, "comm_hook": "powersgd"}, "--powersgd-start 1: must be at least 2"),
+        ({"powersgd_rank": 0, "comm_hook": "powersgd"}, "--powersgd-rank 0: must be at least 1"),
         ({"amp": "fp16", "comm_hook": "powersgd"}, "--comm-hook powersgd: not with --amp fp16: an overflow would stay"),
     ],
 )

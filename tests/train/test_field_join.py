@@ -115,7 +115,7 @@ def test_ranks_meet_at_the_end_of_an_epoch(ctx: RankContext, syncheck_rank: Rank
     assert len(saved) == 6
     assert syncheck.compare(syncheck_rank.shared).verdict == "in_sync"
     for given in ({"save_every": 2}, {"monitor": 2}, {"checkpoint_every": 7}):
-        with pytest.raises(UserError, match="ranks meet at the end of an epoch only; use 5, or a multiple"):
+        with pytest.raises(UserError, match="must be a multiple of 5"):
             prepare(replace(UNEVEN, **given), ctx)
 
 

@@ -227,7 +227,7 @@ def test_a_state_counts_if_all_ranks_have_it(
     capfd.readouterr()
     assert resume(ctx, settings)[1].steps == [3, 4, 5, 6, 7, 8]
     told = capfd.readouterr().err
-    assert ("step_3/rank_1.pth: rank 1 has no such file" in told) is (ctx.rank == 0)
+    assert ("step_3/rank_1.pth: rank 1 lacks this file" in told) is (ctx.rank == 0)
     if ctx.rank == 1:
         for step in (7, 8):
             cut(state_path(states_folder(settings.out, "ddp"), step, 1))

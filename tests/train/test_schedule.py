@@ -53,9 +53,9 @@ def test_warm_up_has_the_length_given(changes: dict[str, Any], rise: int) -> Non
 
 def test_warm_up_must_end_within_the_run() -> None:
     """One that is longer than the run would never come to the rate asked for, and is refused with both numbers."""
-    with pytest.raises(UserError, match="the warm-up takes 101 steps and the run has 100: shorten it"):
+    with pytest.raises(UserError, match="the warm-up takes 101 steps, but the run has 100"):
         rates(warmup_steps=101)
-    with pytest.raises(UserError, match="give one of them"):
+    with pytest.raises(UserError, match="--warmup-steps and --warmup-epochs: "):
         check(Settings(warmup_steps=1, warmup_epochs=1), 1)
 
 

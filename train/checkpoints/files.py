@@ -113,7 +113,7 @@ def check_writable(out: Path) -> None:
 
 
 def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
-    """Remove the files of an earlier run with the same name, for all ranks, steps and formats.
+    """Remove the files of an earlier run with the same name: all ranks, steps and formats.
 
     Otherwise a run on 2 ranks would leave ranks 2 and 3 of an earlier run on 4 ranks beside its own files.
     keep: files of a resumed run. Returns the number of removed checkpoints. Raises UserError.

@@ -77,7 +77,7 @@ class Fault:
 
     @property
     def host(self) -> str | None:
-        """Return the host name for the metadata block; None for the real one."""
+        """Return the host name for the metadata block, or None for the real host name."""
         return None
 
     def refuse(self, reason: str) -> NoReturn:
@@ -98,7 +98,7 @@ class Fault:
 
     @contextmanager
     def fork_rng(self, seed: int) -> Iterator[None]:
-        """Use `seed` for random numbers within the context, without affecting those drawn later."""
+        """Use `seed` for random numbers within the context, without affecting later random numbers."""
         with torch.random.fork_rng(devices=[self.ctx.device] if self.ctx.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield

@@ -45,7 +45,7 @@ class BuffersNeverSynced(BatchNormFault):
         if settings.sync_bn:
             self.refuse("with --sync-bn all ranks compute equal statistics in any case; remove --sync-bn")
         if not settings.buffer_sync:
-            self.refuse("--no-buffer-sync has the same effect; remove one of the two options")
+            self.refuse("--no-buffer-sync has the same effect; remove either option")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Disable synchronization on all ranks; buffers start equal."""
@@ -80,7 +80,7 @@ class ExtraForward(BatchNormFault):
 
 
 class LocalCount(SyncBatchNorm):
-    """SyncBatchNorm that computes the unbiased variance with the local sample count instead of the global one."""
+    """SyncBatchNorm that computes the unbiased variance with the local instead of the global sample count."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, C, ...]. Returns the same result as SyncBatchNorm."""

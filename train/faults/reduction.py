@@ -67,7 +67,7 @@ class LateHead(LateLayer):
     """Add a layer after the classifier when DDP has registered the parameters.
 
     The optimizer is built later and trains the layer on each rank's own gradients. Replacing the classifier would raise
-    an error, because DDP waits for the gradient of the old one; here the old one is still used.
+    an error, because DDP waits for the gradient of the old classifier; here it is still used.
     """
 
     summary = "a second linear layer, added to the classifier after DDP has wrapped the model, is not averaged"

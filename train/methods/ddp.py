@@ -36,7 +36,7 @@ class Ddp(MethodDefaults):
     """Every rank has the whole model and trains on its share of each global batch.
 
     Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not: each rank
-    updates them from its own samples, and the next forward replaces them by those of rank 0. With --no-buffer-sync they
+    updates them from its own samples, and the next forward replaces them by rank 0's. With --no-buffer-sync they
     are never replaced. With --sync-bn all ranks compute equal statistics.
     """
 
@@ -85,7 +85,7 @@ class Ddp(MethodDefaults):
         return kind(self.module.parameters(), **arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay local, to be averaged with those of the last micro-batch."""
+        """Return a context in which gradients stay local, to be averaged with the last micro-batch."""
         # 3a. It must include the forward, which decides whether its backward synchronizes.
         no_sync: AbstractContextManager[None] = self.wrapper.no_sync()
         return no_sync
@@ -135,7 +135,7 @@ class Ddp(MethodDefaults):
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Replace the optimizer's state tensors by those of rank 0; a collective. All ranks have made a step."""
+    """Broadcast rank 0's optimizer state; a collective. All ranks have made a step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():

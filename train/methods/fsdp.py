@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-# fully_shard records events on streams. torch 2.6 has no such method for the CPU's placeholder streams.
+# fully_shard records events on streams. torch 2.6 lacks this method for the CPU's placeholder streams.
 ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 

@@ -1,9 +1,8 @@
 """Post-local SGD: ranks train independently for N steps, then average their parameters.
 
-The remaining steps are those of ddp.py. Parameters are sent every N steps instead of gradients at every step (Lin et
-al. 2020, https://arxiv.org/abs/1808.07217). The first N steps are plain DDP, because models change fastest at the
-start.
-https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+The remaining steps are inherited from ddp.py. Parameters are sent every N steps instead of gradients at every step (Lin
+et al. 2020, https://arxiv.org/abs/1808.07217). The first N steps are plain DDP, because models change fastest at the
+start. https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ZeroRedundancyOptimizer with DDP: every rank has all parameters, and a part of the optimizer state.
 
-The remaining steps are those of ddp.py. Adam's state is twice the size of the parameters, and each rank needs only its
-part (Rajbhandari et al. 2020, stage 1, https://arxiv.org/abs/1910.02054).
+The remaining steps are inherited from ddp.py. Adam's state is twice the size of the parameters, and each rank needs
+only its part (Rajbhandari et al. 2020, stage 1, https://arxiv.org/abs/1910.02054).
 https://docs.pytorch.org/docs/stable/distributed.optim.html
 """
 

@@ -1,6 +1,6 @@
 """State files for --resume: `<out>/.resume/<run>/step_<n>/rank_<r>.pth`, one per rank and step.
 
-The folder is hidden, so that tools that search `<out>` for checkpoints, such as `syncheck report`, skip it. Given
+The folder is hidden, so that tools that search `<out>` for checkpoints, like `syncheck report`, skip it. Given
 explicitly, it is compared like any other folder of ranks.
 """
 

@@ -40,7 +40,7 @@ class Stateful(Protocol):
 
 
 class Keeper:
-    """Saves states for --checkpoint-every, and restores the newest one for --resume.
+    """Saves states for --checkpoint-every, and restores the newest state for --resume.
 
     With either option, the constructor is a collective. position: the start of the run. resumed: whether a state was
     restored. also: further objects to save and restore, by name. samples: training data. Raises UserError on all ranks

@@ -51,7 +51,7 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
     """Find the newest state of `run` usable on all ranks; None if no state was completed. A collective.
 
     Each skipped step is reported in one line. sharded: whether each file holds only a shard of the model or optimizer,
-    so that another number of ranks needs all files. Raises UserError on all ranks if states exist but none is usable.
+    so that another number of ranks needs all files. Raises UserError on all ranks if all existing states are unusable.
     """
     with ctx.together():
         search = Search(folder, run, ctx, list_visible_ranks(folder))
@@ -71,7 +71,7 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
                 return FoundState(step, saved_by, states, tuple(steps[at + 1 :]))
         damaged = damaged or bool(problem)
         if lacking:
-            problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} has no such file"
+            problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} lacks this file"
         tell(ctx, f"--resume: skipping step {step}: {problem}")
     if damaged or len(steps) > 1:
         raise UserError(f"--resume: no state in {folder} is usable; remove the folder to start at step 0")

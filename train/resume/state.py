@@ -85,7 +85,7 @@ def collect_average(trainer: Step) -> dict[str, Tensor]:
 def check_shapes(state: Mapping[str, Any], trainer: Step, where: str) -> None:
     """Raise UserError if the saved tensors do not match this model, for example because the code changed.
 
-    Checked before anything is restored, because a rank that fails halfway would leave the others waiting.
+    Checked before anything is restored, because a rank that fails halfway would leave the other ranks waiting.
     where: the state as named in the message.
     """
     pairs = [("model", collect_tensors(trainer.method.module), state["model"])]
