@@ -114,8 +114,6 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     steps = ctx.gather(caught.value.step)
     assert steps == [steps[0]] * 2
     assert str(caught.value).startswith(f"stopped by SIGUSR1 after step {steps[0]}; its state is saved")
-        str(caught.value) == f"stopped by SIGUSR1 after step {steps[0]}; its state is saved; add --resume to continue"
-    )
     assert state_of(ctx, settings, steps[0])["step"] == steps[0]
     result, notes = resume(ctx, settings)
     assert notes.steps == list(range(steps[0] + 1, result.steps + 1))
