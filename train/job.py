@@ -264,5 +264,5 @@ def check_compiler(device: torch.device) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"--compile: torch {torch.__version__} cannot compile for {device.type} here: {reason}; "
-            "install a compiler (on the CPU g++, or set CXX), or remove --compile"
+            "install the missing part (on the CPU g++, or set CXX), or remove --compile"
         ) from error

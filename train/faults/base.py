@@ -33,8 +33,7 @@ class Fault:
     the end.
 
     Every hook is called on every rank. A hook that communicates must do so on all ranks, so that no rank waits forever.
-    `is_faulty` marks the affected rank of faults on one rank: the last rank, because rank 0 is often taken as the
-    reference.
+    `is_faulty` marks the last rank, on which faults of a single rank occur.
 
     Raises UserError on all ranks if the fault cannot have an effect with these settings.
     """

@@ -89,9 +89,9 @@ class DamagedOnDisk(FileFault):
         weights = [tensor for name, tensor in tensors if len(tensor.shape) > 1 and not name.startswith("optimizer.")]
         generator = torch.Generator().manual_seed(self.settings.seed)
         tensor = weights[int(torch.randint(len(weights), (), generator=generator))]
-        index = tensor.offset + 4 * (math.prod(tensor.shape) // 2) + 1
+        offset = tensor.offset + 4 * (math.prod(tensor.shape) // 2) + 1
         with path.open("r+b") as file:
-            file.seek(index)
+            file.seek(offset)
             byte = file.read(1)[0]
-            file.seek(index)
+            file.seek(offset)
             file.write(bytes([byte ^ 0xFF]))

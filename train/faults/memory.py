@@ -139,7 +139,7 @@ class ContiguousCorruption(MemoryFault):
     when = "last"
 
     def choose_tensor(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:
-        """Choose a tensor much larger than the range, or the largest tensor."""
+        """Choose a tensor at least twice as large as the range, or the largest tensor."""
         largest = max(weights, key=lambda weight: weight.numel())
         return super().choose_tensor([w for w in weights if w.numel() >= 2 * RUN] or [largest], optimizer)
 

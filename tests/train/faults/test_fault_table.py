@@ -135,7 +135,7 @@ def test_the_other_model_has_the_same_shapes(name: str) -> None:
     assert any(isinstance(layer, nn.Conv2d) for layer in model.modules()), "faults look for a convolution that begins"
     before = [parameter.detach().clone() for parameter in model.parameters()]
     state = torch.get_rng_state()
-    other = InitNotBroadcast(settings, TWO, 10).other_model(model)
+    other = InitNotBroadcast(settings, TWO, 10).build_other_model(model)
     assert torch.equal(torch.get_rng_state(), state)
     copy_parameters(other, model)
     pairs = list(zip(before, model.parameters(), strict=True))
