@@ -134,8 +134,8 @@ class Keeper:
         trainer.fault.after_resume(found.step, trainer.method, trainer.optimizer)
         self.position, self.resumed = restore_position(state, ctx), True
         if same:
-            # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first step:
-            # each DataLoader has its own generator.
+            # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
+            # step: each DataLoader has its own generator.
             restore_rng_states(state["rng"], ctx.devices)
         else:
             reseed_generators(settings.seed, found.step, ctx.rank)
