@@ -1,13 +1,13 @@
-"""Train a model under a parallel method and save one checkpoint per rank.
+"""Train a model with a parallel method and save one checkpoint per rank.
 
     torchrun --nproc-per-node 2 train/run.py --save-per-rank    # ddp
     torchrun train/run.py --save-per-rank                       # the same, or one rank per GPU: see docs/methods.md
     python train/run.py --spawn 2 --save-per-rank               # the same without torchrun
     python train/run.py                                         # single
 
-Other ways to start: train/scripts/ and `run.py --help`. A mistake in the options, the data or the output folder is
-one line on stderr and exit code 2; the end of another rank is exit code 1, and so is what --on-desync raise finds. A
-signal stops all ranks after the same step: 128 and its number, 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1.
+Other ways to start: train/scripts/ and `run.py --help`. Exit code 2, with one line on stderr: a mistake in the options,
+the data or the output folder. Exit code 1: the end of another rank, or a finding of --on-desync raise. A signal stops
+all ranks after the same step; the exit code is 128 plus its number: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.std
 
 
 def summary(result: Result, method: str) -> str:
-    """Say in one line what was reached, in a second what was written, and in a third if a group has one replica."""
+    """Format the result in one line, the saved files in a second, and in a third a hint if a group has one replica."""
     reached = f"{result.test.accuracy:.1%} test accuracy, {_count(result.epochs, 'epoch')}"
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
@@ -89,7 +89,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
-    """Turn the options into settings, and find out who this process is. Raises UserError."""
+    """Convert the options to settings, and determine the rank of this process. Raises UserError."""
     settings = settings_from(args)
     try:
         check_modifiers(settings)
@@ -106,7 +106,7 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
 
 
 def fits(settings: Settings) -> bool:
-    """Tell whether the method takes all the options given."""
+    """Return whether the method accepts all given options."""
     try:
         check_modifiers(settings)
     except UserError:
@@ -115,7 +115,7 @@ def fits(settings: Settings) -> bool:
 
 
 def work(args: argparse.Namespace) -> Ending:
-    """Be one rank of one training."""
+    """Run one rank of a training."""
     try:
         settings, ctx = settings_and_rank(args)
         if idle := idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
@@ -151,7 +151,7 @@ def work(args: argparse.Namespace) -> Ending:
 
 
 def run(args: argparse.Namespace) -> Ending:
-    """Be one rank, or with --spawn start all of them."""
+    """Run one rank, or start all ranks with --spawn."""
     try:
         spawn.take_over(os.environ, args, saves=settings_from(args).save_per_rank)
         options = LaunchOptions.of(args)
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> Ending:
 
 
 def ended(argv: list[str] | None = None) -> Ending:
-    """Run one training; returns how it ended, after saying so."""
+    """Run one training, report errors, and return how it ended."""
     args = None
     try:
         args = build_parser().parse_args(argv)
@@ -179,7 +179,7 @@ def ended(argv: list[str] | None = None) -> Ending:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one training; returns the exit code."""
+    """Run one training and return the exit code."""
     return ended(argv).code
 
 

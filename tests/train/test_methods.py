@@ -173,11 +173,11 @@ def test_buffer_argument_follows_the_torch_at_hand(monkeypatch: pytest.MonkeyPat
 
     def newer(self: DistributedDataParallel, module: object, forward_sync_buffers: bool = True) -> None: ...
 
-    assert ddp.buffer_arguments(True) == {}
+    assert ddp.build_buffer_arguments(True) == {}
     monkeypatch.setattr(DistributedDataParallel, "__init__", older)
-    assert ddp.buffer_arguments(False) == {"broadcast_buffers": False}
+    assert ddp.build_buffer_arguments(False) == {"broadcast_buffers": False}
     monkeypatch.setattr(DistributedDataParallel, "__init__", newer)
-    assert ddp.buffer_arguments(False) == {"forward_sync_buffers": False}
+    assert ddp.build_buffer_arguments(False) == {"forward_sync_buffers": False}
 
 
 def test_table_names_every_method() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from programs import Programs, Run
 
 LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
-STOPPED = "run.py: stopped by {} after step \\d+; nothing was saved: --checkpoint-every N keeps what --resume needs\n"
+STOPPED = "run.py: stopped by {} after step \\d+; nothing was saved; .*--checkpoint-every N.*\n"
 MISTAKE, ALIKE = Ending(2, "only here"), Ending(2, "everywhere", alike=True)
 LOST, DONE = Ending(1, "lost another rank"), Ending()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 60, "--checkpoint-every", 1_000_000)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, RUN)
-SAVED = r"run\.py: stopped by {} after step (\d+); its state is saved: add --resume to go on"
+SAVED = r"run\.py: stopped by {} after step (\d+); its state is saved; add --resume to continue"
 # Signals alone, without a training: what it holds back, it prints.
 HOLDS = f"""
 import os, sys, time
