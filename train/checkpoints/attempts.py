@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ class Attempts:
             return write()
         except UserError as error:
             self.errors.append(f"{what} is not saved: {error}")
-            tell(self.ctx, f"warning: {self.errors[-1]}; the run goes on, and tries again at the next")
+            print_once(self.ctx, f"warning: {self.errors[-1]}; the run goes on, and tries again at the next")
             return None
 
     @property

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.files import check_writable
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -140,7 +140,9 @@ class RunLock:
             return True
         if not self._seen:
             self._seen = file.st_mtime_ns
-            tell(self.ctx, f"{self.path} was left by {self._holder()}: waiting {WATCH:g} s to see if that run is alive")
+            print_once(
+                self.ctx, f"{self.path} was left by {self._holder()}: waiting {WATCH:g} s to see if that run is alive"
+            )
         if file.st_mtime_ns != self._seen:
             raise UserError(self._refusal())
         return waited > WATCH

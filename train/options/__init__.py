@@ -7,7 +7,8 @@ import os
 from dataclasses import fields
 from typing import Any
 
-from train.launch import add_options, launched
+from train.launch.environment import is_group_requested
+from train.launch.options import add_options
 from train.options.method import add_faults, add_method, add_modifiers
 from train.options.output import add_monitor, add_output, add_records
 from train.options.parser import Parser
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 def settings_from(args: argparse.Namespace) -> Settings:
     """Turn parsed arguments into the settings of a run: those of the same name, and those that are derived."""
     derived: dict[str, Any] = {
-        "method": args.method or ("ddp" if launched(os.environ, args) else "single"),
+        "method": args.method or ("ddp" if is_group_requested(os.environ, args) else "single"),
         "buffer_sync": not args.no_buffer_sync,
         "shuffle": not args.no_shuffle,
         "lr": LEARNING_RATES[args.optimizer] if args.lr is None else args.lr,

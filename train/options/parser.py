@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from train.errors import UserError
-from train.launch import speaks
+from train.launch.environment import prints_for_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ class Print(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Leave with 0: it was asked for."""
-        if speaks(os.environ):
+        if prints_for_all_ranks(os.environ):
             try:
                 sys.stdout.write(self.const())
                 sys.stdout.flush()
@@ -61,5 +61,5 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print the help once, whatever the number of processes."""
-        if speaks(os.environ):
+        if prints_for_all_ranks(os.environ):
             super().print_help(file)

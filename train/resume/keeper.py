@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 from train.position import Position
 from train.resume.differences import check_same_run, consequences
 from train.resume.files import remove_states, state_path, states_folder, visible, write
@@ -142,11 +142,11 @@ class Keeper:
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
-        tell(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
+        print_once(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
         for text in consequences(state, settings, ctx, trainer):
-            tell(ctx, f"resumed: {text}")
+            print_once(ctx, f"resumed: {text}")
         if settings.checkpoint_every is None and found.step < self.plan.steps:
-            tell(ctx, "resumed: no more states are saved, for --checkpoint-every N is not given")
+            print_once(ctx, "resumed: no more states are saved, for --checkpoint-every N is not given")
         if found.step == self.plan.steps:
-            tell(ctx, "resumed: the run had already ended, there is nothing left to train")
+            print_once(ctx, "resumed: the run had already ended, there is nothing left to train")
             self.saver.finish(found.step)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 from train.resume.files import Unusable, read, state_path, visible
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def newest(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> Found 
         damaged = damaged or bool(problem)
         if lacking:
             problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} has no such file"
-        tell(ctx, f"--resume: step {step} is passed over: {problem}")
+        print_once(ctx, f"--resume: step {step} is passed over: {problem}")
     if damaged or len(steps) > 1:
         raise UserError(
             f"--resume: none of the states in {folder} can be used; remove that folder to start at step 0 on purpose"
         )
     # Nothing, or one step that some ranks never came to write: the first save was cut short.
-    tell(ctx, f"--resume: no state in {folder} yet, starting at step 0")
+    print_once(ctx, f"--resume: no state in {folder} yet, starting at step 0")
     return None
 
 
