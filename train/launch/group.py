@@ -106,24 +106,24 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
 def open_store(ctx: RankContext, timeout: float) -> Store:
     """Open the store at ctx.init_method: a file, or a TCP server in rank 0 or torchrun's agent. Raises RankError."""
     store: Store
-    if ctx.init_method.startswith("file:"):
-        path = store_path(ctx)
-        check_store_file(path)
-        store = FileStore(str(path))
-        store.set_timeout(timedelta(seconds=timeout))
-    else:
-        serve = ctx.rank == 0 and rank_0_serves_store(ctx)
-        # Rank 0 connects to its own server, by whatever address the other ranks reach it.
-        host = "localhost" if serve else wait_for_server(ctx, timeout)
-        port, wait = urlsplit(ctx.init_method).port or 0, timedelta(seconds=timeout)
-        try:
+    try:
+        if ctx.init_method.startswith("file:"):
+            path = store_path(ctx)
+            check_store_file(path)
+            store = FileStore(str(path))
+            store.set_timeout(timedelta(seconds=timeout))
+        else:
+            serve = ctx.rank == 0 and rank_0_serves_store(ctx)
+            # Rank 0 connects to its own server, by whatever address the other ranks reach it.
+            host = "localhost" if serve else wait_for_server(ctx, timeout)
+            port, wait = urlsplit(ctx.init_method).port or 0, timedelta(seconds=timeout)
             store = call_with_deadline(
                 lambda: TCPStore(host, port, None, serve, wait, wait_for_workers=False), timeout + CONNECT_SLACK
             )
-        except (RuntimeError, TimeoutError) as error:
-            reason = _first_line(error) or "the server is not a torch store"
-            advice = "choose a free port with --port, or torchrun's --master-port"
-            raise RankError(f"rank {ctx.rank} cannot use {ctx.init_method}: {reason}; {advice}") from error
+    except (RuntimeError, TimeoutError) as error:
+        reason = _first_line(error) or "the server is not a torch store"
+        advice = "choose another file, or a free port with --port or torchrun's --master-port"
+        raise RankError(f"rank {ctx.rank} cannot use {ctx.init_method}: {reason}; {advice}") from error
     return PrefixStore("train", store)
 
 
