@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from train.launch.leaving import end_with_parent
-from train.launch.signals import held_back
+from train.launch.exits import exit_with_parent
+from train.launch.signals import block_signals
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -40,7 +40,7 @@ def training_batches(samples: Images, sampler: Sampler[list[int]], ctx: RankCont
             context.set_forkserver_preload(["torch", "numpy"])
             # A terminal, SLURM or systemd signals all processes at once. The rank continues to an agreed step and needs
             # its workers until then; they end with the rank.
-            with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            with block_signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 forkserver.ensure_running()
         loader = {"num_workers": workers, "multiprocessing_context": context, "worker_init_fn": end_with_rank}
     return DataLoader(
@@ -64,4 +64,4 @@ def end_with_rank(_worker: int) -> None:
     long as the workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+    exit_with_parent()

@@ -48,21 +48,21 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
         (
             "--method ddp",
-            "--method ddp needs a launcher: start it with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",
+            "--method ddp needs a launcher: start with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",
         ),
         ("--method single --spawn 2", "--method single is one process, the launcher started 2"),
-        ("--spawn 2 --rank 0", "--spawn and --rank: --spawn chooses that itself; drop one of them"),
+        ("--spawn 2 --rank 0", "--spawn and --rank: --spawn sets it for each rank; drop one of the options"),
         ("--spawn 2 --batch-size 1", "--batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more"),
         (
             "--rank 0",
             (
-                "--rank without --world-size: by hand, each process needs --rank R --world-size N and "
+                "--rank without --world-size: give each process --rank R --world-size N and "
                 "--init-method file:///PATH, or --ip ADDRESS --port PORT"
             ),
         ),
-        ("--rank 3 --world-size 2 --ip ::1 --port 1", "--rank 3 with --world-size 2: needs 0 to 1"),
+        ("--rank 3 --world-size 2 --ip ::1 --port 1", "--rank 3: must be 0 to 1 with --world-size 2"),
         ("--backend gloo", "--backend gloo: --method single has no process group"),
-        ("--gpus x", "--gpus x: needs numbers with commas between them, as 0,1, or none for the CPU"),
+        ("--gpus x", "--gpus x: must be comma-separated numbers like 0,1, or none for the CPU"),
         (
             "--sync-bn",
             "--sync-bn: not with --method single: a single replica has nothing to synchronize" + NEXT,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.files import check_writable
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -142,7 +142,7 @@ class RunLock:
             return True
         if not self._seen:
             self._seen = file.st_mtime_ns
-            tell(
+            print_once(
                 self.ctx,
                 f"{self.path} was left by {self._describe_holder()}: "
                 f"waiting {WATCH:g} s to check whether that run is alive",

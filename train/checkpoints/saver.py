@@ -18,7 +18,7 @@ from train.checkpoints.files import (
 from train.checkpoints.formats import FORMATS, Snapshot
 from train.checkpoints.metadata import build_metadata_block
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class SaveAttempts:
             return write()
         except UserError as error:
             self.errors.append(f"{description} is not saved: {error}")
-            tell(self.ctx, f"warning: {self.errors[-1]}; training continues, and the next save tries again")
+            print_once(self.ctx, f"warning: {self.errors[-1]}; training continues, and the next save tries again")
             return None
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 from train.position import Position
 from train.resume.differences import check_same_run, describe_changes
 from train.resume.files import list_visible_ranks, remove_states, state_path, states_folder, write_state
@@ -142,11 +142,11 @@ class Keeper:
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
-        tell(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
+        print_once(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
         for text in describe_changes(state, settings, ctx, trainer):
-            tell(ctx, f"resumed: {text}")
+            print_once(ctx, f"resumed: {text}")
         if settings.checkpoint_every is None and found.step < self.plan.steps:
-            tell(ctx, "resumed: without --checkpoint-every N, no further states are saved")
+            print_once(ctx, "resumed: without --checkpoint-every N, no further states are saved")
         if found.step == self.plan.steps:
-            tell(ctx, "resumed: the run had already ended, nothing is left to train")
+            print_once(ctx, "resumed: the run had already ended, nothing is left to train")
             self.saver.finish(found.step)

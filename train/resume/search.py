@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 from train.resume.files import UnusableState, list_visible_ranks, read_state, state_path
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
         damaged = damaged or bool(problem)
         if lacking:
             problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} lacks this file"
-        tell(ctx, f"--resume: skipping step {step}: {problem}")
+        print_once(ctx, f"--resume: skipping step {step}: {problem}")
     if damaged or len(steps) > 1:
         raise UserError(f"--resume: no state in {folder} is usable; remove the folder to start at step 0")
     # No state, or an incomplete first state: the run stopped before all ranks had written it.
-    tell(ctx, f"--resume: no state in {folder} yet, starting at step 0")
+    print_once(ctx, f"--resume: no state in {folder} yet, starting at step 0")
     return None
 
 

@@ -104,8 +104,7 @@ def test_a_process_that_does_not_come_to_a_step(programs: Programs) -> None:
     run = programs.finish(process, timeout=20)
     assert (run.returncode, run.stdout) == (143, "15\n")
     (line,) = errors([run])
-    text = "ended by SIGTERM: the ranks did not come to an agreed step within 2 s; what was saved before is whole"
-    assert line == text
+    assert re.match(r"ended by SIGTERM: .*\b2 s\b", line)
 
 
 @pytest.mark.slow
