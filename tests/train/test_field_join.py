@@ -65,7 +65,7 @@ def test_without_the_optimizer_momentum_parts(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP's join alone makes the models equal and leaves each rank its own momentum, which syncheck says."""
-    monkeypatch.setattr("train.methods.ddp.send_optimizer", lambda *_: None)
+    monkeypatch.setattr("train.methods.ddp.broadcast_optimizer_state", lambda *_: None)
     saved = run(ctx, replace(UNEVEN, out=syncheck_rank.shared)).saved
     apart = differing(*saved)
     assert apart == {f"optimizer.{i}.momentum_buffer" for i in range(23)}

@@ -283,5 +283,5 @@ def test_best_is_the_first_of_equals() -> None:
     ]
     again = Best()
     again.restore(json.loads(json.dumps(best.state())))
-    assert [again.take(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
+    assert [again.update(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
     assert again.state() == {"accuracy": 0.75, "epoch": 2, "step": 20}

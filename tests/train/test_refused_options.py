@@ -45,7 +45,7 @@ NEXT = "; add --spawn 2, or start with torchrun"
             "--log-dir /dev/null/logs",
             "cannot write the log /dev/null/logs/single/rank_0.log: Not a directory",
         ),
-        ("--data-dir nowhere", "no data at nowhere/digits.npz: --data-dir names the folder that holds it"),
+        ("--data-dir nowhere", "nowhere/digits.npz: not found; set --data-dir to the folder of digits.npz"),
         (
             "--method ddp",
             "--method ddp needs a launcher: start with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",

@@ -144,9 +144,9 @@ def test_different_world_sizes(programs: Programs, free_port: int) -> None:
 @pytest.mark.slow
 def test_one_rank_twice(programs: Programs, free_port: int) -> None:
     """The second process with a rank ends at once; the others report the rank that is missing."""
-    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 5)
+    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 15)
     started = [programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in (0, 1, 1)]
-    runs = [programs.finish(process, timeout=30) for process in started]
+    runs = [programs.finish(process, timeout=40) for process in started]
     assert [run.returncode for run in runs] == [2, 2, 2]
     zero, *ones = errors(runs)
     assert "rank 2 did not join" in zero
