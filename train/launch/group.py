@@ -124,9 +124,7 @@ def open_store(ctx: RankContext, timeout: float) -> Store:
         reason = _first_line(error) or "the server is not a torch store"
         advice = "choose another file, or a free port with --port or torchrun's --master-port"
         raise RankError(f"rank {ctx.rank} cannot use {ctx.init_method}: {reason}; {advice}") from error
-    # torchrun restarts the ranks with the same store. torch's own env:// rendezvous uses this variable too.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"train/{attempt}", store)
+    return PrefixStore("train", store)
 
 
 def rank_0_serves_store(ctx: RankContext) -> bool:
@@ -181,8 +179,9 @@ def check_store_file(path: Path) -> None:
 def wait_for_all_ranks(ctx: RankContext, store: Store, timeout: float) -> str:
     """Wait until all ranks have joined the run announced by rank 0 in the store; return the id of the run.
 
-    The last rank deletes the keys, so that the next run can use the same file, or torchrun's store after its nodes have
-    changed. Raises RankError if this rank contradicts another rank, UserError if ranks are missing.
+    The last rank deletes the keys, so that the next run can use the same file, or torchrun's store after a restart: the
+    agents of torchrun may count restarts differently, so keys with TORCHELASTIC_RESTART_COUNT would not match.
+    Raises RankError if this rank contradicts another rank, UserError if ranks are missing.
     """
     who, settings = f"rank {ctx.rank} of {ctx.world_size}", f"{ctx.world_size} ranks on {ctx.backend}"
     deadline = time.monotonic() + timeout

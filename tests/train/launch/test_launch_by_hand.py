@@ -204,7 +204,7 @@ def test_rank_zero_goes_away(programs: Programs, free_port: int) -> None:
     zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in range(2))
     # An onlooker in rank 0's store sees when rank 1 has come.
     store: Any = TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    wait_for(lambda: store.check(["train/0/joined/1"]))
+    wait_for(lambda: store.check(["train/joined/1"]))
     os.kill(zero.pid, signal.SIGKILL)
     run = programs.finish(one, timeout=10)
     assert run.returncode == 2
